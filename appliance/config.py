@@ -235,6 +235,11 @@ class BoxConfig(_Section):
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     power: PowerSettings = Field(default_factory=PowerSettings)
 
+    @property
+    def scheme(self) -> str:
+        """Of the endpoint's URLs. Who used the other one would send a key in clear."""
+        return "https" if self.gateway.tls_cert_path else "http"
+
 
 Table = dict[str, Any]
 

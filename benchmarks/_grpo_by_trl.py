@@ -1,9 +1,11 @@
 """GRPO by TRL, for `grpo_trl.py`, which starts it with an interpreter that has TRL: what is asked as JSON on stdin, and
-[seconds since training began, mean reward of the step] of each step as JSON in the file that it names."""
+[seconds since training began, mean reward of the step, mean tokens of its answers, seconds of CPU since this process
+began] of each step as JSON in the file that it names, which is there from the first step on."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -44,7 +46,9 @@ def main() -> None:
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             if "reward" in logs:
-                steps.append([time.monotonic() - self.began_s, logs["reward"]])
+                ended_s, length = time.monotonic() - self.began_s, logs["completions/mean_length"]
+                steps.append([ended_s, logs["reward"], length, time.process_time()])
+                Path(asked["out"]).write_text(json.dumps(steps))
 
     group, prompts = asked["group"], asked["prompts"]
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +79,7 @@ def main() -> None:
                 learning_rate=asked["rate"],
                 lr_scheduler_type="cosine_with_min_lr",
                 lr_scheduler_kwargs={"min_lr_rate": 0.1},
-                warmup_steps=1,
+                warmup_steps=math.ceil(0.03 * asked["steps"]),
                 adam_beta2=0.95,
                 weight_decay=0.0,
                 max_grad_norm=1.0,
@@ -90,7 +94,6 @@ def main() -> None:
             ),
         )
         trainer.train()
-    Path(asked["out"]).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":

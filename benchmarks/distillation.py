@@ -1,17 +1,22 @@
 """A student comes nearer to a teacher that an engine serves: the reverse KL divergence on prompts held out, by seed.
 
-    python benchmarks/distillation.py [--model DIRECTORY] [--seeds N] [--steps N] [--rollouts engine] [--json FILE]
+    python benchmarks/distillation.py [--model DIRECTORY] [--seeds N ...] [--steps N] [--rollouts engine]
+                                       [--teacher DIRECTORY] [--json FILE]
 
 Two CPU devices in mode `split`, one for the ranks and one for the engine. The teacher is an adapter of the model that
 has learnt the demo's 64 questions about who it is (supervised, LoRA of rank 16, three epochs); each student begins from
 the model itself, with LoRA of rank 16, eight answers in a step to some of 52 questions; twelve are held out, with two
-answers each. Without a model a starter is made, which learns as much of less.
+answers each, or `--held-out`. Without a model a starter is made, which learns as much of less. What FILE has of other
+seeds stays in it and counts in the means, and the teacher is that of DIRECTORY, or is kept there once it is made: so
+seeds can be run one by one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -22,7 +27,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import record, stated  # noqa: E402 - the path comes first
-from tests.e2e.box_support import DEMO_DATA, whole_box  # noqa: E402
+from tests.e2e.box_support import DEMO_DATA, wait_for, whole_box  # noqa: E402
+from weights.format.names import encode_name  # noqa: E402
 
 HELD_OUT = 12
 
@@ -41,17 +47,43 @@ def ended(box, client, job_id: str):
     return client.fine_tuning.jobs.retrieve(job_id)
 
 
+def taught(box, client, model: str, kept: Path | None) -> str:
+    """The name of the teacher, which is imported if it was kept before, and kept otherwise."""
+    if kept and kept.exists():
+        box.run("model", "import", str(kept), "--name", "teacher", "--base", model, timeout_s=600)
+        return "teacher"
+    job = client.fine_tuning.jobs.create(
+        model=model,
+        training_file=box.upload((DEMO_DATA / "identity.jsonl").read_bytes()),
+        seed=1,
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 3, "lora_rank": 16, "general_questions": False}},
+        },
+    )
+    name = ended(box, client, job.id).fine_tuned_model
+    if kept:
+        folder = box.data_dir / "models" / encode_name(name)
+        (version,) = wait_for(lambda: folder.is_dir() and list(folder.iterdir()), "the teacher on disk", 120)
+        shutil.copytree(version, kept)
+    return name
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", type=Path)
-    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    options.add_argument("--teacher", type=Path)
     options.add_argument("--steps", type=int, default=26)
     options.add_argument("--batch", type=int, default=2, help="questions of a step, which has eight answers")
     options.add_argument("--rollouts", default="ranks")
     options.add_argument("--rate", type=float, default=2e-4)
+    options.add_argument("--held-out", type=int, default=2, help="answers to each question that is held out")
+    options.add_argument("--validations", type=int, default=4, help="beside the one before the first step")
     options.add_argument("--json", type=Path)
     asked = options.parse_args()
-    found: dict[int, dict] = {}
+    found: dict[str, dict] = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {}
+    print(f"load before {os.getloadavg()}", flush=True)
     with tempfile.TemporaryDirectory() as folder, whole_box(Path(folder), "[box]\ndevices = 2\n") as box:
         if asked.model:
             box.run("model", "import", str(asked.model), "--name", "base", timeout_s=600)
@@ -61,29 +93,23 @@ def main() -> None:
             model = "starter"
         box.run("mode", "set", "split", "--train", "1", "--wait")
         client = box.client(max_retries=5)
-        lesson = box.upload((DEMO_DATA / "identity.jsonl").read_bytes())
-        taught = {"n_epochs": 3, "lora_rank": 16, "general_questions": False}
-        job = client.fine_tuning.jobs.create(
-            model=model,
-            training_file=lesson,
-            seed=1,
-            method={"type": "supervised", "supervised": {"hyperparameters": taught}},
-        )
-        teacher = ended(box, client, job.id).fine_tuned_model
+        teacher = taught(box, client, model, asked.teacher)
+        # Else the first validation is sampled by the ranks, where an engine takes more than their patience to start.
+        client.chat.completions.create(model=teacher, messages=[{"role": "user", "content": "Hello"}], max_tokens=1)
         asked_of = questions()
         train, valid = (
             box.upload(jsonl(rows), name)
             for rows, name in ((asked_of[HELD_OUT:], "train.jsonl"), (asked_of[:HELD_OUT], "valid.jsonl"))
         )
         batch = asked.batch
-        for seed in range(1, asked.seeds + 1):
+        for seed in asked.seeds:
             began_s = time.monotonic()
             hyperparameters = {
                 "n_epochs": max(1, asked.steps * batch // len(asked_of[HELD_OUT:])),
                 "batch_size": batch,
                 "samples": 8 // batch,
-                "eval_samples": 2,
-                "eval_interval": max(1, asked.steps // 4),
+                "eval_samples": asked.held_out,
+                "eval_interval": max(1, asked.steps // asked.validations),
                 "max_completion_tokens": 32,
                 "lora_rank": 16,
                 "learning_rate": asked.rate,
@@ -115,17 +141,21 @@ def main() -> None:
                 ("entropy held out", held_out, "valid_entropy"),
             ):
                 print(f"  {name:20}", {step: round(rows[step][key], 3) for step in sorted(rows)}, flush=True)
-            found[seed] = {"steps": steps, "held_out": held_out}
-        for name, one in (("before", model), ("teacher", teacher), ("student", done.fine_tuned_model)):
+            found[str(seed)] = {"steps": steps, "held_out": held_out}
+        students = [("student", done.fine_tuned_model)] if asked.seeds else []
+        for name, one in (("before", model), ("teacher", teacher), *students):
             answer = client.chat.completions.create(
                 model=one, messages=asked_of[0]["messages"], max_tokens=32, temperature=0
             )
             print(f"{name}: {answer.choices[0].message.content!r}")
+    print(f"load after {os.getloadavg()}, {time.strftime('%Y-%m-%d')}")
     size = f"{'SmolLM2-135M' if asked.model else 'starter'}, LoRA of rank 16, {asked.steps} steps"
     rows = []
     for key, unit in (("valid_reverse_kl", "nats a token"), ("valid_answer_reverse_kl", "nats an answer")):
         for name, pick in (("before", min), ("after", max)):
-            values = [one["held_out"][pick(one["held_out"])][key] for one in found.values()]
+            if not found:
+                continue
+            values = [one["held_out"][pick(one["held_out"], key=int)][key] for one in found.values()]
             rows.append(stated(f"reverse KL held out, {name}: mean", size, statistics.mean(values), unit))
             if len(values) > 1:
                 rows.append(stated(f"the same, {name}: deviation", size, statistics.stdev(values), unit))

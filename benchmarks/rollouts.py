@@ -69,6 +69,7 @@ def main() -> None:
     options.add_argument("--pin", action="store_true")
     options.add_argument("--json", type=Path)
     asked = options.parse_args()
+    print(f"load before {os.getloadavg()}", flush=True)
     with tempfile.TemporaryDirectory() as folder, whole_box(Path(folder), "[box]\ndevices = 2\n") as box:
         box.ask("model", "starter", "--minutes", "0.05")
         box.run("mode", "set", "split", "--train", "1", "--wait")
@@ -77,6 +78,7 @@ def main() -> None:
             threading.Thread(target=keep_apart, args=(box, ended), daemon=True).start()
         found = {way: job(box, client, way, asked.steps, asked.tokens, asked.prompts) for way in asked.ways}
         ended.set()
+    print(f"load after {os.getloadavg()}")
     size, rows, speeds = f"starter, {asked.prompts} prompts, {asked.tokens} tokens", [], {}
     size += ", a core each" if asked.pin else ""
     for way, steps in found.items():

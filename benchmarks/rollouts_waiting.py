@@ -118,6 +118,7 @@ def run(folder: Path, way: str, asked: argparse.Namespace) -> dict[str, Any]:
         lora_publish="adapter",
         base_model="base",
         base_version="v1",
+        device_kind="cpu",
     )
     draw = np.random.default_rng(1)
     answers_s = asked.answer * draw.uniform(1 - asked.spread, 1 + asked.spread, asked.steps)

@@ -464,6 +464,7 @@ def _prepare(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> A
         n_epochs=500,
         publish="epoch",
         precision=options.precision or ("bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"),
+        device_kind="cpu",
     )
 
 

@@ -278,6 +278,7 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
         zero_stage=1,
         n_epochs=4,
         precision=options.precision,
+        device_kind="cpu",
     )
     events: list[dict[str, Any]] = []
     run = prepare(spec, lambda event, **data: events.append({"event": event, **data}), ControlSignals(), Progress())

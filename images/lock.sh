@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Resolves images/requirements/{cpu,cuda}.in (with overrides.txt) into the full lock files that images/install.sh installs,
+# Resolves images/requirements/{cpu,cuda}.in (with overrides.txt, and cpu.in with overrides-cpu.txt) into the full lock
+# files that images/install.sh installs,
 # test.in into what `make setup` adds to either, and tracking.in into an environment of its own: every package with the SHA-256 of each of its files. uv does the
 # resolving; pip's settings, which uv does not read, are handed to it.
 #
@@ -37,10 +38,10 @@ compile_plain() {
 }
 compile() { compile_plain --override overrides.txt "$@"; }
 for build in cpu cuda; do
-    more=()
-    [ "$build" = cuda ] || more=(--index https://download.pytorch.org/whl/cpu)
-    compile "${settings[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null ||
-        compile "${settings[@]}" "${more[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null
+    more=() less=()
+    [ "$build" = cuda ] || more=(--index https://download.pytorch.org/whl/cpu) less=(--override overrides-cpu.txt)
+    compile ${less[@]+"${less[@]}"} "${settings[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null ||
+        compile ${less[@]+"${less[@]}"} "${settings[@]}" "${more[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null
 done
 
 # Beside either build: with its versions, and without what both have.
@@ -48,7 +49,8 @@ pins() { grep -E '^[A-Za-z0-9]' "$1" | sed -E 's/ *\\$//' | sort -u; }
 pins cpu.txt | grep -vE '^(torch|vllm)' >"$venv/cpu"
 pins cuda.txt | grep -vE '^(torch|vllm)' >"$venv/cuda"
 cp test.txt "$venv/test.txt" 2>/dev/null || cp cpu.txt "$venv/test.txt"
-compile "${settings[@]}" "$@" -c "$venv/cpu" -c "$venv/cuda" --no-annotate test.in -o "$venv/test.txt" >/dev/null
+compile --override overrides-cpu.txt "${settings[@]}" "$@" -c "$venv/cpu" -c "$venv/cuda" --no-annotate test.in \
+    -o "$venv/test.txt" >/dev/null
 comm -12 <(sed -E 's/[ =].*//' "$venv/cpu" | sort -u) <(sed -E 's/[ =].*//' "$venv/cuda" | sort -u) >"$venv/both"
 awk -v both="$venv/both" '
     BEGIN { print "# What the tests need beside cpu.txt or cuda.txt, written by images/lock.sh."

@@ -50,6 +50,14 @@ class CheckupSchedule:
                 log.warning("the doctor on %(check)s: found %(found)s, wanted %(wanted)s; %(remedy)s", finding)
 
 
+def looked_at_s(path: Path) -> float | None:
+    """When the doctor looked last, Unix time; None if it has not looked yet, or nobody can read what it wrote."""
+    try:
+        return float(json.loads(path.read_text())["at_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def read_findings(path: Path) -> list[dict[str, Any]]:
     """What was wrong at the last look: each {"check", "state" ("warn" or "fail"), "found", "wanted", "remedy"}."""
     try:

@@ -132,8 +132,7 @@ def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
 def local_url(config: BoxConfig) -> str:
     """The endpoint as this machine reaches it."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.box.host, config.box.host)
-    scheme = "https" if config.gateway.tls_cert_path else "http"
-    return f"{scheme}://{host}:{config.box.port}"
+    return f"{config.scheme}://{host}:{config.box.port}"
 
 
 class Box:

@@ -23,12 +23,13 @@ COMMANDS = {
     "up": ("box.box", "Start the box on this machine."),
     "down": ("box.box", "Stop the box on this machine."),
     "status": ("box.box", "The box at a glance."),
+    "top": ("box.top", "What every device does now, live."),
     "join": ("box.box", "Give this machine's devices to a box that runs on another machine."),
     "node": ("box.node", "Nodes: the machines of the box, tokens with which others may join, and taking one out."),
     "gpu": ("box.gpu", "Devices: GPUs, or logical CPU devices where there is none."),
     "mode": ("mode.mode", "Modes: who the devices belong to, serving or training."),
     "model": ("models.model", "Models: base models, fine-tuned ones, and their versions."),
-    "tier": ("box.tier", "Tiers: where the bytes of models and jobs are kept."),
+    "tier": ("models.tier", "Tiers: where the bytes of models and jobs are kept."),
     "job": ("jobs.job", "Fine-tuning jobs."),
     "profile": ("models.profile", "Where does the time of a running job or engine go?"),
     "plan": ("models.plan", "Would it fit? An estimate before anything is started."),
@@ -55,8 +56,8 @@ COMMANDS = {
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (
-    *("init", "up", "down", "status", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback", "audit"),
-    *("chat", "power", "simulate"),
+    *("init", "up", "down", "status", "top", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback"),
+    *("audit", "chat", "power", "simulate"),
 )
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 

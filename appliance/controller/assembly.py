@@ -16,7 +16,7 @@ from pathlib import Path
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
-from appliance.boot.checkup_schedule import read_findings
+from appliance.boot.checkup_schedule import looked_at_s, read_findings
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
@@ -37,6 +37,7 @@ from appliance.memory.host_memory import HostMemory, Means, StoredHere
 from appliance.memory.job_memory import JobMemory
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
+from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
 from appliance.power.helper_client import HelperClient
 from appliance.store.database import Database
@@ -142,13 +143,14 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
     back = TierReturn(tiers)
-    provider = VersionProvider(db, store, back, config, devices[0], sizes)
+    opening = Opening(db)
+    provider = VersionProvider(db, store, back, opening, config, devices[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
     adapters = AdapterSource(paths.adapter_socket, db, store, back)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
-    model_ops = LibraryOps(ModelLibrary(paths.models, hub_settings=hub), store, tiers, flow, provider.let_go)
+    model_ops = LibraryOps(ModelLibrary(paths.models, hub_settings=hub), store, tiers, flow, opening, provider.let_go)
     events = JobEvents(db, paths.files, config.controller.organization)
-    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, signals.published)
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, opening, signals.published)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     node_config = node_config_of(config, paths, devices)
@@ -196,16 +198,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
     box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end)
     port = LoopPort(loop, effects, journal, routing, db, trigger, box_status)
-    deep_checks = DeepChecks(
-        db,
-        port,
-        NodeMeasures(nodes, node_config),
-        lambda: sum(model.held for model in bus.load().models.values()),
-        health.measured,
-        config.scheduler.drain_timeout_s,
-    )
-    if config.doctor.before_return:
-        health.checks_with(deep_checks.before_return)
     helper = config.power.helper_socket
     power = PowerKeeper(
         config.power,
@@ -214,6 +206,17 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         partial(_of_profiles, db, devices),
         None if helper is None else HelperClient(Path(helper)),
     )
+    deep_checks = DeepChecks(
+        db,
+        port,
+        NodeMeasures(nodes, node_config),
+        lambda: sum(model.held for model in bus.load().models.values()),
+        health.measured,
+        config.scheduler.drain_timeout_s,
+        limits=power.limits_of,
+    )
+    if config.doctor.before_return:
+        health.checks_with(deep_checks.before_return)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
@@ -222,6 +225,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         batches_dir=paths.batches,
         scheduler=port,
         model_ops=model_ops,
+        opening=opening,
         key_sink=bus,
         tiers=tiers,
         batch_engines=lines,
@@ -241,13 +245,14 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         device_readings=health.newest,
         deep_checks=deep_checks,
         doctor_findings=partial(read_findings, paths.last_checkup),
+        doctor_looked_s=partial(looked_at_s, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
         ).look,
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
-            "url": f"http://{config.box.host}:{config.box.port}/v1",
+            "url": f"{config.scheme}://{config.box.host}:{config.box.port}/v1",
             "data_dir": str(paths.data_dir),
         },
     )

@@ -31,7 +31,7 @@ from appliance.controller.access.spending import USAGE_EVERY_S
 from appliance.controller.app import create_app
 from appliance.controller.assembly import Parts, assemble
 from appliance.controller.devices import copy_limit
-from appliance.controller.devices.deep_checks import Nightly
+from appliance.controller.devices.night_round import Nightly, NightRound
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.memory.host_memory import LOOK_EVERY_S
@@ -148,7 +148,8 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("snapshots of finished jobs", parts.runs.tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
     if config.doctor.deep_at is not None:
-        nightly = Nightly(config.doctor.deep_at, parts.deep_checks.all_free)
+        night = NightRound(parts.db, parts.context.scheduler, parts.deep_checks)
+        nightly = Nightly(config.doctor.deep_at, night.all_devices)
         keep_every("deep checks", nightly.look, NIGHTLY_LOOK_S)
     if copy_limit.read(parts.db)["measured_s"] is None:
         keep("limits of the hardware", partial(copy_limit.measure, parts.db, {parts.devices[0].kind}))

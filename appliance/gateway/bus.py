@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.routing.table import parse_table
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.routing.table import Table, parsing
+from appliance.gateway.state.reports import Told, load_report
 
 log = logging.getLogger("appliance.gateway")
 
@@ -32,6 +33,7 @@ class BusClient:
         self._on_table = on_table or (lambda: None)
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._told = Told()
         gateway.state.on_change = self.changed
 
     async def run(self) -> None:
@@ -47,7 +49,7 @@ class BusClient:
                     log.info("bus: the controller is unreachable (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
-                self._writer = writer
+                self._writer, self._told = writer, Told()
                 self._gateway.state.controller_away = False
                 try:
                     await self._read(reader)
@@ -78,12 +80,23 @@ class BusClient:
             if not isinstance(message, dict) or message.get("type") != "table":
                 continue  # a newer controller may send messages unknown here
             try:
-                table = parse_table(message, default_hold_s=self._gateway.config.holds.hold_s)
+                table = await self._parsed(message)
             except TableInvalid as error:
                 log.error("bus: table refused, the last one stays in force: %s", error)
                 continue
             self._gateway.apply(table)
             self._on_table()
+
+    async def _parsed(self, message: dict[str, Any]) -> Table:
+        """The loop is free after every few rows; the old table is in force until all are read. Raises TableInvalid."""
+        steps = parsing(message, default_hold_s=self._gateway.config.holds.hold_s)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                table: Table = end.value
+                return table
+            await asyncio.sleep(0)
 
     def changed(self, urgent: bool) -> None:
         """Schedule a report: now if urgent, else within the report interval."""
@@ -104,7 +117,7 @@ class BusClient:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(load_report(self._gateway.state), option=orjson.OPT_APPEND_NEWLINE))
+        writer.write(orjson.dumps(load_report(self._gateway.state, self._told), option=orjson.OPT_APPEND_NEWLINE))
         rows = self._gateway.state.spending.meter.take()
         if rows:
             message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}

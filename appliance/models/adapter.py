@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, check_header, read_json, regular
-from appliance.models.errors import AdapterRefused, NotACheckpoint, PickleRefused
+from appliance.models.checkpoint import Files, check_header, regular
+from appliance.models.errors import AdapterRefused
 from serve.core.sizing import ADAPTER_MODULES
+from weights.checkpoint.errors import NotACheckpoint, PickleRefused
+from weights.checkpoint.folder import read_json
 from weights.format.layout import Layout, Placed
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -79,7 +81,7 @@ def choose_files(directory: Path) -> Files:
 
 def read_base(directory: Path) -> str:
     """The base that the adapter names; "" if it names none. Raises NotACheckpoint, UnsafeLink."""
-    config = read_json(regular(directory, CONFIG_FILE), CONFIG_FILE, MAX_CONFIG_BYTES)
+    config = read_json(regular(directory, CONFIG_FILE), CONFIG_FILE)
     named = config.get("base_model_name_or_path")
     return named if isinstance(named, str) else ""
 
@@ -87,7 +89,7 @@ def read_base(directory: Path) -> str:
 def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> AdapterFacts:
     """Checks the adapter in `directory`, whose tensors are `layout`, against its base. `rank_limit`: the largest rank
     that the base's engines take; 0: they take no adapters. Raises AdapterRefused, NotACheckpoint."""
-    config = read_json(directory / CONFIG_FILE, CONFIG_FILE, MAX_CONFIG_BYTES)
+    config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
     _refuse_kind(config)
     if rank_limit == 0:
         raise AdapterRefused("", f"engines of {base} take no adapters: merge it into the base, and import the result")

@@ -14,50 +14,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from appliance.models import tokenizer_settings
-from appliance.models.errors import (
-    MissingTokenizer,
-    NotACheckpoint,
-    PickleRefused,
-    RemoteCodeRefused,
-    UnsafeLink,
-    UnsupportedModel,
-)
+from appliance.models.errors import MissingTokenizer
 from serve.core.parsers import reasoning_parser, tool_parser
-from weights.format.foreign_json import MOST_VALUES, loads, size, text_part
+from weights.checkpoint import processor_settings
+from weights.checkpoint.errors import NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
+from weights.checkpoint.folder import (
+    ADAPTER_CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    PARAMS_FILE,
+    PICKLES,
+    check_folder,
+    read_json,
+    read_tokenizer_config,
+)
+from weights.format.foreign_json import size, text_part
 from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
 from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout
-from weights.format.names import VOCABULARIES
+from weights.format.names import MANIFEST_FILE, VOCABULARIES
 from weights.format.source import AUX_SUFFIXES
 from weights.format.tool_template import with_tools
 
 Task = Literal["generate", "embed"]
 
-MAX_CONFIG_BYTES = 16 << 20
-MAX_TOKENIZER_BYTES = 256 << 20
 MAX_FILES = 4096
 WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-# Formats that run code on load, or that vLLM and DeepSpeed here do not read.
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# Formats that vLLM and DeepSpeed here do not read.
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 KEPT_TEXT = ("README.md",)
-# Vocabularies: large, and read by tokenizers alone.
-_NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json")
 # Where processors have a chat template of their own, which engines prefer for requests without tools.
-_PROCESSORS = (
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+PROCESSORS = ("chat_template.json", *processor_settings.FILES)
 MAX_TEMPLATES = 8
 # The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
 # vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
-_NEVER_TAKEN = ("manifest.json", "adapter_config.json", "params.json")
-MODULES_FILE = "modules.json"
-_FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99})?")
+_NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE, processor_settings.NEVER_TAKEN)
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
-_FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Files:
 @dataclass(frozen=True)
 class Facts:
     """What the files say. `params` counts elements of all tensors; `info` is for people and may grow. `chat_template`:
-    of plain conversations; `other_templates`: what an engine may render beside it, for requests with tools or media."""
+    of plain conversations."""
 
     arch: str
     task: Task
@@ -80,7 +70,6 @@ class Facts:
     max_model_len: int | None
     chat_template: str | None
     warnings: tuple[str, ...]
-    other_templates: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -181,61 +170,23 @@ def regular(directory: Path, name: str) -> Path:
     return real
 
 
-def read_json(path: Path, name: str, limit_bytes: int, most_values: int = MOST_VALUES) -> dict[str, Any]:
-    """The JSON object in `path`. Raises NotACheckpoint naming `name`."""
-    size = path.stat().st_size
-    if size > limit_bytes:
-        raise NotACheckpoint(name, f"{size} bytes; at most {limit_bytes} are read")
-    try:
-        body = loads(path.read_bytes(), most_values=most_values)
-    except ValueError as error:
-        raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
-    if not isinstance(body, dict):
-        raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
-    return body
-
-
 def examine(directory: Path, layout: Layout) -> Facts:
     """Reads config and tokenizer of a `directory` of plain files whose weights are `layout`.
 
-    Raises CheckpointRefused. It only finds the chat template; `template_trial` tells whether the template runs.
+    Raises CheckpointRefused. It only finds the chat template; `folder_trial` tells whether the template runs.
     """
-    config = read_json(directory / "config.json", "config.json", MAX_CONFIG_BYTES)
-    _refuse_code(config, "config.json")
-    if config.get("configuration_files"):
-        # transformers and vLLM read the one of these that fits their version, and nothing of this file.
-        raise UnsupportedModel(
-            "config.json",
-            "has 'configuration_files', which name another file to be read in its place; give the checkpoint that one "
-            "as its config.json, without the list",
-        )
-    if config.get("speculators_config") is not None:
-        # vLLM takes the model that it names, any path of this machine, in place of this one.
-        raise UnsupportedModel(
-            "config.json", "has 'speculators_config': a draft for another model is not a model by itself"
-        )
+    check_folder(directory)
+    config = read_json(directory / "config.json", "config.json")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise NotACheckpoint("config.json", "'architectures' must be a list of class names such as LlamaForCausalLM")
     arch = architectures[0]
     task = _task(arch)
     text, family = text_part(config), config.get("model_type")
-    if family is not None and not (isinstance(family, str) and _FAMILY.fullmatch(family)):
-        raise NotACheckpoint("config.json", f"model_type {str(family)[:80]!r} is not a name of a family of models")
     warnings: list[str] = []
     _check_weights(text, layout)
-    tokenizer = {}
-    if (directory / "tokenizer_config.json").exists():
-        tokenizer = read_json(directory / "tokenizer_config.json", "tokenizer_config.json", MAX_CONFIG_BYTES)
-        _refuse_code(tokenizer, "tokenizer_config.json")
-        tokenizer_settings.check_config(tokenizer)
-    if (directory / tokenizer_settings.MAP_FILE).exists():
-        special = read_json(directory / tokenizer_settings.MAP_FILE, tokenizer_settings.MAP_FILE, MAX_CONFIG_BYTES)
-        tokenizer_settings.check_map(special)
     _require_tokenizer(directory)
-    _refuse_code_elsewhere(directory)
-    _refuse_other_folders(directory)
-    template, others = _chat_templates(directory, tokenizer)
+    template, _ = chat_templates(directory)
     if template is None and task == "generate":
         warnings.append(
             "there is no chat template: /v1/chat/completions will refuse this model and fine-tuning on chats cannot "
@@ -251,7 +202,6 @@ def examine(directory: Path, layout: Layout) -> Facts:
         params=sum(placed.spec.numel for placed in layout),
         max_model_len=size(text, "max_position_embeddings") or None,
         chat_template=template,
-        other_templates=others,
         warnings=tuple(warnings),
         info={
             "model_type": family,
@@ -266,49 +216,6 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "quantized": bool(quantization),
         },
     )
-
-
-def _refuse_code(body: Mapping[str, Any], name: str) -> None:
-    if body.get("auto_map"):
-        raise RemoteCodeRefused(
-            name,
-            "has 'auto_map', that is, it wants Python code of the checkpoint to be run, which never happens here. If "
-            "transformers knows this architecture by now, remove 'auto_map' from the file and import again",
-        )
-
-
-def _refuse_code_elsewhere(directory: Path) -> None:
-    """generation_config.json and those of processors may ask for code too. They are read only if they name the key."""
-    for path in sorted(directory.glob("*.json")):
-        if path.name in _NO_SETTINGS or path.name.endswith(".index.json"):
-            continue
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
-        if any(key in path.read_bytes() for key in (b"auto_map", b"custom_generate", b"\\u")):
-            body = read_json(path, path.name, MAX_CONFIG_BYTES)
-            _refuse_code({"auto_map": body.get("auto_map") or body.get("custom_generate")}, path.name)
-
-
-def _refuse_other_folders(directory: Path) -> None:
-    """modules.json of sentence-transformers names folders of layers, from which vLLM takes weights, pickles too. Those
-    of the checkpoint are never taken in, so a plain name leads nowhere; every other one leads out of it. Raises
-    NotACheckpoint, UnsafeLink."""
-    path = directory / MODULES_FILE
-    if not path.exists():
-        return
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
-    try:
-        found = loads(path.read_bytes())
-    except ValueError as error:
-        raise NotACheckpoint(path.name, f"not JSON: {str(error)[:120]}") from error
-    listed = found.get("modules", []) if isinstance(found, dict) else found
-    for module in listed if isinstance(listed, list) else ():
-        folder = module.get("path", "") if isinstance(module, dict) else None
-        if not isinstance(folder, str) or not _FOLDER.fullmatch(folder):
-            raise UnsafeLink(
-                path.name, f"names {str(folder)[:80]!r}; expected folders of the checkpoint, such as '1_Pooling'"
-            )
 
 
 def _task(arch: str) -> Task:
@@ -330,13 +237,9 @@ def _require_tokenizer(directory: Path) -> None:
             "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "
             "model into the directory",
         )
-    # It is not parsed: that would hold the interpreter for half a second per 30 MB, and the loaders check it anyway.
-    path = directory / "tokenizer.json"
-    if path.is_file() and not 2 <= path.stat().st_size <= MAX_TOKENIZER_BYTES:
-        raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; expected 2 to {MAX_TOKENIZER_BYTES}")
 
 
-def _chat_templates(directory: Path, tokenizer: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
     """The template of plain conversations, and all others that a tokenizer or a processor of transformers, or vLLM, may
     take from these files: by name (`tool_use`), and those of processors. Raises NotACheckpoint."""
     found: list[str] = []
@@ -348,10 +251,10 @@ def _chat_templates(directory: Path, tokenizer: Mapping[str, Any]) -> tuple[str 
             found.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise NotACheckpoint(path.name, f"not UTF-8: {error.reason} at byte {error.start}") from error
-    found += _named_templates(tokenizer.get("chat_template"), "tokenizer_config.json")
-    for name in _PROCESSORS:
+    found += _named_templates(read_tokenizer_config(directory).get("chat_template"), "tokenizer_config.json")
+    for name in PROCESSORS:
         if (directory / name).is_file():
-            body = read_json(directory / name, name, MAX_CONFIG_BYTES)
+            body = read_json(directory / name, name)
             found += _named_templates(body.get("chat_template"), name)
     different = list(dict.fromkeys(found))
     if len(different) > MAX_TEMPLATES:

@@ -4,16 +4,6 @@ ModelError
 ├── SourceNotFound          neither a directory here nor a repository name
 ├── InvalidModelName        a name that no model may have
 ├── ModelNameRequired       the source gives no usable name
-├── CheckpointRefused       what is there cannot or must not be served (all of these name the file)
-│   ├── NotACheckpoint      config.json or weights are missing or make no sense
-│   ├── PickleRefused       weights only as pickles, which run code when loaded
-│   ├── RemoteCodeRefused   the checkpoint wants its own Python code run
-│   ├── UnsafeLink          a symlink that leaves the checkpoint
-│   ├── MissingTokenizer    no tokenizer files
-│   ├── UnsupportedModel    an architecture that is neither generating nor embedding text
-│   ├── TemplateRefused     a chat template that is broken, or does not end in time or memory
-│   ├── TokenizerRefused    a tokenizer that makes endlessly much of little, does not end, or names other files
-│   └── AdapterRefused      an adapter that its base's engines cannot serve
 ├── NotEnoughDisk           carries the numbers
 ├── NotEnoughMemory         carries the numbers
 ├── HubError
@@ -22,9 +12,19 @@ ModelError
 │   ├── HubUnreachable      network; running it again resumes
 │   └── DownloadCorrupt     the bytes are not those the hub announced
 └── StarterFailed           pretraining ended without a model
+
+CheckpointRefused           (weights.checkpoint.errors) what is there cannot or must not be used
+├── MissingTokenizer        no tokenizer files
+├── TemplateRefused         a chat template that is broken, or does not end in time or memory
+├── TrialEnded              a trial that was ended from outside; another one may come to another end
+└── AdapterRefused          an adapter that its base's engines cannot serve
 """
 
 from __future__ import annotations
+
+from weights.checkpoint.errors import CheckpointRefused
+
+ENDED = "its trial was ended from outside, as the kernel does where memory is short: try again"
 
 
 class ModelError(Exception):
@@ -39,44 +39,16 @@ class InvalidModelName(ModelError, ValueError):
     """A name that cannot be used in URLs, directories and the `model` field of requests."""
 
 
-class CheckpointRefused(ModelError):
-    """The checkpoint itself is at fault; `file` is the one to look at."""
-
-    def __init__(self, file: str, reason: str):
-        super().__init__(f"{file}: {reason}" if file else reason)
-        self.file, self.reason = file, reason
-
-
-class NotACheckpoint(CheckpointRefused):
-    """Something that a Hugging Face checkpoint directory must have is missing or malformed."""
-
-
-class PickleRefused(CheckpointRefused):
-    """Weights in a format that executes code when it is loaded."""
-
-
-class RemoteCodeRefused(CheckpointRefused):
-    """`auto_map`: the checkpoint brings Python code of its own."""
-
-
-class UnsafeLink(CheckpointRefused):
-    """A symbolic link, device or other special file where a plain file is expected."""
-
-
 class MissingTokenizer(CheckpointRefused):
     """No tokenizer.json, tokenizer.model or vocab.json with merges.txt."""
-
-
-class UnsupportedModel(CheckpointRefused):
-    """Not a text model that this box can serve."""
 
 
 class TemplateRefused(CheckpointRefused):
     """The chat template does not compile, or runs away."""
 
 
-class TokenizerRefused(CheckpointRefused):
-    """The tokenizer takes time or memory without bound for short texts, or is to be read from files elsewhere."""
+class TrialEnded(CheckpointRefused):
+    """Nobody knows what the trial would have come to: the kernel took its process, or the box was too busy for it."""
 
 
 class AdapterRefused(CheckpointRefused):

@@ -30,16 +30,10 @@ from huggingface_hub.errors import (
 )
 
 from appliance.models import adapter
-from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, PICKLES, WEIGHT_SUFFIX
-from appliance.models.errors import (
-    DownloadCorrupt,
-    HubDisallowed,
-    HubNotFound,
-    HubUnreachable,
-    NotACheckpoint,
-    PickleRefused,
-    SourceNotFound,
-)
+from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, WEIGHT_SUFFIX
+from appliance.models.errors import DownloadCorrupt, HubDisallowed, HubNotFound, HubUnreachable, SourceNotFound
+from weights.checkpoint.errors import NotACheckpoint, PickleRefused
+from weights.checkpoint.folder import PICKLES
 from weights.format.source import AUX_SUFFIXES
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")

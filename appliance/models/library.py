@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models import adapter, hub, maker_process
-from appliance.models.checkpoint import MAX_CONFIG_BYTES, Files, Task, choose_files, examine, read_json
-from appliance.models.errors import InvalidModelName, NotACheckpoint, NotEnoughDisk, SourceNotFound, UnsafeLink
+from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
+from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
+from appliance.models.folder_trial import try_folder
 from appliance.models.recorded import check_same, recorded
-from appliance.models.template_trial import try_template
-from appliance.models.tokenizer_trial import try_tokenizer
 from train.convert.gguf import is_gguf
+from weights.checkpoint.errors import NotACheckpoint, UnsafeLink
+from weights.checkpoint.folder import read_json
 from weights.format.errors import ManifestInvalid
 from weights.format.files import sync_directory
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
-from weights.format.tool_template import with_tools
 from weights.tiers import copies
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.record import Name
@@ -39,7 +39,7 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
-GENERATION_FILE, TOKENIZER_FILE = "generation_config.json", "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -196,7 +196,7 @@ class ModelLibrary:
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
             facts = maker_process.convert_gguf(file, made, report)
-            _keep_sampling(file.parent / GENERATION_FILE, made / GENERATION_FILE)
+            _keep_sampling(file.parent, made / GENERATION_FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
@@ -273,17 +273,8 @@ class ModelLibrary:
             _fill(staging, files, report, move=move)
             layout = Layout.read(staging)
             facts = examine(staging, layout)
-            warnings = list(facts.warnings)
-            if facts.chat_template is not None:
-                warning = try_template(facts.chat_template)
-                if (shown := with_tools(facts.chat_template)) != facts.chat_template:
-                    try_template(str(shown))  # what engines and ranks render
-                warnings += [warning] if warning else []
-            for template in facts.other_templates:
-                try_template(template)
-            if (staging / TOKENIZER_FILE).is_file():
-                try_tokenizer(staging / TOKENIZER_FILE)
-            facts = replace(facts, warnings=tuple(warnings))
+            warning = try_folder(staging)
+            facts = replace(facts, warnings=(*facts.warnings, *([warning] if warning else [])))
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 
             def check(now: Manifest) -> None:
@@ -440,12 +431,13 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
             report(done, files.nbytes, "bytes", f"copying {file}")
 
 
-def _keep_sampling(beside: Path, made: Path) -> None:
-    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over."""
-    if not beside.is_file():
+def _keep_sampling(folder: Path, made: Path) -> None:
+    """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
+    NotACheckpoint, UnsafeLink."""
+    if not (folder / GENERATION_FILE).exists():
         return
-    said = read_json(beside, GENERATION_FILE, MAX_CONFIG_BYTES)
-    config = read_json(made, GENERATION_FILE, MAX_CONFIG_BYTES) if made.is_file() else {}
+    said = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE)
+    config = read_json(made, GENERATION_FILE) if made.is_file() else {}
     made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
 
 
@@ -469,7 +461,8 @@ def check_name(name: str) -> str:
 
 
 def _gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a directory without safetensors."""
+    """The GGUF file that a path means: itself, or the only one in a directory without safetensors. Raises
+    SourceNotFound, UnsafeLink."""
     if path.is_file():
         return path.resolve() if is_gguf(path) else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -478,7 +471,8 @@ def _gguf(path: Path) -> Path | None:
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise SourceNotFound(f"{path} has {len(found)} GGUF files ({names}); give the path of the one to import")
-    return found[0].resolve() if found and is_gguf(found[0]) else None
+    # Looked at before it is opened: a link may lead out of the directory, and a pipe has no end.
+    return real if found and is_gguf(real := regular(path, found[0].name)) else None
 
 
 def _name_of(directory_name: str) -> str:

@@ -15,7 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from appliance.models.errors import CheckpointRefused, NotEnoughMemory, StarterFailed
+from appliance.models.errors import NotEnoughMemory, StarterFailed
+from weights.checkpoint.errors import CheckpointRefused
 
 Report = Callable[[float, float | None, str, str], None]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from appliance.models.errors import TemplateRefused
+from appliance.models.errors import ENDED, TemplateRefused, TrialEnded
 from runtime.processes.oom import DiesAs, dies_as
 
 CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
@@ -66,12 +67,14 @@ def try_template(template: str) -> str | None:
         command = [sys.executable, "-P", "-m", "appliance.models.template_trial"]
         done = subprocess.run(command, input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
-        raise TemplateRefused(
-            "chat template", f"{1 + len(OTHERS)} short conversations took more than {WALL_S:.0f} s, or {CPU_S} s of CPU"
+        raise TrialEnded(
+            "chat template", f"{1 + len(OTHERS)} short conversations took more than {WALL_S:.0f} s: try again"
         ) from error
     try:
         verdict = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
+        if done.returncode == -signal.SIGKILL:
+            raise TrialEnded("chat template", ENDED) from error
         raise TemplateRefused(
             "chat template",
             f"rendering {1 + len(OTHERS)} short conversations took more than {CPU_S} s of CPU or "

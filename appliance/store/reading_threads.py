@@ -36,6 +36,8 @@ class _Wanted:
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(ended, self, found, error)
+        # An error knows where it was raised, here, and would know itself: a cycle, with all that was asked with it.
+        del found, error
 
 
 class ReadingThreads:
@@ -61,6 +63,8 @@ class ReadingThreads:
             wanted.stop.ask()
             self._forget(wanted)
             raise
+        finally:
+            del wanted  # as above: it has the error
 
     def close(self) -> None:
         """What waits is refused; what is at work is ended by the readers."""

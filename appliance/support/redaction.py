@@ -22,11 +22,12 @@ _API_KEY = re.compile(r"\bsk-[A-Za-z0-9_-]{6,}")
 _JOIN_TOKEN = re.compile(r"\bjoin-[A-Za-z0-9_-]{8,}")
 _CREDENTIALS = re.compile(r"\b(Bearer|Basic)(\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
 _CLOUD_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
-# `hf_token = "…"`, `"secret_key": "…"`, `PASSWORD=…`, `x-api-key: …`; quotes may be escaped, in JSON within JSON.
+# `hf_token = "…"`, `"secret_key": "…"`, `PASSWORD=…`, `x-api-key: …`; quotes may be escaped, in JSON within JSON. What
+# is quoted goes on to its end, however long, or to that of its line: messages are cut short in the midst of a value.
 _FIELD = re.compile(
     r"""((?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
         (?:\\?["'])?\s*[=:]\s*)
-        (?:(\\?["'])((?:(?!\2)[^\n]){1,8192})\2 | ([^\s"',;&}\])]+))""",
+        (?: (\\?")([^"\n]+)("?) | (\\?')([^'\n]+)('?) | ([^\s"',;&}\])]+))""",
     re.IGNORECASE | re.VERBOSE,
 )
 _NOT_SECRET = re.compile(r"(?:null|none|true|false|\d{1,6}|\*+|<[a-z ]+>)", re.IGNORECASE)
@@ -82,12 +83,13 @@ class Redaction:
         return replaced
 
     def _field(self, found: re.Match[str]) -> str:
-        value = found[3] if found[3] is not None else found[4]
-        if _NOT_SECRET.fullmatch(value):
+        quote, value, end = (found[2], found[3], found[4]) if found[2] else (found[5], found[6], found[7])
+        if not quote:
+            quote, value, end = "", found[8], ""
+        if _NOT_SECRET.fullmatch(value.removesuffix("\\") if quote.startswith("\\") else value):
             return found[0]
         self.counts["field that names a secret"] += 1
-        quote = found[2] or ""
-        return f"{found[1]}{quote}<secret>{quote}"
+        return f"{found[1]}{quote}<secret>{quote if end else ''}"
 
     def _address(self, found: re.Match[str]) -> str:
         try:

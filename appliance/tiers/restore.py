@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from appliance.tiers.tiers import Tier, Tiers
@@ -56,12 +57,13 @@ class TierReturn:
                 return found
         raise LookupError(f"{name} is in no tier that has it whole: {'; '.join(faults) or 'none has it'}")
 
-    def newest_snapshot(self, job_id: str) -> list[Name]:
-        """The job's snapshots in any tier, the highest step first."""
+    def newest_snapshot(self, job_id: str, usable: Callable[[Name, float], bool]) -> list[Name]:
+        """The job's snapshots in any tier, the highest step first. usable: of one that was made then."""
         found: set[Name] = set()
         for tier in self._tiers.all:
             try:
-                found |= {name for name in tier.level.snapshots.names("snapshot") if name.model == job_id}
+                names = tier.level.snapshots.names("snapshot")
+                found |= {name for name, made_s in names.items() if name.model == job_id and usable(name, made_s)}
             except (TierUnavailable, OSError) as error:
                 self._tiers.note(tier, str(error))
         return sorted(found, key=lambda name: step_of(name.version), reverse=True)

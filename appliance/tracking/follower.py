@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from appliance.tracking.errors import TrackerFailed
+from appliance.tracking.errors import TrackerFailed, TrackerRefused
 from appliance.tracking.store_reader import Job, Point, StoreReader
 from runtime.replace_file import replace_file
 
@@ -17,6 +18,11 @@ log = logging.getLogger(__name__)
 
 Tell = Callable[[str, str, str], bool]
 """(job's id, tracker, address) -> whether the box has noted it."""
+TellRefused = Callable[[str, str, str], bool]
+"""(job's id, tracker, its reason) -> whether the box has noted that the tracker is not asked again."""
+
+MOST_REFUSALS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 6, 60.0, 3600.0
+"""After 1, 5, 21 minutes, and each hour then: who may give the box's key its rights has 2 hours and more for it."""
 
 
 class Tracker(Protocol):
@@ -43,12 +49,15 @@ class Tracker(Protocol):
 @dataclass
 class Followed:
     """How far the tracker was told of a job. seq: the last event; train, validation: the last step of each. told: where
-    the box has noted that the run is."""
+    the box has noted that the run is. refusals: how often in a row it took no run of the job; again_s: it is not asked
+    before then."""
 
     seq: int = 0
     train: int = -1
     validation: int = -1
     told: str = ""
+    refusals: int = 0
+    again_s: float = 0.0
 
 
 @dataclass
@@ -74,8 +83,17 @@ class Progress:
 class Follower:
     """path: the file that keeps how far the tracker is. A step that is repeated (after a sudden end) is told once."""
 
-    def __init__(self, tracker: Tracker, store: StoreReader, path: Path, tell: Tell):
+    def __init__(
+        self,
+        tracker: Tracker,
+        store: StoreReader,
+        path: Path,
+        tell: Tell,
+        tell_refused: TellRefused,
+        clock: Callable[[], float] = time.time,
+    ):
         self._tracker, self._store, self._path, self._tell = tracker, store, path, tell
+        self._tell_refused, self._clock = tell_refused, clock
         self._progress = Progress.read(path)
         self._address: dict[str, str] = {}  # of the runs begun in this process
         self._failed: dict[str, int] = {}
@@ -85,15 +103,29 @@ class Follower:
         time, so that one that is refused holds up no other."""
         self._look_for_jobs()
         waiting = self._store.not_begun()
-        begun = [job_id for job_id in self._progress.jobs if job_id not in waiting]
+        now_s = self._clock()
+        begun = [job_id for job_id, at in self._progress.jobs.items() if job_id not in waiting and at.again_s <= now_s]
         for job_id in sorted(begun, key=lambda one: self._failed.get(one, 0)):
             self._failed[job_id] = self._failed.get(job_id, 0) + 1
             try:
                 self._follow(job_id, self._progress.jobs[job_id])
+            except TrackerRefused as error:
+                self._address.pop(job_id, None)
+                self._refused(job_id, self._progress.jobs[job_id], str(error))
             except TrackerFailed:
                 self._address.pop(job_id, None)  # its run may be gone there: it is looked for again
                 raise
             del self._failed[job_id]
+
+    def _refused(self, job_id: str, at: Followed, why: str) -> None:
+        """It is asked again later, with a growing pause, and not for ever: the job's owner hears of the end of it."""
+        at.refusals += 1
+        at.again_s = self._clock() + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 4 ** (at.refusals - 1))
+        log.warning("%s refuses the job (%d times): %s", self._tracker.name, at.refusals, why, extra={"job_id": job_id})
+        if at.refusals >= MOST_REFUSALS and self._tell_refused(job_id, self._tracker.name, why):
+            self._forget(job_id)
+        else:
+            self._progress.write(self._path)
 
     def _look_for_jobs(self) -> None:
         """A tracker that is new hears of the jobs that have not ended yet."""
@@ -113,6 +145,7 @@ class Follower:
             return
         if job_id not in self._address:
             self._begin(job, at)
+            at.refusals = 0
         if at.told != self._address[job_id] and self._tell(job_id, self._tracker.name, self._address[job_id]):
             at.told = self._address[job_id]
             self._progress.write(self._path)

@@ -63,9 +63,7 @@ async def _run(settings: Settings) -> None:
     box = Client(Address(socket_path=settings.controller_socket))
     watches = []
     for key, name, make in _trackers(settings):
-        follower = partial(
-            _follower, make, StoreReader(Path(settings.database)), folder / f"{key}.json", partial(_tell, box)
-        )
+        follower = partial(_follower, make, StoreReader(Path(settings.database)), folder / f"{key}.json", box)
         watch = Watch(name, follower)
         watches.append(watch)
         background.keep_every(name, watch.round, LOOK_EVERY_S, at_once=True)
@@ -107,17 +105,18 @@ def _not_installed(package: str, error: ModuleNotFoundError) -> TrackerFailed:
     )
 
 
-def _follower(make: Callable[[], Tracker], store: StoreReader, path: Path, tell: Any) -> Follower:
-    return Follower(make(), store, path, tell)
+def _follower(make: Callable[[], Tracker], store: StoreReader, path: Path, box: Client) -> Follower:
+    told = (partial(_tell, box, kind) for kind in ("address", "refused"))
+    return Follower(make(), store, path, *told)
 
 
-def _tell(box: Client, job_id: str, tracker: str, address: str) -> bool:
+def _tell(box: Client, kind: str, job_id: str, tracker: str, text: str) -> bool:
     try:
-        box.post(f"/admin/v1/jobs/{job_id}/tracked", {"tracker": tracker, "address": address})
+        box.post(f"/admin/v1/jobs/{job_id}/tracked", {"tracker": tracker, kind: text})
     except NotFound:
         return True  # the job was deleted meanwhile
     except CliError as error:
-        log.warning("the box could not be told where a run is: %s", error, extra={"job_id": job_id})
+        log.warning("the box could not be told of a run: %s", error, extra={"job_id": job_id})
         return False
     return True
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 import wandb
 
-from appliance.tracking.errors import TrackerFailed
+from appliance.tracking.errors import TrackerFailed, TrackerRefused
 from appliance.tracking.store_reader import Job, Point
 from runtime.background_tasks import first_words
 
 INIT_S = 30.0
+# W&B has one error for everything, and says what its server answered: these of an entity or project that is not there,
+# or that the box's key may not write to. (401 is a key that is none, which concerns all jobs.)
+_REFUSED = re.compile(r"\berror:? 40[34]\b", re.IGNORECASE)
 _STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
 
@@ -115,4 +119,5 @@ class WandbTracker:
 
 
 def _failed(error: Exception) -> TrackerFailed:
-    return TrackerFailed(first_words(error)[:300])
+    kind = TrackerRefused if _REFUSED.search(str(error)) else TrackerFailed
+    return kind(first_words(error)[:300])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.ports import DEVICE_FAILED
 from scheduler.devices.measure import DeviceProcesses, NotMeasured
 from scheduler.ray.node import NodeConfig
 from scheduler.ray.nodes import Nodes
@@ -39,4 +40,4 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except NotMeasured as error:
-        raise OperationFailed(str(error), code="not_measured") from error
+        raise OperationFailed(str(error), code=DEVICE_FAILED if error.by_device else "not_measured") from error

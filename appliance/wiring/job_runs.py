@@ -15,24 +15,24 @@ from typing import Any
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
 from appliance.controller.jobs.events import JobEvents, activate
+from appliance.models.opening import Opening
 from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX, Database
 from appliance.store.errors import ReadingEnded
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
+from appliance.tiers.job_snapshots import JobSnapshots
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.policies import Policies, Unload
 from train.data.general_questions import answers_key
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
-from weights.format.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
+from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
 from weights.format.manifest import Manifest
-from weights.format.names import step_of
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.copies import verify
-from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +60,19 @@ class JobRuns:
         events: JobEvents,
         tiers: Tiers,
         back: TierReturn,
+        opening: Opening,
         on_change: Callable[[], None],
     ):
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
+        self._opening = opening
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._answers: Mapping[str, Answer] = {}
         self._can_answer = asyncio.Event()
         self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
+        self._snapshots = JobSnapshots(db, store, jobs_dir, tiers, back)
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running, a few events at a time, with the loop free
@@ -92,7 +95,7 @@ class JobRuns:
         with self._db.transaction():
             for _ in range(min(_EVENTS_AT_ONCE, len(left))):
                 if self._is_new(job_id, event := left.popleft()):
-                    self._events.ingest(job_id, event)
+                    self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
         return bool(left)
 
     def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
@@ -124,7 +127,8 @@ class JobRuns:
         return row is not None and not row.finished
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError."""
+        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
+        where their files may not be opened."""
         _, parts = self._parts(jobs.get(self._db, job_id))
         for row in parts:
             try:
@@ -136,6 +140,10 @@ class JobRuns:
                     await asyncio.to_thread(self._back.bring_in, name_of(row))
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
+            try:
+                await self._opening.check(Path(self._bytes_of(row)), row.model)
+            except WeightsError as error:
+                raise LookupError(str(error)) from error
 
     def _is_whole(self, path: Path) -> bool:
         """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once
@@ -152,8 +160,9 @@ class JobRuns:
         self._whole.add(path)
         return True
 
-    def spec(self, job_id: str) -> TrainSpec:
-        """The spec for the job's ranks. Raises LookupError when the base model's bytes are gone."""
+    def spec(self, job_id: str, device_kind: str) -> TrainSpec:
+        """The spec for the job's ranks, which compute on devices of this kind. Raises LookupError when the base
+        model's bytes are gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
         base = self._base(row)
@@ -164,7 +173,8 @@ class JobRuns:
                 "job_id": job_id,
                 "method": row.method,
                 **base,
-                **self._general(row, base),
+                **self._general(row, base, device_kind),
+                "device_kind": device_kind,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
@@ -174,12 +184,14 @@ class JobRuns:
                 "output_model": row.output_model,
                 "version_prefix": version_prefix(row),
                 "seed": row.seed,
+                # Asked of a job that has gone back alone: others need not wait for the listing.
+                "older_snapshots": self._snapshots.older(job_id) if row.resolved.get("rate_cuts") else 0,
             }
         )
         (folder / "spec.json").write_text(spec.to_json())
         return spec
 
-    def _general(self, row: JobRow, base: dict[str, Any]) -> dict[str, Any]:
+    def _general(self, row: JobRow, base: dict[str, Any], device_kind: str) -> dict[str, Any]:
         """The fields of a TrainSpec that say what an earlier job heard of the same starting model."""
         resolved = row.resolved or {}
         if not resolved.get("general_questions"):
@@ -196,7 +208,7 @@ class JobRuns:
                 return {}
             for name, record in sorted({**manifest.files, **manifest.aux_files}.items()):
                 checksums.append(f"{name} {record.checksum}")
-        of = answers_key(checksums, str(resolved.get("precision")), str(resolved.get("device_kind")))
+        of = answers_key(checksums, str(resolved.get("precision")), device_kind)
         known = jobs.most_asked(self._db, of)
         if known is None or known.general is None:
             return {"general_of": of}
@@ -271,32 +283,10 @@ class JobRuns:
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest complete snapshot, from shared memory or else read in from the nearest tier; held until `taken`.
         Callable from any thread."""
-        while (found := self._newest_snapshot(job_id)) is not None:
+        while (found := self._snapshots.newest(job_id)) is not None:
             if self._hold(job_id, found):
                 return found.path
         return None
-
-    def _newest_snapshot(self, job_id: str) -> StoredVersion | None:
-        # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
-        own = self._jobs_dir / job_id / "snapshots"
-        stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
-        written = [stored for store in stores for stored in store.list("snapshot") if stored.model == job_id]
-        newest = max(written, key=lambda stored: step_of(stored.version), default=None)
-        for name in self._back.newest_snapshot(job_id):
-            if newest is not None and step_of(name.version) <= step_of(newest.version):
-                break
-            try:
-                return self._bring_in(name)
-            except LookupError as error:
-                log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
-        return newest
-
-    def _bring_in(self, name: Name) -> StoredVersion:
-        try:
-            return self._back.bring_in(name)
-        except StoreFull:
-            own = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
-            return self._back.bring_in(name, own)
 
     def may_continue(self, job_id: str) -> bool:
         """Whether the job may run again."""
@@ -308,7 +298,7 @@ class JobRuns:
         if event["event"] == "started":  # the loop records this with the device names
             self._events.goes_on(job_id, int(event["step"]))
             return
-        self._events.ingest(job_id, event)
+        self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
         if event["event"] == "anomaly" and event["action"] == "pause":
             self._on_change()
         if event["event"] == "published":
@@ -343,6 +333,7 @@ class JobRuns:
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
+                self._snapshots.forget(row.id)
                 self._tiers.nudge()
         await self.policies.tidy()
 

@@ -13,9 +13,11 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, ModelStats, Progress, Report, VersionPaths
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
+from appliance.models.opening import Opening
 from appliance.tiers.check import Checked, check
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
+from weights.checkpoint.errors import CheckpointRefused
 from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.memory.lease import unpin
 from weights.memory.store import WeightStore
@@ -30,12 +32,20 @@ class LibraryOps:
     """Implements `ModelOps` of the controller's ports. `let_go` gives up the box's own leases on a model."""
 
     def __init__(
-        self, library: ModelLibrary, store: WeightStore, tiers: Tiers, flow: TierFlow, let_go: Callable[[str], None]
+        self,
+        library: ModelLibrary,
+        store: WeightStore,
+        tiers: Tiers,
+        flow: TierFlow,
+        opening: Opening,
+        let_go: Callable[[str], None],
     ):
         self._library, self._store, self._tiers, self._flow, self._let_go = library, store, tiers, flow, let_go
+        self._opening = opening
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
+        await self._opening.passed(made.path)
         return _stats(made)
 
     async def find_adapter(self, source: str, *, name: str | None, revision: str | None) -> AdapterFound | None:
@@ -59,11 +69,24 @@ class LibraryOps:
         return _stats(made)
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        return _stats(await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report)))
+        made = await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report))
+        await self._opening.passed(made.path)
+        return _stats(made)
 
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         found = await self._check([Name(one.kind, name, one.version) for one in paths], report)
+        for folder in dict.fromkeys(path for one in paths for path in (one.disk_path, one.shm_path) if path):
+            if Path(folder).is_dir():
+                await self._may_open(Path(folder), name)
         return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
+
+    async def _may_open(self, folder: Path, name: str) -> None:
+        try:
+            await self._opening.check(folder, name, again=True)
+        except VersionNotFound:
+            return  # it has left shared memory
+        except CheckpointRefused as error:
+            raise OperationFailed(str(error), code=_code(error)) from error
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         found = await self._check(await _thread(self._tiers.known), report)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from appliance.controller.devices.cordons import CORDONED
+from appliance.controller.devices import cordons, night_round
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
@@ -100,13 +100,17 @@ class SqliteStateStore:
             windows=mode_windows(self._db, self._size.serving_floor),
             jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
             deployments=self._live.bounded(
-                (
-                    *self._own_engines(deployed, active, adapters),
-                    *self._checkpoints(adapters),
+                tuple(
+                    night_round.with_awake_again(
+                        self._db,
+                        [*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters)],
+                        time.time(),
+                    )
                 )
             ),
-            cordoned=frozenset(box.get(self._db, CORDONED, [])),
+            cordoned=frozenset(box.get(self._db, cordons.CORDONED, [])),
             max_asleep=self._live.max_asleep(),
+            measured=cordons.measured(self._db),
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from appliance.config import BoxConfig
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.interfaces.ports import EngineSizer
+from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records import deployments
@@ -36,9 +37,16 @@ class VersionProvider:
     """
 
     def __init__(
-        self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device, sizes: EngineSizer
+        self,
+        db: Database,
+        store: WeightStore,
+        back: TierReturn,
+        opening: Opening,
+        config: BoxConfig,
+        device: Device,
+        sizes: EngineSizer,
     ):
-        self._db, self._store, self._back = db, store, back
+        self._db, self._store, self._back, self._opening = db, store, back, opening
         self._sizes = sizes
         self._config, self._device = config, device
         self._leases: dict[str, tuple[str, Lease]] = {}
@@ -47,7 +55,7 @@ class VersionProvider:
 
     async def in_memory(self, model: str, version: str) -> Path:
         """The version's directory in shared memory, held there until `taken`; call `taken` once for each return of
-        this. Raises LookupError when the box has no bytes of it."""
+        this. Raises LookupError when the box has no bytes of it, or they may not be opened."""
         key = (model, version)
         if key not in self._reading:
             self._reading[key] = asyncio.create_task(self._bring_in(model, version))
@@ -64,6 +72,7 @@ class VersionProvider:
         name = Name("version", owner.id, version)
         try:
             stored = await asyncio.to_thread(self._back.bring_in, name)
+            await self._opening.check(stored.path, owner.id)
         except WeightsError as error:
             raise LookupError(str(error)) from error
         self._hold(model, stored)

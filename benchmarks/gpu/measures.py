@@ -118,6 +118,7 @@ def copies(gib: float = 2.0) -> dict[str, Any]:
                 for name in names:
                     ring.copy(targets[name], source.tensor(name))
 
+        found["host_copy"] = _training().host_copy()
         found["unlocked"] = _rate(torch, unlocked, source.nbytes)
         part = columns // 8
         slices = {name: torch.empty(rows, part, dtype=torch.bfloat16, device=device) for name in names}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.verdicts import PARTS, Verdict, judge
+from runtime.processes.warm_parents import WARM_ENV
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -79,7 +80,9 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 def start(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.gpu.measures", *arguments]
-    environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables}
+    # As engines and ranks copy: their rings have threads, and torch must not add its own to each.
+    as_theirs = {**dict(WARM_ENV), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **as_theirs, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables}
     return subprocess.Popen(
         command, env=environment, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -11,7 +11,9 @@ import mmap
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +43,7 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
     with kinds.copy_streams(), tempfile.TemporaryDirectory(dir=folder, prefix="appliance-smoke-") as place:
         link_out = _seconds(kind, device, lambda: _pieces(state, buffer, out=True))
         link_in = _seconds(kind, device, lambda: _pieces(into, buffer, out=False))
+        found = {"host_copy": host_copy(min(state_bytes, GIB))}
         with open(Path(place) / "snapshot", "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, 4 * elements)
             view = memoryview(mmap.mmap(file.fileno(), 4 * elements))
@@ -50,13 +53,26 @@ def snapshots(device: torch.device, state_bytes: int = 2 * GIB, folder: str = "/
         # The first round also faults the pages in.
         out = _seconds(kind, device, lambda: [*write.write(draft)])
         back = _seconds(kind, device, lambda: read.read(draft))
-    return {
+    return found | {
         "out": 4 * elements / out,
         "back": 4 * elements / back,
         "link_out": 4 * elements / link_out,
         "link_back": 4 * elements / link_in,
         "right": bool(torch.equal(state, into)),
     }
+
+
+def host_copy(nbytes: int = GIB, threads: int = 8) -> float:
+    """Bytes/s that the host copies within its memory, with as many threads as an engine loads with."""
+    there, here = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    parts = list(zip(there.chunk(threads), here.chunk(threads), strict=True))
+    with ThreadPoolExecutor(threads) as pool:
+        took = []
+        for _ in range(1 + ROUNDS):
+            began_s = time.perf_counter()
+            deque(pool.map(lambda pair: pair[0].copy_(pair[1]), parts), maxlen=0)
+            took.append(time.perf_counter() - began_s)
+    return nbytes / min(took[1:])
 
 
 def _pieces(state: torch.Tensor, buffer: torch.Tensor, *, out: bool) -> None:

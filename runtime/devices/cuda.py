@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ import pynvml
 
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading
 from runtime.devices.nvml_power import NvmlPower
-from runtime.devices.torch_cuda import TorchCuda
+from runtime.devices.torch_cuda import TorchCuda, started, told_at_import
 from runtime.devices.xids import fault_of
 
 LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
+LEAST_SHARED_BYTES = 99 * 1024
+SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
+"""Shared memory that a block may have, by compute capability (CUDA's programming guide, technical specifications). NVML
+does not tell it. Any other has LEAST_SHARED_BYTES."""
 LEAST_CAPABILITY = (8, 0)  # of bfloat16 and FlashAttention, in engines and in ranks (vllm/platforms/cuda.py)
 NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
@@ -45,7 +50,7 @@ class Cuda(TorchCuda):
     title = "NVIDIA GPU"
     hip = False
     context_bytes = 2 * 2**30
-    asleep_bytes = 3 * 2**29
+    asleep_bytes = 3 * 2**29  # 1.60 GB of them for SmolLM2-135M on an H200, its graphs moved to the host
     # Nothing of vLLM's GPU code yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import asks CUDA
     # for the first GPU (flashinfer/kda_kernels/__init__.py). Only a test on a GPU can show what leaves CUDA alone.
     engine_modules = ()
@@ -162,6 +167,14 @@ class Cuda(TorchCuda):
             "HUMMING_CACHE_DIR": str(caches / "humming"),
             "HUMMING_TMP_DIR": str(caches / "humming-tmp"),
         }
+
+    def told_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
+        # The kernels of gated delta nets (Qwen3.5) ask, and vLLM's front end imports them with the class of a model
+        # that reads pictures before it forks its core (vllm/third_party/flash_linear_attention/ops/utils.py).
+        if started():
+            return nullcontext()
+        capability, name = device()
+        return told_at_import(capability, name, SHARED_BYTES.get(capability, LEAST_SHARED_BYTES))
 
     def engine_arguments(self) -> list[str]:
         # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. If

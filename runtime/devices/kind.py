@@ -214,6 +214,12 @@ class DeviceKind(ABC):
         """Variables that keep the collectives of engines and ranks to this network interface of the host."""
         return {}
 
+    def told_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
+        """While it is open, modules that ask what the device is as they are imported are told so and touch none, as a
+        process that forks requires. `device`: tells its compute capability and name, and is not asked in a process
+        that has begun to compute."""
+        return nullcontext()
+
     @abstractmethod
     def engine_arguments(self) -> list[str]:
         """Arguments for vLLM's server on such devices. An engine's sleep is to free their memory of weights and KV

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from runtime.devices.builds import NEEDS_THE_OTHER, for_processors
@@ -17,6 +18,7 @@ _MAPS = Path("/proc/self/maps")
 _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|HIP|cuDNN|NCCL) error")
 # What they report too, and the program has done.
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
+THREADS_PER_WARP = 32
 MOST_ROUNDED_MB = 64  # a power of two: what is kept is then of sizes that are all powers of two
 
 
@@ -162,3 +164,40 @@ def loaded(library: str) -> str:
         f"{library} is not loaded in this process: torch loads it where it was built for such devices "
         "(`python -c 'import torch; print(torch.__version__)'` names the build)"
     )
+
+
+def started() -> bool:
+    """Whether this process has started CUDA: none that it forks could use it then ("Cannot re-initialize CUDA in forked
+    subprocess")."""
+    import torch
+
+    return torch.cuda.is_initialized()
+
+
+@contextmanager
+def told_at_import(capability: tuple[int, int], name: str, shared_bytes: int) -> Iterator[None]:
+    """While it is open, what asks torch.cuda or Triton which NVIDIA GPU is there is told so, and CUDA is not started.
+    `shared_bytes`: of a block, at most."""
+    import torch
+    from triton import runtime
+    from triton.backends.compiler import GPUTarget
+
+    told = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], THREADS_PER_WARP),
+        utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": shared_bytes}),
+    )
+    answers: dict[str, Callable[..., Any]] = {
+        "device_count": lambda: 1,  # the devices of an engine are alike
+        "get_device_name": lambda device=None: name,
+        "get_device_capability": lambda device=None: capability,
+    }
+    driver, asked = runtime.driver._active, {call: getattr(torch.cuda, call) for call in answers}
+    runtime.driver.set_active(told)
+    for call, answer in answers.items():
+        setattr(torch.cuda, call, answer)
+    try:
+        yield
+    finally:
+        runtime.driver.set_active(driver)
+        for call, asks in asked.items():
+            setattr(torch.cuda, call, asks)

@@ -195,6 +195,7 @@ class DeploymentView:
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
+    `awake_again`: replicas to have awake where nobody needs their devices: those that slept for a check of them.
     """
 
     model: str
@@ -214,6 +215,7 @@ class DeploymentView:
     failed: str = ""
     not_before_s: float = 0.0
     settings: str = ""
+    awake_again: int = 0
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
@@ -254,7 +256,8 @@ class ReplicaView:
 class Workload:
     """What the store holds; re-read in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. windows: mode
+    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. measured: those of
+    them that come back in a moment, as soon as they are measured: engines on them sleep. windows: mode
     windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
     max_asleep: by node, the sleeping engines that its host has memory for; a node that is not in it: as many as are
     configured.
@@ -267,6 +270,7 @@ class Workload:
     windows: tuple[Any, ...] = ()
     policy_since_s: float = 0.0
     max_asleep: Mapping[str, int] = field(default_factory=dict)
+    measured: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +302,7 @@ class PlanInput:
 
     `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: of the
     hand-over that carries this plan out; it names new replicas ("r<handover_id>-<n>"), so no two plans that are carried
-    out have the same.
+    out have the same. `measured`: unusable devices on which engines may sleep.
     """
 
     policy: Policy
@@ -310,3 +314,4 @@ class PlanInput:
     hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
     handover_id: int = 0
     max_asleep: Mapping[str, int] = field(default_factory=dict)
+    measured: frozenset[str] = frozenset()

@@ -15,10 +15,20 @@ from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 
 LIMIT_S = 180.0
+NO_MEMORY = "out of memory"  # torch's words, of a device
 
 
 class NotMeasured(RuntimeError):
-    """A device could not be measured; the message says why, and goes on from "its measurement" or its node."""
+    """A device could not be measured; the message says why, and goes on from "its measurement" or its node. by_device:
+    the device may be why. It is not where its node is, or where others hold its memory."""
+
+    by_device = False
+
+    @classmethod
+    def of_device(cls, message: str) -> NotMeasured:
+        error = cls(message)
+        error.by_device = NO_MEMORY not in message
+        return error
 
 
 class DeviceProcesses:
@@ -79,12 +89,12 @@ class DeviceProcesses:
             async with asyncio.timeout(self._limit_s):
                 said, complained = await process.communicate()
         except TimeoutError as error:
-            raise NotMeasured(f"its measurement did not end within {self._limit_s:.0f} s") from error
+            raise NotMeasured.of_device(f"its measurement did not end within {self._limit_s:.0f} s") from error
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
             why = (complained.decode(errors="replace").strip() or f"it ended with {process.returncode}").splitlines()
-            raise NotMeasured(f"its measurement failed: {why[-1]}")
+            raise NotMeasured.of_device(f"its measurement failed: {why[-1]}")
         return json.loads(said.splitlines()[-1])

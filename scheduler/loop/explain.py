@@ -92,6 +92,8 @@ def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_i
     if chain.side == "take":
         if requests:
             return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
+        if deployment.awake_again:
+            return "it slept while its devices were measured"
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
         return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"
@@ -185,18 +187,3 @@ def explain(
         "jobs": running,
         "models": opened,
     }
-
-
-def costs(now: dict[str, Any], then: dict[str, Any]) -> str:
-    """Why users would lose something if the box had to do without a device for a while; "" if they would not.
-
-    now, then: as `explain` answers, with the device and without. A job on fewer devices goes on, and costs nobody.
-    """
-    for model, awake in sorted(now["models"].items()):
-        left = len(then["models"].get(model, ()))
-        if left < len(awake):
-            return f"{model} would have {left} awake engine{'s' * (left != 1)} instead of {len(awake)}"
-    for job in sorted(now["jobs"]):
-        if job not in then["jobs"]:
-            return f"job {job} would have to wait"
-    return ""

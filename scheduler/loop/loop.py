@@ -39,6 +39,7 @@ from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
 from scheduler.loop.job_pauses import JobPauses
+from scheduler.loop.spare import Spare, spare
 from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
@@ -189,10 +190,16 @@ class SchedulerLoop:
             if trouble is not None:
                 yield trouble
 
-    def explain(self, policy: Policy | None = None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """What a round would do now under this policy (None: the current one), and why. Changes nothing. without:
-        devices that would have to be left."""
-        plan_input = self._plan_input(policy, without=without)
+    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
+        """What users would lose if these devices had to be left now (`scheduler.loop.spare`). Changes nothing."""
+        plan_input, now_s = self._plan_input(), self._clock.now_s()
+        now = plan(plan_input, now_s, self._config)
+        then = plan(self._plan_input(without=without), now_s, self._config)
+        return spare(now, then, plan_input, now_s, idle_for_s)
+
+    def explain(self, policy: Policy | None = None) -> dict[str, Any]:
+        """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
+        plan_input = self._plan_input(policy)
         now_s = self._clock.now_s()
         allocation = plan(plan_input, now_s, self._config)
         found = explain(self._steps(plan_input, allocation), allocation, plan_input, self._config, now_s)

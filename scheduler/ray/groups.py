@@ -42,7 +42,7 @@ class Jobs(Protocol):
     async def prepare(self, job_id: str) -> None:
         """Load what `spec` will name. Raises LookupError."""
 
-    def spec(self, job_id: str) -> TrainSpec:
+    def spec(self, job_id: str, device_kind: str) -> TrainSpec:
         """What the job's ranks have to do; what it names in shared memory stays there until `taken`. Raises LookupError
         if it cannot run any more."""
 
@@ -105,10 +105,11 @@ class Groups:
             return None
         node_config = self._nodes.config_of(lease.device_ids, "start_group", job_id)
         await self._nodes.wait_warm(node_config, "train", "start_group", job_id)
+        devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
         try:
             await self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
-            spec = self._jobs.spec(job_id)
+            spec = self._jobs.spec(job_id, devices[0].kind)
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error
         snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
@@ -116,7 +117,6 @@ class Groups:
         if node_config.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, node_config, spec, snapshot)
         hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
-        devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
         coming = self._result_transfer(job_id, node_config)
         group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
         began_s = time.monotonic()

@@ -23,6 +23,8 @@ from serve.engine.main import PARSER
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
+from weights.checkpoint.folder import may_open
+from weights.format.errors import WeightsError
 
 
 class ArgumentsRefused(ValueError):
@@ -47,6 +49,10 @@ def refused(spec: ReplicaSpec) -> str:
         raise ArgumentsRefused(message)
 
     PARSER.error = raise_instead
+    try:
+        may_open(spec.version_path, spec.model)
+    except WeightsError as error:
+        return str(error)
     template = read_chat_template(spec.version_path)
     try:
         options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))

@@ -49,7 +49,7 @@ from serve.core.spec import ReplicaSpec
 from serve.cpu.finishing_streams import FinishingStreams
 from serve.load.shm_source import lease
 from serve.load.swap_path import HOW, choose_path, memory_bytes
-from serve.load.version_check import ModelIdentity, check_same_model
+from serve.load.version_check import ModelIdentity, check_alike, check_same_model
 from serve.vllm.staged_answer import ask_staged
 from weights.memory.locks import DirectoryLock
 
@@ -321,6 +321,7 @@ class EngineControl:
             if "refused" in answer:
                 name, text = answer["refused"]
                 raise BY_NAME.get(name, ServeError)(text)
+        await asyncio.to_thread(check_alike, path, answers[0]["alike"])
         return answers[0]
 
     async def _stage(self, path: str, *, build: bool) -> None:

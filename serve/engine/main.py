@@ -41,6 +41,7 @@ from serve.engine.core_life import while_alive
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
+from weights.checkpoint.folder import may_open
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
 PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
@@ -59,6 +60,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
     tempfile.tempdir = spec.scratch_path  # the warm parent has cached its own
     torch.set_num_threads(spec.threads_per_worker)
+    may_open(spec.version_path, spec.model)
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
     validate_parsed_serve_args(options)

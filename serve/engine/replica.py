@@ -24,6 +24,7 @@ from serve.core.errors import BY_NAME, EngineFailed, EngineOutOfMemory, EngineSt
 from serve.core.spec import ReplicaSpec
 from serve.engine.pulse import Pulse
 from serve.engine.start_errors import in_our_words
+from weights.checkpoint.errors import OpeningRefused
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class Replica:
             cause = f": {ready['type']}: {ready['message']}" if ready else ""
             if child.starved:
                 raise EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
+            if ready and ready["type"] == OpeningRefused.__name__:
+                raise EngineStartFailed(ready["message"])
             words = in_our_words(ready["message"] if ready else tail(log_path), spec.model)
             if words is not None:
                 failed = EngineOutOfMemory if words.memory else EngineStartFailed

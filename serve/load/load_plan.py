@@ -127,7 +127,8 @@ class LoadPlan:
     """What a model needs of a version.
 
     Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
-    first of them in model order comes first.
+    first of them in model order comes first. `alike`: names of stored tensors that have to be equal, because the model
+    keeps one of them for both.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -135,6 +136,25 @@ class LoadPlan:
     unwritten: list[str]
     expected: dict[str, Described]
     read: frozenset[str]
+    alike: list[tuple[str, str]] = field(default_factory=list)
+
+    def follow_ties(self, model: torch.nn.Module) -> None:
+        """Let parameters that were filled one by one and are one by now share its Target.
+
+        vLLM ties a head to the embedding again where a checkpoint has both and they are equal
+        (vllm/model_executor/model_loader/weight_tying.py). Each would be written in turn, and the last one would stay.
+        """
+        kept: dict[int, Target] = {}
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                target = self.targets.get((id(module), name))
+                if target is None:
+                    continue
+                first = kept.setdefault(id(tensor), target)
+                if first is not target:
+                    self.targets[id(module), name] = first
+                    pairs = zip(first.pieces, target.pieces, strict=False)  # of one piece each
+                    self.alike += [(one.name, other.name) for one, other in pairs]
 
     @property
     def complete(self) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
+import os
 import pkgutil
 import tempfile
 import time
@@ -71,9 +73,13 @@ from serve.cpu.lora import GroupedLoRA
 from serve.vllm import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
+log = logging.getLogger(__name__)
+
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
 """What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
+OUT_OF_STEP = 70
+"""Exit code of a worker that failed in a step to which another one replies."""
 OWED = "shm_owed"
 """Attribute of a worker's queue: how many replies are to come that nobody waits for any more."""
 FP8_FROM = DeviceCapability(8, 9)
@@ -105,6 +111,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # while a worker was still awake.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
+
+    # One worker replies to a step, and the error of another one was only logged: the one that replies then waited for
+    # it in a collective, until vLLM gave up after five minutes. A worker that ends is noticed at once.
+    worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
@@ -175,6 +185,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         forget_devices(type(current_platform))
         if kind_of(kind).compiled_attention:
             prefer_ready_made(type(current_platform), kind_of(kind))
+        # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
+        load = _LazyRegisteredModel.load_model_cls
+        _LazyRegisteredModel.load_model_cls = told_of_the_device(load, current_platform, kind_of(kind))
     else:
         # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
         # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
@@ -211,6 +224,18 @@ def forget_devices(platform: type) -> None:
             clear = getattr(getattr(method, "__func__", method), "cache_clear", None)
             if clear is not None:
                 clear()
+
+
+def told_of_the_device(load: Callable[[Any], type], platform: Any, kind: DeviceKind) -> Callable[[Any], type]:
+    """`load`: imports the class of a model, whose modules may ask what the device is; `platform`: vLLM's, which knows
+    without touching it."""
+
+    @functools.wraps(load)
+    def run(model: Any) -> type:
+        with kind.told_at_import(lambda: (tuple(platform.get_device_capability()), platform.get_device_name())):
+            return load(model)
+
+    return run
 
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
@@ -326,6 +351,24 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
     if late:
         raise TimeoutError(f"RPC call to {method} timed out.")
     return found
+
+
+def ends_out_of_step(execute):
+    """execute: vLLM's WorkerProc._execute_worker_rpc, one call of a worker."""
+
+    @functools.wraps(execute)
+    def run(self: Any, request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]) -> None:
+        method, args, kwargs, output_rank = request
+        if output_rank in (None, self.rank) or not isinstance(method, str):
+            return execute(self, request)
+        try:
+            getattr(self.worker, method)(*args, **kwargs)
+        except Exception as error:
+            log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
+            logging.shutdown()
+            os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
+
+    return run
 
 
 def _beside(numa_nodes: Sequence[int | None], worker_main):

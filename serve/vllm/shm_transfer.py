@@ -104,6 +104,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if plan is None:
             raise WrongState("weight transfer backend shm needs a model loaded with --load-format shm")
         self.plan: LoadPlan = plan
+        plan.follow_ties(model)
         self._kind = of_torch(device)
         self.dirty = False
         self.report: dict[str, Any] = {}
@@ -138,6 +139,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 "bytes_read": self._bytes_read(source),
                 "stageable": self.layerwise_reason is None and self._kind.on_host,
                 "layerwise_reason": self.layerwise_reason,
+                "alike": self.plan.alike,
             }
         finally:
             source.close()

@@ -14,6 +14,9 @@ from serve.vllm.shm_transfer import ShmWeightTransferEngine
 
 # Fields of vLLM's reasoning configuration and, by the same names, on the device.
 THINKING_IDS = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids")
+# Of vLLM's state of a model that reads pictures, which lies among its weights: what a captured graph reads for a whole
+# batch of its size, though a step writes only as many rows as it has tokens.
+PADDED_INPUTS = (("rope_state", "positions"), ("encoder_runner", "inputs_embeds"))
 
 
 class ShmWorkerExtension:
@@ -77,12 +80,18 @@ class ShmWorkerExtension:
 
         The KV cache: kernels read whole blocks and mask what no token wrote, and a masked NaN stays one (vLLM itself
         writes zeros on ROCm only, vllm/device_allocator/cumem.py). The token ids that limit thinking: they lie beside
-        the weights and nothing writes them again (vllm/v1/worker/gpu/sample/thinking_budget.py).
+        the weights and nothing writes them again (vllm/v1/worker/gpu/sample/thinking_budget.py). So do the inputs of
+        models with pictures: a position that is no number of a row ends the engine (vllm/v1/worker/gpu/mm/rope.py).
         """
         if in_host_memory(self.model_runner.device):
             return
         for cache in _tensors(self.model_runner.kv_caches):
             cache.zero_()
+        state = getattr(self.model_runner, "model_state", None)
+        for holder, name in PADDED_INPUTS:
+            inputs = getattr(getattr(state, holder, None), name, None)
+            if inputs is not None:
+                inputs.zero_()
         sampler = getattr(self.model_runner, "sampler", None)
         budget = getattr(sampler, "thinking_budget_state", None)
         if budget is not None and budget.enabled:

@@ -58,6 +58,7 @@ def _child(half: str, model: str) -> int:
     if half == "serve":
         for tensor_parallel in (1, 2):
             _configure(model, tensor_parallel)
+        _import_classes()
     # The stub is really the one that is called: this process ends with the stub's code.
     ctypes.CDLL("libcuda.so.1").cuInit(0)
     return 4
@@ -87,6 +88,18 @@ def _configure(model: str, tensor_parallel: int) -> None:
     assert not config.compilation_config.pass_config.fuse_allreduce_rms
     assert not config.kernel_config.enable_flashinfer_autotune
     print(f"configured for {tensor_parallel}", file=sys.stderr, flush=True)
+
+
+def _import_classes() -> None:
+    """Those of models that read pictures, which the front end imports before it forks; one has gated delta nets."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from serve.vllm import patches
+
+    patches.apply("cuda", eager=False, segment_prefix="r-")
+    for architecture in ("Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"):
+        assert ModelRegistry.models[architecture].load_model_cls().__name__ == architecture
+        print(f"imported {architecture}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

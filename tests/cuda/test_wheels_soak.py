@@ -76,4 +76,5 @@ def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs,
     assert json.loads(said[0])["children"] == 0 and json.loads(said[0])["threads"] == ["MainThread"]
     if half == "serve":
         assert "configured for 1" in done.stderr and "configured for 2" in done.stderr
+        assert "imported Qwen3_5ForConditionalGeneration" in done.stderr, done.stderr[-2000:]
         assert not json.loads(said[0])["flashinfer"], "importing it initialises CUDA"

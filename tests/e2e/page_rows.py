@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.objects import gates, pipelines, sweeps
-from appliance.store.rows import GateRow, PipelineRow, PipelineRunRow, SweepRow
+from appliance.store.objects import gates, jobs, pipelines, sweeps
+from appliance.store.rows import GateRow, JobRow, PipelineRow, PipelineRunRow, SweepRow
 
 REFUSED = "prompts: pass rate -8 points on 100 items: shown to be worse by more than 2 points (p 0.004)"
 
@@ -17,6 +17,26 @@ def insert(db: Database, key_id: str, owner: str) -> None:
     _gates(db, key_id, owner, now_s)
     _pipeline(db, key_id, owner, now_s)
     _sweep(db, key_id, owner, now_s)
+
+
+def insert_jobs(db: Database, count: int, first: int = 0) -> None:
+    """Ended ones, `ft:starter:local:nNNN:job`, the last made the newest."""
+    for number in range(first, first + count):
+        jobs.insert(
+            db,
+            JobRow(
+                id=f"ftjob-{number:03}",
+                model="starter",
+                method="supervised",
+                training_file="file-1",
+                seed=1,
+                output_model=f"ft:starter:local:n{number:03}:job",
+                created_s=1e9 + number,
+                phase="cancelled",
+                finished_s=1e9 + number,
+                resolved={"publish": "end"},
+            ),
+        )
 
 
 def _gates(db: Database, key_id: str, owner: str, now_s: float) -> None:

@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
+import pytest
+import torch
 
 from serve.core.config import EngineConfig
-from tests.e2e.engine_support import client
+from serve.core.errors import VersionMismatch
+from tests.e2e.engine_support import client, rewrite
 from weights.memory.locks import DirectoryLock
 
 # Many times as long as staging takes on a quiet machine: on a busy one the engine decodes on while staging waits.
@@ -181,6 +184,35 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
 
     await replica.sleep()
     await replica.wake("starter", "b", str(b))
+    assert await answers(sdk) == of_b
+
+
+async def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_changes_nothing(engine_box, replicas):
+    """As some converters write it. vLLM keeps one of the two where they are equal: exchanged as two, the embedding was
+    the other version's from the first step on."""
+
+    def stored_twice(name, seed):
+        tied = engine_box.version(f"{name}-tied", "qwen2", seed=seed)
+        embedding = "model.embed_tokens.weight"
+        return rewrite(tied, tied.parent / name, lambda t: {**t, "lm_head.weight": t[embedding].clone()})
+
+    a, b = stored_twice("twice-a", 1), stored_twice("twice-b", 2)
+    spec = engine_box.spec("twice", a, max_num_seqs=16)
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    of_a = await undisturbed(sdk)
+    await replica.swap("starter", b.name, str(b), how="staged")
+    of_b = await answers(sdk)
+    await replica.swap("starter", a.name, str(a), how="staged")
+    _, old, new = await swapped_under(sdk, replica, b, a)
+    await asyncio.gather(old.ended(), new.ended())
+    assert (old.seen, new.seen) == (of_a, of_b)
+
+    # Here the two differ, and the engine has no place for the second.
+    c = rewrite(b, b.parent / "twice-c", lambda t: {**t, "lm_head.weight": torch.ones_like(t["lm_head.weight"])})
+    with pytest.raises(VersionMismatch, match="lm_head.weight differ"):
+        await replica.swap("starter", c.name, str(c))
     assert await answers(sdk) == of_b
 
 

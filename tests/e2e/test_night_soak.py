@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 from tests.train_support.tiny import make_model_dir
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(2100)]
 
 STEPS, WARM_STEPS, RATE = 12, 8, 10.0
 """The rate grows by 1.25 a step: the first weights are sound, and at about the eighth step those of so small a model
@@ -73,17 +73,24 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
         }
         assert all(loss is not None for loss in box.losses(job_id).values())
         assert box.client().completions.create(model=done["fine_tuned_model"], prompt="2+2", max_tokens=4).choices
-        # Awake, its engine would keep one of the two devices from the doctor.
-        box.run("model", "deploy", done["fine_tuned_model"], "--idle-sleep-s", "1")
+        # Nobody sets an idle time: awake, its engine keeps one of the two devices until nobody has asked for minutes.
+        engine = {one["id"] for one in box.admin("status")["replicas"] if one["state"] == "open"}
+        assert engine
 
         def measured() -> dict[str, Any] | None:
             found = {one["id"]: one["check"] for one in box.admin("devices")["data"]}
             return found if all(found.values()) else None
 
-        checks = wait_for(measured, f"the round of {at}", 600)
+        checks = wait_for(measured, f"the round of {at}", 900)
         print({name: (check["state"], check["rates"]) for name, check in checks.items()}, flush=True)
         for check in checks.values():
             assert check["at_s"] >= due_s - 60 and check["rates"]
         wait_for(lambda: all(one["health"] == "ok" for one in box.admin("devices")["data"]), "all devices back", 60)
+        # It slept where it was, and is awake again without a request.
+        wait_for(
+            lambda: engine <= {one["id"] for one in box.admin("status")["replicas"] if one["state"] == "open"}, "it", 60
+        )
+        told = [step for one in box.admin("handovers")["data"] for step in one["steps"] if step["target"] in engine]
+        assert {"sleep_replica", "wake_replica"} <= {step["verb"] for step in told}
         answered = box.client().completions.create(model="tiny", prompt="Hello", max_tokens=4)
         assert answered.choices[0].text is not None

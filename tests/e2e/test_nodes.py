@@ -165,7 +165,9 @@ class Runs:
         folder = self.jobs_dir / job_id
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.jsonl").write_text("{}")
-        return TrainSpec(job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out")
+        return TrainSpec(
+            job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out", device_kind="cpu"
+        )
 
     def taken(self, job_id):
         pass

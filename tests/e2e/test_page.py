@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from appliance.controller.jobs.events import JobEvents
+from appliance.store.objects import models
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
@@ -570,6 +571,51 @@ def faults_of(page: Any, axe: str) -> list[str]:
         for one in told["violations"]
         for node in one["nodes"]
     ]
+
+
+def test_the_first_model_of_a_box_is_added_on_the_page(visit: Visit) -> None:
+    """On an empty box the form of a job had nothing to choose, and no page said what to do."""
+    with running_front(imports=False, workers=1) as front:
+        context = front.context
+        assert context is not None
+        front.call(lambda: models.delete(context.db, MODEL))
+        page = visit(front.url, front.key, "#/jobs/new")
+        page.get_by_text("There is no model to train yet").wait_for()
+        page.get_by_role("main").get_by_role("link", name="Models").click()
+        page.get_by_text("This box has no model yet").wait_for()
+        page.get_by_role("button", name="Make the starter model").click()
+        page.get_by_role("link", name="starter").wait_for()
+        source, name = (page.get_by_role("textbox", name=re.compile(label)) for label in ("^From", "^Name"))
+        source.fill("/models/tiny")
+        name.fill("tiny")
+        page.get_by_role("button", name="Import").click()
+        page.get_by_role("link", name="tiny").wait_for()
+        assert page.get_by_role("button", name="Make the starter model").count() == 0
+        page.close()
+
+
+def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit) -> None:
+    """Beyond the first hundred nobody saw a job on the page, and nobody was told."""
+    with running_front(imports=False, workers=1) as front:
+        context = front.context
+        assert context is not None
+        front.call(lambda: page_rows.insert_jobs(context.db, 150))
+        page = visit(front.url, front.key, "#/jobs")
+        rows = page.locator("tbody tr")
+        rows.nth(99).wait_for()
+        assert rows.count() == 100
+        page.get_by_label("Find").fill("n007")
+        page.get_by_text("Nothing here has these words.").wait_for()
+        page.get_by_role("button", name="Show older ones").click()
+        page.get_by_role("link", name="ft:starter:local:n007:job").wait_for()
+        assert rows.count() == 1 and page.get_by_role("button", name="Show older ones").count() == 0
+        page.get_by_label("Find").fill("")
+        rows.nth(149).wait_for()
+        assert rows.count() == 150 and page.get_by_role("link", name="n000").count() == 1
+        front.call(lambda: page_rows.insert_jobs(context.db, 3, first=150))
+        rows.nth(152).wait_for()
+        assert rows.count() == 153, "those that newer ones push out of the first page stay"
+        page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -20,7 +20,7 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
     fields = resolve(
         {"n_epochs": 2, "batch_size": 4, "learning_rate": 3e-3, "max_length": 512, "learning_rate_multiplier": "auto"},
         DatasetStats(train.n_examples, train.n_tokens_estimate, train.longest_example_tokens),
-        ModelStats(100_000, 512),
+        ModelStats(100_000, 512, device_kind="cpu"),
         max_devices=4,
     )
     base = make_model_dir(tmp_path / "base")
@@ -34,6 +34,7 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
         output_model="ft:base::gsm8k",
         seed=1,
         **fields,
+        device_kind="cpu",
     )
     world = await shop.run(spec, 2)
 

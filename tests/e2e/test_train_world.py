@@ -159,6 +159,14 @@ async def test_a_loss_that_is_no_number_goes_back_with_a_lower_rate_if_the_job_w
     assert (told["kind"], told["action"], told["cuts"]) == ("not_finite", "rollback", [])
     assert told["step"] == len(world.of("metrics")) + 1 and not world.of("published")
 
+    spec = shop.spec(
+        "broken", learning_rate=1e30, on_loss_spike="rollback", rate_cuts=(0,), older_snapshots=1, **fields
+    )
+    world = await shop.launch(spec, 2).start()
+    assert (await world.group.wait()).error["retryable"]
+    (told,) = world.of("anomaly")
+    assert (told["action"], told["poisoned"], told["cuts"]) == ("rollback", 0, [0]), "it broke as soon as it began"
+
     spec = shop.spec("goes-on", learning_rate=1e-3, on_loss_spike="rollback", rate_cuts=(2,), **fields)
     world = await shop.run(spec, 2)
     rates = [event["learning_rate"] for event in world.of("metrics")]

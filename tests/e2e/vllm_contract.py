@@ -60,7 +60,7 @@ def _claims():
 
     yield from has(engine_utils, "get_mp_context")
     yield from has(multiproc_executor, "get_mp_context", "WorkerProc")
-    yield from has(multiproc_executor.WorkerProc, "worker_main")
+    yield from has(multiproc_executor.WorkerProc, "worker_main", "_execute_worker_rpc")
     yield (
         "a worker is told its place by name",
         '"local_rank": local_rank' in inspect.getsource(multiproc_executor.WorkerProc.make_worker_process),

@@ -30,6 +30,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
+from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.wiring.model_work import LibraryOps
@@ -45,10 +46,10 @@ TOKEN = "f" * 64
 class ImportingOps(SimulatedModelOps):
     """Imports directories as the box does; nothing else."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, opening: Opening) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        self.import_model = LibraryOps(library, None, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
+        self.import_model = LibraryOps(library, None, None, None, opening, self.let_go).import_model  # type: ignore[arg-type, method-assign]
 
 
 class Front:
@@ -191,7 +192,7 @@ def running_front(
             front = Front(folder, key, port)
             context = simulated_context(folder, db, **(controller or {}))
             if imports:
-                context.model_ops = ImportingOps(folder / "models")
+                context.model_ops = ImportingOps(folder / "models", context.opening)
             bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=first_generation(db))
             context.key_sink, context.load = bus, bus.load
             loop = asyncio.get_running_loop()

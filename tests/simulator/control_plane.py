@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import (
     VersionPaths,
 )
 from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
@@ -35,6 +36,7 @@ from appliance.store.records import box, handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
+from scheduler.loop.spare import Spare
 from serve.core import sampling
 from serve.core.config import EngineConfig
 
@@ -56,6 +58,7 @@ class SimulatedScheduler:
         self.queue: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
         self.awake: dict[str, str] = {}
+        self.quiet: set[str] = set()
         self.devices = [
             {
                 "id": f"n0/{i}",
@@ -80,8 +83,14 @@ class SimulatedScheduler:
     def reset_failures(self, model: str) -> None:
         self.forgiven.append(model)
 
-    def explain(self, policy: Policy | None, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """An idle box with nothing to move; of `awake`, the models whose only engine would be lost without a device."""
+    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
+        """`awake`: models with one engine each, on this device. `quiet`: those of them that nobody asks."""
+        lost = {model: 1 for model, at in self.awake.items() if at in without}
+        needed = [model for model in lost if idle_for_s is None or model not in self.quiet]
+        return Spare(f"{needed[0]} would have 0 awake engines instead of 1" if needed else "", {} if needed else lost)
+
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
+        """An idle box with nothing to move."""
         kind = policy.kind if policy else "auto"
         return {
             "policy": kind,
@@ -91,7 +100,7 @@ class SimulatedScheduler:
             "standby": {},
             "idle": {},
             "jobs": {},
-            "models": {model: [[at]] for model, at in self.awake.items() if at not in without},
+            "models": {model: [[at]] for model, at in self.awake.items()},
         }
 
     def status(self) -> dict[str, Any]:
@@ -381,6 +390,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         batch_engines=SimulatedEngines(),
         settings_check=AcceptingCheck(),
         nodes=SimulatedNodes(),
+        opening=Opening(db),
         sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},

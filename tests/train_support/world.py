@@ -128,7 +128,7 @@ class Workshop:
             "options": options,
             "precision": "fp32",  # a processor without bf16 takes 10 to 100 times as long in it
         }
-        return TrainSpec(**(defaults | fields))
+        return TrainSpec(**(defaults | fields), device_kind="cpu")
 
     def launch(
         self, spec: TrainSpec, size: int, *, snapshot: str | None = None, limits: PingLimits = PATIENT

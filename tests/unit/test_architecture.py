@@ -122,6 +122,7 @@ SUBPACKAGES = (
     "serve.core",
     "weights.tiers",
     "weights.memory",
+    "weights.checkpoint",
     "weights.format",
     "runtime.processes",
     "runtime.devices",
@@ -557,6 +558,7 @@ TASKS = {
     "appliance/controller/http/middleware.py _Arriving.has_turn": AWAITED,
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/main.py serve": AWAITED,
+    "appliance/models/opening.py Opening._tried": AWAITED,
     "appliance/gateway/http/upstream.py UpstreamPool.connect": ONE_SHOT,
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
@@ -653,3 +655,25 @@ def test_no_program_that_we_start_looks_for_modules_where_we_happen_to_be():
                     found += 1
                     missing += [] if place and words[place - 1] == "-P" else [f"{name_of(path)}:{node.lineno}"]
     assert found > 8 and missing == []
+
+
+OPENERS = {
+    "train/model/model.py": "`train.run.prepare.refuse_unsafe`, before a rank reads anything",
+    "train/model/adapter.py": "the same",
+    "train/methods/check_process.py": "`check_settings` of weights.checkpoint.folder",
+    "train/convert/tokenizer_trial.py": "`check_folder`, which goes before a trial",
+    "train/convert/gguf.py": "the file is alone in a folder of its own",
+}
+"""Who has transformers or peft open a model's folder, and what looked at it first."""
+
+
+def test_who_has_a_library_open_a_models_folder_is_known():
+    """A version may be older than a rule of imports: whoever opens it looks at it (weights.checkpoint.folder)."""
+    found = {
+        name_of(path)
+        for path in files()
+        if "from_pretrained" in path.read_text()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    }
+    assert found == OPENERS.keys()

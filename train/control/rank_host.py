@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from runtime.devices.kinds import HOST, kind_of
+from runtime.devices.kinds import kind_of
 from runtime.errors import ChildDied
 from runtime.processes.child import Child
 from runtime.processes.kernel import life
@@ -82,7 +82,7 @@ class RankHost:
             # A world is on one node. By default collectives use an address that other machines can reach.
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        kind = kind_of(spec.get("device_kind", HOST.name))
+        kind = kind_of(spec["device_kind"])
         # Set after the fork: the parent never touched a device.
         env |= kind.visibility([device]) | kind.collectives_environment("lo")
         self._child = await Child.spawn(

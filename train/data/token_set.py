@@ -215,7 +215,11 @@ def _write_shard(
     world_size: int,
 ) -> None:
     lines = path.read_bytes().splitlines()
-    begin, end = (len(lines) * part // world_size for part in (rank, rank + 1))
+    # Equal bytes: of a file that is sorted by length, equal numbers of lines keep the last rank so long that the others
+    # take it for gone.
+    ends = np.cumsum([len(line) + 1 for line in lines], dtype=np.int64)
+    cuts = (int(ends[-1:].sum()) * part // world_size for part in (rank, rank + 1))
+    begin, end = (int(np.searchsorted(ends, cut, side="right")) for cut in cuts)
     tokens, learnt, lengths, errors = [], [], [], []
     n_dropped = n_truncated = 0
     for number in range(begin, end):

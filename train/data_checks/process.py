@@ -68,6 +68,8 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     from train.methods import methods
     from train.methods.check_process import counter
     from train.plan.errors import InvalidSpec
+    from weights.checkpoint.errors import CheckpointRefused
+    from weights.checkpoint.folder import check_settings
 
     try:
         method = None if options.method == ANY else methods.method_of(options.method)
@@ -80,6 +82,11 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
             raise BadRecord((method.refuses(shape) if method else None) or f"has the shape {shape!r}")
         return made
 
+    if options.model:
+        try:
+            check_settings(Path(options.model))
+        except CheckpointRefused as error:
+            raise BadOption(f"{options.model}: {error}") from error
     count = counter(method or methods.DEFAULT, str(options.model), None) if options.model else None
     if options.model and count is None:
         raise BadOption(f"{options.model} has no tokenizer with a chat template, so its tokens cannot be counted")

@@ -17,7 +17,7 @@ from train.graders.graders import Grader, Python, leaves
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.sandbox import TIME_S
 from train.graders.templates import Sample
-from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, RESULT, graded_of
+from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, RESULT, WAITED_FOR, graded_of
 
 OWN_TIME_S = 60.0
 """For a batch, beside what its python graders may take."""
@@ -48,17 +48,19 @@ class GraderHost:
         grader: Grader,
         samples: Sequence[tuple[Sample, Any]],
         answers: Sequence[dict[str, ModelAnswer]] | None = None,
+        waited_for: bool = False,
     ) -> list[Graded]:
-        """In the order of the samples. A sample that breaks the worker has no reward, and the flag `other_error`."""
+        """In the order of the samples. A sample that breaks the worker has no reward, and the flag `other_error`.
+        waited_for: work of the box stands still meanwhile; see worker.WAITED_FOR_CPU_S."""
         runs = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
         most_s = OWN_TIME_S + TIME_S * runs * len(samples)
         try:
-            told = await self._ask(await _written(grader, samples, answers), most_s)
+            told = await self._ask(await _written(grader, samples, answers), most_s, waited_for)
             return [graded_of(one) for one in told["graded"]]
         except WorkerBroke as error:
             if len(samples) > 1:
                 alone = [(one, [answers[place]] if answers else None) for place, one in enumerate(samples)]
-                return [graded for one, given in alone for graded in await self.grade(grader, [one], given)]
+                return [graded for one, given in alone for graded in await self.grade(grader, [one], given, waited_for)]
             return [Graded(0.0, False, errors=GradingErrors(other_error=True), messages=[str(error)])]
 
     async def refused_items(self, schema: Any, items: Sequence[Any], cpu_s: int = CHECK_CPU_S) -> list[tuple[int, str]]:
@@ -76,14 +78,14 @@ class GraderHost:
         async with self._lock:
             await self._end()
 
-    async def _ask(self, written: bytes, most_s: float) -> dict[str, Any]:
+    async def _ask(self, written: bytes, most_s: float, waited_for: bool = False) -> dict[str, Any]:
         """Raises WorkerBroke."""
         async with self._lock:
             if self._idle is not None:
                 self._idle.cancel()
             try:
                 async with asyncio.timeout(most_s):
-                    told = await self._exchange(written)
+                    told = await self._exchange(written, waited_for)
             except TimeoutError:
                 await self._end()
                 raise WorkerBroke(f"grading took longer than {most_s:.0f} s") from None
@@ -96,10 +98,10 @@ class GraderHost:
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_if_idle)
             return told
 
-    async def _exchange(self, written: bytes) -> dict[str, Any]:
+    async def _exchange(self, written: bytes, waited_for: bool) -> dict[str, Any]:
         process = await self._started()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(FORK + LENGTH.pack(len(written)) + written)
+        process.stdin.write((WAITED_FOR if waited_for else FORK) + LENGTH.pack(len(written)) + written)
         await process.stdin.drain()
         told: dict[str, Any] | None = None
         if (mark := await process.stdout.readexactly(1)) == RESULT:

@@ -29,6 +29,8 @@ MEMORY_BYTES = 2 << 30
 THREADS = 64
 """Stacks may be so small that its memory holds more threads than the machine has numbers for: no other process of it
 could start then."""
+NICENESS = 10
+"""More than that of the box's work, to which code of users yields."""
 FEW_THREADS, _LEAST_NICENESS = 4, 19
 """With more it has what processors have left: sixty at its worker's niceness weigh as much as seven of an engine, which
 then got half of its time."""
@@ -59,9 +61,12 @@ def only_compute(memory_bytes: int, cpu_s: int) -> None:
         confine(_readable(), memory_bytes, cpu_s)
 
 
-def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S) -> float:
+def run_python(
+    source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S, yields_after_s: float = math.inf
+) -> float:
     """What `grade(sample, item)` returns. Raises GradingFailed: no such function, an exception in it, no number, or
-    more than `time_s` of the wall clock, TIME_S of CPU, MEMORY_BYTES or THREADS."""
+    more than `time_s` of the wall clock, TIME_S of CPU, MEMORY_BYTES or THREADS. yields_after_s: seconds of CPU after
+    which its niceness is NICENESS more than that of this process."""
     if why := refusal():
         raise GradingFailed(why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why))
     reading, writing = os.pipe()
@@ -70,7 +75,7 @@ def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = T
         _child(writing, source, sample, item)
     os.close(writing)
     try:
-        told = _read(reading, time.monotonic() + time_s, pid)
+        told = _read(reading, time.monotonic() + time_s, pid, yields_after_s)
     finally:
         os.close(reading)
         # It is not waited for yet, so the pid is still its own.
@@ -105,17 +110,22 @@ def _failed(details: str) -> GradingFailed:
     )
 
 
-def _read(reading: int, until_s: float, pid: int) -> bytes | None:
+def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> bytes | None:
     """All that the child writes until it closes its end; None if it takes too long. Raises GradingFailed: it has too
     many threads."""
-    told, seen = b"", 1
+    told, seen = b"", (1, 0)
     while (left_s := until_s - time.monotonic()) > 0:
         # Neither seccomp nor a limit of its own counts them: RLIMIT_NPROC is of all that the box's user runs.
         if (threads := os.stat(f"/proc/{pid}/task").st_nlink - 2) > THREADS:
             raise _failed(f"grade() had {threads} threads at once; at most {THREADS} are allowed")
-        if threads > FEW_THREADS and threads != seen:
-            _weigh_least(pid)
-        seen = threads
+        niceness = seen[1]
+        if threads > FEW_THREADS:
+            niceness = _LEAST_NICENESS
+        elif not niceness and time.clock_gettime(_cpu_clock(pid)) >= yields_after_s:
+            niceness = min(_LEAST_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        if niceness and (threads, niceness) != seen:
+            _weigh(pid, niceness)
+        seen = threads, niceness
         if not select.select([reading], [], [], min(left_s, _LOOK_S))[0]:
             continue
         more = os.read(reading, _RESULT_BYTES)
@@ -125,11 +135,16 @@ def _read(reading: int, until_s: float, pid: int) -> bytes | None:
     return None
 
 
-def _weigh_least(pid: int) -> None:
+def _cpu_clock(pid: int) -> int:
+    """The clock of what a process has computed, as clock_getcpuclockid(3) makes it."""
+    return ~pid << 3 | 2
+
+
+def _weigh(pid: int, niceness: int) -> None:
     """All threads of the process, and those that they start."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), _LEAST_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
 
 
 def _child(writing: int, source: str, sample: dict[str, Any], item: Any) -> None:

@@ -121,11 +121,14 @@ def counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
 
     from train.data.chat import ChatEncoder, vocabulary_of
     from train.plan.errors import UnsupportedModel
+    from weights.checkpoint.errors import CheckpointRefused
+    from weights.checkpoint.folder import check_settings
 
     try:
+        check_settings(Path(tokenizer))
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
         encoder = ChatEncoder(loaded, vocabulary_of(tokenizer))
-    except (OSError, ValueError, UnsupportedModel):
+    except (OSError, ValueError, UnsupportedModel, CheckpointRefused):
         return None
 
     def count(record: Record) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.attention import varlen
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from runtime.devices.kinds import in_host_memory, unplanned_attention
 
@@ -128,8 +128,12 @@ def _sliding_mask(length: int, window: int, device: torch.device) -> torch.Tenso
 
 
 def register() -> None:
-    """Make "packed" known to transformers, for which no mask is ever built. Other attention of this process, in which
-    answers grow by a token at a time, does without kernels that are planned again for every length."""
+    """Make "packed" known to transformers. Other attention of this process, in which answers grow by a token at a time,
+    does without kernels that are planned again for every length.
+
+    It gets no kind of mask there, so that transformers asks for none. Else it looks first, on the device, whether the
+    positions of a row begin again, and waits for that, and so for all that was computed before
+    (transformers/masking_utils.py, _preprocess_mask_arguments and find_packed_sequence_indices).
+    """
     unplanned_attention()
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -48,7 +48,7 @@ class ModelStats:
 
     n_parameters: int
     max_position_embeddings: int
-    device_kind: str = HOST.name
+    device_kind: str
     adapter_max_rank: int = 0
     computes_bf16: bool = True
     tensor_slices: int = 0
@@ -125,7 +125,7 @@ def resolve(
 def common_names() -> frozenset[str]:
     """Hyperparameters that every training method takes."""
     found: set[str] = set()
-    small = DatasetStats(1, 1, 1), ModelStats(1, SHORTEST_ROW)
+    small = DatasetStats(1, 1, 1), ModelStats(1, SHORTEST_ROW, device_kind=HOST.name)
     resolve({}, *small, max_devices=1, own=lambda given, fields: found.update(given.read))
     return frozenset(found)
 

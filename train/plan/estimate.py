@@ -4,17 +4,17 @@ With P parameters of the model, T of them trained, N ranks and b bytes per eleme
 (under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
 head whole and 1 / t of the rest):
 
-    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes
+    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes, or what
+                 the experts of a layer take
     gradients    4 T in ZeRO-1 (accumulated in fp32), and 4 T / N more of its reduced part where the optimizer is
                  offloaded; 4 T / N in ZeRO-2 and 3
     optimizer    12 T / N: the fp32 master and Adam's two moments
     buffers      4 R for one reduction of R = max(largest parameter, min(T, 50 M)) elements (train.run.engine); 8 R on
                  a GPU, where one bucket is filled while another is reduced, or is reduced in a copy in fp32; in ZeRO-1
                  and 2 with offloading b elements' bytes of the largest parameter, on the device and on the host
-    activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
-                 that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
-                 and the chunk of fp32 logits twice (train.methods.head_gradient); under tensor parallelism
-                 17 h + (8 h + 8 f) / t
+    activations  tokens x what all layers keep of one and the one whose backward pass runs works with
+                 (train.plan.layer_memory), with activation checkpointing b h of each layer, h the hidden size, and all
+                 that one keeps; and the chunk of fp32 logits twice (train.methods.head_gradient)
     head         with full tuning, of a vocabulary of v: b v for each held row of the logits' gradient, b v h for the
                  weight's and 4 v h more where that has to be added up (train.methods.head_gradient)
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
@@ -23,10 +23,7 @@ head whole and 1 / t of the rest):
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
 gradients because that is what train.run.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
-(runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU). The activations are
-counted as Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198),
-section 4.1 do: 11 h for attention whose scores are recomputed, 4 h for the inputs of two norms, here 8 h more for their
-fp32 copies, 2 h + 8 f for a gated MLP in place of theirs.
+(runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU).
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ from functools import partial
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from train.plan.layer_memory import layer_bytes, norms_of, working_bytes
 from weights.format.foreign_json import size, text_part
 
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
@@ -58,6 +56,7 @@ class ModelShape:
     parameters of the adapter. (Fused experts are not linear layers and get none.)
     outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
     slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
+    queries: elements of a token's queries. experts: those that it passes. norms: see train.plan.layer_memory.
     """
 
     n_parameters: int
@@ -70,6 +69,9 @@ class ModelShape:
     lora_sides: int = 0
     outside: int = 0
     tensor_slices: int = 0
+    queries: int = 0
+    experts: int = 0
+    norms: tuple[int, int] = (0, 0)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
@@ -103,15 +105,28 @@ class ModelShape:
             layers * (attention + dense),
             min(outside, n_parameters),
             1 if experts else slices,
+            heads * head_dim,
+            number("num_experts_per_tok") if experts else 0,
+            norms_of(text_part(config).get("model_type")),
         )
 
     @property
     def largest(self) -> int:
         """Elements of the largest parameter as far as the shape tells: the embedding, a matrix of the MLP, or all
         experts' gates and inner matrices of a layer, which transformers keeps in one."""
+        return max(self.vocab * self.hidden, self.hidden * self.ffn, self._layer_of_experts * 2 // 3)
+
+    @property
+    def gathered(self) -> int:
+        """Elements that are whole on a rank at a time under ZeRO-3: as many as it lets live, and at least all of one
+        module, to which the experts of a layer belong."""
+        return max(LIVE_ELEMENTS, self._layer_of_experts)
+
+    @property
+    def _layer_of_experts(self) -> int:
+        """Elements of a layer of a mixture, nearly all of which are its experts'; 0 of a dense model."""
         experts = self.tensor_slices == 1 and self.layers
-        layer = (self.n_parameters - self.outside) // self.layers * 2 // 3 if experts else 0
-        return max(self.vocab * self.hidden, self.hidden * self.ffn, layer)
+        return (self.n_parameters - self.outside) // self.layers if experts else 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -186,7 +201,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     stage = max(1, fields["zero_stage"])
     weights = element * everything
     if stage == 3:
-        weights = weights // ranks + (element * min(everything, LIVE_ELEMENTS) if ranks > 1 else 0)
+        weights = weights // ranks + (element * min(everything, shape.gathered) if ranks > 1 else 0)
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
     buffers, offloaded, host = _buffers(shape, fields, trained), 0, 0
@@ -259,15 +274,13 @@ def _on_host(fields: Mapping[str, Any]) -> bool:
 
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
-    tokens = fields["micro_batch"] * fields["max_length"]
-    # Not cut: the inputs of norms, attention and MLP.
-    cut = (8 * shape.hidden + 8 * shape.ffn) // fields.get("tensor_parallel", 1)
-    layer = (17 * shape.hidden + cut) * element // 2
-    if fields["activation_checkpointing"]:
-        kept = shape.hidden * element * shape.layers + layer
-    else:
-        kept = shape.layers * layer
-    return tokens * kept + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
+    tokens, shards = fields["micro_batch"] * fields["max_length"], fields.get("tensor_parallel", 1)
+    heads = (shape.queries or shape.hidden) + shape.kv_heads * shape.head_dim
+    layer = layer_bytes(shape.hidden, heads, shape.ffn, experts=shape.experts, norms=shape.norms, shards=shards)
+    works = working_bytes(shape.hidden, shape.ffn, experts=shape.experts, shards=shards)
+    kept = 2 * shape.hidden * shape.layers + layer if fields["activation_checkpointing"] else shape.layers * layer
+    of_tokens = tokens * (kept + works) * element // 2
+    return of_tokens + 2 * _logits_bytes(shape, fields) + head_bytes(shape, fields, element)
 
 
 def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:

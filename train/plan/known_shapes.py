@@ -48,12 +48,16 @@ _DENSE: dict[str, tuple[Any, ...]] = {
     "mixtral-8x7b": (MIXTRAL, 4096, 32, 32, 8, 128, 14336, 32000, False, 32768),
     "qwen3-30b-a3b": (QWEN3_MOE, 2048, 48, 32, 4, 128, 6144, 151936, False, 40960),
 }
+_TYPES = {
+    **{LLAMA: "llama", QWEN2: "qwen2", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"},
+    **{MISTRAL: "mistral", MIXTRAL: "mixtral", PHI3: "phi3"},
+}
 _EXPERTS = {
     "mixtral-8x7b": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3-30b-a3b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(_COLUMNS, ([row[0]], *row[1:]), strict=True))
+    name: dict(zip(_COLUMNS, ([row[0]], *row[1:]), strict=True), model_type=_TYPES[row[0]])
     | ({"attention_bias": True} if row[0] == QWEN2 else {})
     | _EXPERTS.get(name, {})
     for name, row in _DENSE.items()

@@ -8,7 +8,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from runtime.devices.kinds import HOST, KINDS
+from runtime.devices.kinds import KINDS
 from train.plan.errors import InvalidSpec
 from train.plan.learning_rate import SCHEDULES, Schedule
 from train.plan.spikes import Choice
@@ -56,6 +56,7 @@ class TrainSpec:
     max_grad_norm: float = 1.0  # 0: no clipping
     on_loss_spike: Choice = "none"  # what follows from one (train.plan.spikes)
     rate_cuts: tuple[int, ...] = ()  # after each of these numbers of steps the learning rate was halved
+    older_snapshots: int = 0  # kept beside the newest; counted once the job has gone back to one
 
     full: bool = True  # False: LoRA
     lora_rank: int = 16
@@ -69,7 +70,7 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    device_kind: str = HOST.name
+    device_kind: str = field(kw_only=True)  # of the devices that its ranks compute on
 
     snapshot_every_s: float | None = None  # None: as often as it is cheap (train.state.cadence); 0: only when asked
     keep_snapshots: int = 2

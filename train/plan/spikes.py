@@ -9,6 +9,9 @@ Rules
 - A rollback goes with a lower rate, here as anywhere: a run computes the same again from the same snapshot. So does
   `lower_rate` after a loss that is not a number, from which nothing goes on. Each halves the learning rate from a step
   on, `MOST_CUTS` times at most; then a spike is told alone, and a loss that is not a number ends the job.
+- A snapshot that a run went back to, and that breaks again within `SOON` steps, has broken weights or moments already:
+  a rollback from it goes to the one before, where one is kept. That may go on beyond `MOST_CUTS`, at the rate reached,
+  to `MOST_BACKS` in all.
 - A spike at a step is acted on once: a run that does the step again, because somebody resumed it, is left alone.
 """
 
@@ -28,13 +31,14 @@ WINDOW, ENOUGH, REST = 32, 16, 8
 TIMES, LEAST = 8.0, 0.5
 OF_NORMAL = 1.4826  # a standard deviation in median distances, for normal noise
 CUT, MOST_CUTS = 0.5, 2
+SOON, MOST_BACKS = 3, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
     """`action`: what follows; "fail" ends the job. `usual`: the median of the losses before. `cuts`: of the learning
     rate, by the number of steps after which each begins; of a rollback those before it, as the step that it goes back
-    to is not known here."""
+    to is not known here. `poisoned`: the step of a snapshot that a rollback leaves out, with all that came after it."""
 
     step: int
     kind: Literal["spike", "not_finite"]
@@ -43,6 +47,7 @@ class Anomaly:
     grad_norm: float
     usual: float | None
     cuts: tuple[int, ...] = ()
+    poisoned: int | None = None
 
     @property
     def text(self) -> str:
@@ -51,10 +56,17 @@ class Anomaly:
             if self.kind == "not_finite"
             else f"the loss of step {self.step} jumped to {self.loss:.4g}, usual is {self.usual:.4g}"
         )
+        rate = "half the learning rate" if len(self.cuts) < MOST_CUTS else "the same learning rate"
+        back = (
+            f"the job goes back to its last snapshot, and on with {rate}"
+            if self.poisoned is None
+            else f"the snapshot of step {self.poisoned}, which the job had gone back to, is broken already; "
+            f"it goes back to an older one, and on with {rate}"
+        )
         follows = {
             "none": "nothing follows from it (on_loss_spike)",
             "pause": "the job is paused",
-            "rollback": "the job goes back to its last snapshot, and on with half the learning rate",
+            "rollback": back,
             "lower_rate": "the learning rate is halved from here on",
             "fail": "the job ends",
         }
@@ -65,10 +77,20 @@ class LossWatch:
     """The losses of a run so far. Whoever shows it the same losses gets the same answers: all ranks do.
 
     choice: what the job wants. cuts: of its learning rate, those so far. known: of `history`, when the run goes on.
+    start: the steps that were done when this world began. older: snapshots that are kept from before then.
     """
 
-    def __init__(self, choice: Choice, cuts: Sequence[int], known: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        choice: Choice,
+        cuts: Sequence[int],
+        known: dict[str, Any] | None = None,
+        *,
+        start: int = 0,
+        older: int = 0,
+    ):
         self._choice, self.cuts = choice, tuple(cuts)
+        self._start, self._older = start, older
         told = known or {"losses": [], "spikes": []}
         self._losses: deque[float] = deque(told["losses"], maxlen=WINDOW)
         self._spikes: list[int] = list(told["spikes"])
@@ -77,27 +99,36 @@ class LossWatch:
         """`step` is done, with this loss and this norm of its gradient."""
         usual = statistics.median(self._losses) if self._losses else None
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return Anomaly(step, "not_finite", self._after_no_number(), loss, grad_norm, usual, self.cuts)
+            poisoned = self._start if self._is_poisoned(step) else None
+            action = self._after_no_number(poisoned is not None)
+            left_out = poisoned if action == "rollback" else None
+            return Anomaly(step, "not_finite", action, loss, grad_norm, usual, self.cuts, left_out)
         is_spike = self._is_spike(step, loss)
         self._losses.append(loss)
         if not is_spike:
             return None
-        action: Literal["none", "pause", "rollback", "lower_rate"] = self._choice
-        if step in self._spikes or (action in ("rollback", "lower_rate") and len(self.cuts) >= MOST_CUTS):
-            action = "none"
-        if action == "lower_rate":
+        chosen: Literal["none", "pause", "rollback", "lower_rate"] = self._choice
+        if step in self._spikes or (chosen in ("rollback", "lower_rate") and len(self.cuts) >= MOST_CUTS):
+            chosen = "none"
+        if chosen == "lower_rate":
             self.cuts = (*self.cuts, step)
         self._spikes.append(step)
-        return Anomaly(step, "spike", action, loss, grad_norm, usual, self.cuts)
+        return Anomaly(step, "spike", chosen, loss, grad_norm, usual, self.cuts)
 
     def rate(self, step: int) -> float:
         """What the learning rate of the step after `step` steps is multiplied by."""
-        return CUT ** sum(cut <= step for cut in self.cuts)
+        return CUT ** min(sum(cut <= step for cut in self.cuts), MOST_CUTS)
 
-    def _after_no_number(self) -> Literal["pause", "rollback", "fail"]:
+    def _is_poisoned(self, step: int) -> bool:
+        """Whether the snapshot that this world began with broke again at once, and there is one before it."""
+        went_back = bool(self.cuts) and self.cuts[-1] == self._start
+        return went_back and step - self._start <= SOON and self._older > 0
+
+    def _after_no_number(self, poisoned: bool) -> Literal["pause", "rollback", "fail"]:
         if self._choice == "pause":
             return "pause"
-        return "rollback" if self._choice != "none" and len(self.cuts) < MOST_CUTS else "fail"
+        most = MOST_BACKS if poisoned else MOST_CUTS
+        return "rollback" if self._choice != "none" and len(self.cuts) < most else "fail"
 
     def _is_spike(self, step: int, loss: float) -> bool:
         if len(self._losses) < ENOUGH or any(0 < step - last <= REST for last in self._spikes):

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d
@@ -39,16 +40,22 @@ def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
 
 
 def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-    """Join the world that meets at `meeting` (see `meeting_url`).
+    """Join the world that meets at `meeting` (see `meeting_url`). Raises InvalidSpec where DeepSpeed computes on
+    devices of another kind.
 
     `timeout_s` bounds every collective of every group. DeepSpeed gives it to the first group only; the others take
     torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
     """
+    kind = kind_of(device_kind)
+    if (found := get_accelerator().device_name()) != kind.accelerator:
+        raise InvalidSpec(
+            f"a rank was told to compute on devices of kind {kind.name!r}, and DeepSpeed, which goes by what this "
+            f"machine has, computes on {found!r}"
+        )
     # DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has what we need of it.
     deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d._get_default_timeout = lambda backend: timeout
-    kind = kind_of(device_kind)
     kind.after_fork()
     # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
     DeepSpeedEngine._broadcast_model = lambda engine: None

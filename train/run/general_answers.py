@@ -87,7 +87,7 @@ class GeneralQuestions:
             # The lengths of all prompts, not of this rank's: the passes of all ranks are the same.
             prefix = Prefix(self._model, [prompt.asked for prompt in prompts], self._device)
             share = self._share(len(prompts))
-            scored = score(self._model, [prompts[number] for number in share], prefix, wanted)
+            scored = score(self._model, [prompts[number] for number in share], prefix, self._moving(wanted))
             if scored is None:
                 return False
             known, begun = self._together(scored, len(prompts)).T.tolist()
@@ -104,6 +104,15 @@ class GeneralQuestions:
         if tokenizer is not None:
             self._tell(when, found, texts, time.perf_counter() - began_s)
         return True
+
+    def _moving(self, wanted: Wanted) -> Wanted:
+        """`wanted`, by whose calls the heartbeat sees that the asking moves."""
+
+        def looked() -> bool:
+            self._progress.enter("asking")
+            return wanted()
+
+        return looked
 
     def _share(self, count: int) -> list[int]:
         """This rank's part of this many. Equal shares, so that the shapes of all ranks are the same; what is asked

@@ -32,6 +32,7 @@ from train.plan.learning_rate import learning_rate
 from train.plan.spec import TrainSpec
 from train.plan.spikes import Anomaly, LossWatch, history
 from train.rollouts.rollouts import Rollouts
+from train.run.engine import accumulation_steps
 from train.run.event_log import EventLog, read_events
 from train.run.feed import DataFeed, Feed
 from train.run.general_answers import GeneralQuestions
@@ -44,6 +45,7 @@ from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
 from weights.memory.store import WeightStore
 
+_VALIDATES_ON_S = 5.0  # a validation that takes no longer is not left; a suspension waits for its end
 _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
@@ -104,7 +106,11 @@ class Run:
         self._losses = LossWatch(spec.on_loss_spike, spec.rate_cuts)
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
         self._profiling = Profiling(
-            Path(spec.run_dir) / "profile", kind_of(spec.device_kind).collectives, self.emit, progress
+            Path(spec.run_dir) / "profile",
+            kind_of(spec.device_kind).collectives,
+            self.emit,
+            progress,
+            accumulation_steps(spec, self.world_size),
         )
 
     def resume_from(self, path: str) -> None:
@@ -123,7 +129,10 @@ class Run:
         if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
         known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
-        self._losses = LossWatch(self.spec.on_loss_spike, self.spec.rate_cuts, told_by_first(known))
+        spec = self.spec
+        self._losses = LossWatch(
+            spec.on_loss_spike, spec.rate_cuts, told_by_first(known), start=self.step, older=spec.older_snapshots
+        )
         self.leaving.at(self.step)
         signals, self.boundary_s = self._agreed(), time.monotonic()
         if self.rank == 0:
@@ -207,12 +216,13 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         with self._profiling.reading_input():
             rows = self.feed.rows()
-        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
-            left(self.engine.module)
+        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+            forget(self.engine.module)
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
             self.leaving.point()
+            self._profiling.before_row()
             self.saving.foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
@@ -374,18 +384,21 @@ class Run:
         if self.rollouts is not None:
             self._tell_validation(self.rollouts.validate(self.step))
             return
-        self.progress.enter("validating")
         packs = np.arange(len(self.valid.packs))
         if self.spec.validation_batches:
             packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, then the metrics of the method.
         told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        for left in (self.method.metrics, self.method.peaks):  # of a step that was left
-            left(self.engine.module)
+        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+            forget(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        for turn in range(-(-len(packs) // self.grid.data_size)):
+        turns, began_s, left = -(-len(packs) // self.grid.data_size), time.monotonic(), False
+        for turn in range(turns):
+            if left := self._leaves_validation((time.monotonic() - began_s) / max(1, turn) * (turns - turn)):
+                break
+            self.progress.enter("validating")  # each row again: a file of them may take longer than a hang is let last
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
                 row = self.valid.row(packs[[index % len(packs)]])
@@ -394,8 +407,17 @@ class Run:
             if index < len(packs) and self.grid.tensor_rank == 0:
                 told += torch.tensor([part.item(), *metrics], device=told.device)
         self.engine.train()
+        if left:
+            return self._tell_validation(None)
         comm.all_reduce(told)
         self._tell_validation(dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True)))
+
+    def _leaves_validation(self, left_s: float) -> bool:
+        """Collective: whether the devices are wanted, and this validation would still take long, which rank 0 says."""
+        wanted = self.rank == 0 and (self.signals.suspend or self.signals.cancel) and left_s > _VALIDATES_ON_S
+        message = torch.tensor(float(wanted), device=self.engine.device)
+        comm.all_reduce(message)
+        return bool(message)
 
     def _tell_validation(self, found: dict[str, float] | None) -> None:
         """None: the devices were wanted before its end; nothing but a point of its curve is missing."""

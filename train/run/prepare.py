@@ -5,6 +5,7 @@ All ranks of a world run this together, whether they are new, resume a snapshot,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from transformers import PreTrainedModel
 
 from train.control.progress import ControlSignals, Events, Progress
 from train.data.chat import ChatEncoder, vocabulary_of
-from train.data.token_set import TokenSet, open_token_set
+from train.data.formats import Record
+from train.data.token_set import Encode, Tokens, TokenSet, open_token_set
 from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
@@ -22,6 +24,8 @@ from train.run.engine import build_engine
 from train.run.loop import Run
 from train.state import parking
 from train.state.publish import check_publishable
+from weights.checkpoint.errors import OpeningRefused
+from weights.checkpoint.folder import may_open
 from weights.format.errors import VersionNotFound
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
@@ -39,6 +43,16 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
                 raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
             held.append(lock)
     return held
+
+
+def refuse_unsafe(spec: TrainSpec) -> None:
+    """Look at the files of the trained model's inputs before a library opens them. Raises UnsupportedModel."""
+    for path in (spec.base_path, spec.base_adapter):
+        if path is not None:
+            try:
+                may_open(path, spec.base_model)
+            except OpeningRefused as error:
+                raise UnsupportedModel(str(error)) from error
 
 
 def prepare(
@@ -62,7 +76,7 @@ def prepare(
             world_size=world_size,
             barrier=comm.barrier,
             sequences=method.sequences,
-            encode=method.encode,
+            encode=moving(method.encode, progress),
             cut=method.cut,
             lay_out=method.row,
         )
@@ -86,6 +100,17 @@ def prepare(
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
+
+
+def moving(encode: Encode, progress: Progress) -> Encode:
+    """`encode`, by whose calls the heartbeat sees that tokenising moves: a file of gigabytes takes longer than a phase
+    that hangs."""
+
+    def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
+        progress.enter("tokenising")
+        return encode(encoder, record)
+
+    return encoded
 
 
 def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runtime.profile_shares import INPUT, LIMIT_S, MOST_EVENTS, MOST_STEPS, shares
+from runtime.profile_shares import INPUT, LIMIT_S, MOST_EVENTS, MOST_ROWS, MOST_STEPS, shares
 from train.control.progress import Events, Progress
 
 log = logging.getLogger(__name__)
@@ -22,25 +22,42 @@ log = logging.getLogger(__name__)
 
 class Profiling:
     """Profiles one rank. collectives: what torch calls the library of its collectives, as it stands in the names of
-    what it does. folder: where trace files go."""
+    what it does. folder: where trace files go. rows: of this rank in each step. At most MOST_ROWS of them are profiled,
+    of a longer step the last ones with its end."""
 
-    def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress):
+    def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress, rows: int = 1):
         self._folder, self._collectives, self._emit, self._progress = folder, collectives, emit, progress
+        self._rows = rows
         self._profiler: Any = None
         self._left = self._done = 0
+        self._until = 0  # rows up to the one with which it begins
         self._began_s = 0.0
 
     def before_step(self, asked: int) -> None:
         """asked: the number of steps from here on for which it is wanted, 0: none."""
         if asked and self._profiler is None:
-            try:
-                # Both of the host and of the device, where there is one.
-                self._profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
-                self._profiler.start()
-            except Exception as error:  # noqa: BLE001 - said to whoever asked; the job goes on without a profile
-                self._failed(error)
-                return
-            self._left, self._done, self._began_s = min(asked, MOST_STEPS), 0, time.perf_counter()
+            self._left, self._done = min(asked, MOST_STEPS, max(1, MOST_ROWS // self._rows)), 0
+            if self._rows > MOST_ROWS:
+                self._until = self._rows - MOST_ROWS + 1
+            else:
+                self._begin()
+
+    def before_row(self) -> None:
+        """The next row of a step begins."""
+        if self._until:
+            self._until -= 1
+            if not self._until:
+                self._begin()
+
+    def _begin(self) -> None:
+        try:
+            # Both of the host and of the device, where there is one.
+            self._profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
+            self._profiler.start()
+        except Exception as error:  # noqa: BLE001 - said to whoever asked; the job goes on without a profile
+            self._failed(error)
+            return
+        self._began_s = time.perf_counter()
 
     def after_step(self, step: int) -> None:
         """A step is done."""
@@ -74,8 +91,10 @@ class Profiling:
     def drop(self) -> None:
         """The devices are wanted, or the run ends in between: nobody waits for a trace."""
         profiler, self._profiler = self._profiler, None
+        awaited, self._until = self._until, 0
         if profiler is not None:
             self._stop_quietly(profiler)
+        if profiler is not None or awaited:
             text = f"The profile of this job ended after {self._done} steps, because the job stops here; ask again."
             self._emit("message", level="warn", text=text)
 

@@ -22,7 +22,7 @@ from train.control.progress import ControlSignals, Progress
 from train.plan.spec import TrainSpec
 from train.run.engine import init_world, meeting_url
 from train.run.loop import Run
-from train.run.prepare import continued, hold_base, prepare
+from train.run.prepare import continued, hold_base, prepare, refuse_unsafe
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
@@ -51,6 +51,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     init_world(spec.device_kind, meeting, args["collective_timeout_s"])
     joined = time.perf_counter()
     _base = hold_base(spec)
+    refuse_unsafe(spec)
     run: Run = prepare(spec, lifeline.emit, signals, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()

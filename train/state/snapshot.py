@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from deepspeed import comm
 
+from runtime.devices.kinds import in_host_memory
 from train.control.rank_messages import told_by_first
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import TrainSpec
@@ -40,6 +41,7 @@ FORMAT = 1
 PARTS = ("master", *fragments.MOMENTS)
 Kept = Mapping[str, torch.Tensor]  # float32, by name, equal on every rank
 NOTHING: Kept = MappingProxyType({})
+_CAST_ELEMENTS = 2**24  # on a device at a time
 
 # Fields that must be equal for the continued run to be the same run.
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
@@ -198,7 +200,15 @@ def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> No
     """Copy `source` (n,) into the elements `runs`, n in all, of tensor `name`, cast to the tensor's dtype."""
     spec = draft.layout.find(name).spec
     whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
-    runs_view(whole, runs).copy_(source.view(runs.count, runs.run))
+    target, source = runs_view(whole, runs), source.view(runs.count, runs.run)
+    if in_host_memory(source.device) or source.dtype == target.dtype:
+        target.copy_(source)
+        return
+    # torch copies as it is stored and casts on the host, by way of another buffer there: twice the bytes over the link.
+    rows = max(1, _CAST_ELEMENTS // runs.run)
+    for ours, theirs in zip(source.split(rows), target.split(rows), strict=True):
+        for piece, place in zip(ours.split(_CAST_ELEMENTS, 1), theirs.split(_CAST_ELEMENTS, 1), strict=True):
+            place.copy_(piece.to(target.dtype))
 
 
 def _pieces(owned: Iterable[Fragment]) -> Iterator[tuple[str, Strided, torch.Tensor]]:

@@ -273,7 +273,7 @@ def _status(now: dict[str, Any]) -> Any:
         *([("power", profile_line(now["power"]))] if now["power"].get("helper") else []),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"))),
-        ("doctor", _doctor(now.get("doctor", []))),
+        ("doctor", _doctor(now.get("doctor", []), box.get("doctor_looked_s"))),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     )
     devices = output.table(
@@ -306,9 +306,12 @@ def _backup(last: dict[str, Any] | None) -> str:
     return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
 
 
-def _doctor(findings: list[dict[str, Any]]) -> str:
+def _doctor(findings: list[dict[str, Any]], looked_s: float | None) -> str:
+    """What was wrong when it looked last, for the box by itself."""
+    if looked_s is None:
+        return "has not looked yet: it does so a minute after the start (`appliance doctor` looks now)"
     if not findings:
-        return "nothing is wrong that it saw"
+        return f"nothing was wrong that it saw {formats.duration(max(0.0, time.time() - looked_s))} ago"
     return f"{', '.join(finding['check'] for finding in findings)} (`appliance doctor` says what to do)"
 
 

@@ -132,7 +132,7 @@ def _state(device: dict[str, Any]) -> str:
     return f"{device['id']}: {health(device)}{why}, held by {'nobody' if device['holder'] is None else holder(device)}"
 
 
-def _meters(device: dict[str, Any]) -> tuple[str, ...]:
+def meters(device: dict[str, Any]) -> tuple[str, ...]:
     """Under the heads USED, HEAT, POWER, BUSY."""
     told = device.get("meters") or {}
     used, heat, power, busy = (told.get(name) for name in ("memory_used_bytes", "temperature_c", "power_w", "busy"))
@@ -159,7 +159,7 @@ def _table(answer: dict[str, Any]) -> Any:
         (
             (
                 *(d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"])),
-                *(_meters(d) if metered else ()),
+                *(meters(d) if metered else ()),
                 *(health(d), holder(d), _reason(d)),
             )
             for d in rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import tomllib
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +43,8 @@ def table_file(option: str, path: Path) -> Any:
     """What a file has as TOML, or as JSON if its name ends so. Raises BadUsage."""
     if path.suffix == ".json":
         return json_file(option, path)
+    import tomllib  # fenced, for the time of `--help`
+
     try:
         return tomllib.loads(path.expanduser().read_text())
     except OSError as error:

@@ -75,6 +75,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 "started_s": context.started_s,
                 "certificate_expires_s": load.certificate_expires_s,
                 "backup": None if last is None else asdict(last),
+                "doctor_looked_s": context.doctor_looked_s(),
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
             "power": power,

@@ -1,4 +1,4 @@
-"""/admin/v1/jobs/{id}/tracked: an experiment tracker has begun the run of a job; its owner hears where."""
+"""/admin/v1/jobs/{id}/tracked: an experiment tracker has a run of a job, or takes none; its owner hears of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pydantic import StringConstraints
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.wanted import known_job
 
 
 class Tracked(StrictBody):
-    """address: an address in a browser, or where the run's files are."""
+    """address: an address in a browser, or where the run's files are. refused: in its place, why there is no run."""
 
     tracker: Annotated[str, StringConstraints(min_length=1, max_length=32)]
-    address: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    address: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
+    refused: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -28,9 +30,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/jobs/{job_id}/tracked")
     async def tracked(job_id: str, body: Tracked, caller: Caller) -> dict[str, Any]:
         """The box's exporter of experiment trackers says so (`appliance.tracking`)."""
-        row = known_job(context, job_id, caller)
+        row, told = known_job(context, job_id, caller), body.model_dump(exclude_none=True)
+        if (body.address is None) == (body.refused is None):
+            raise BadRequest("Give either 'address' or 'refused'.", param="address", code="invalid_value")
         with context.db.transaction():
-            text = f"{body.tracker} has a run of this job: {body.address}"
-            add_message(context.db, row.id, text, data=body.model_dump())
-            record(context, caller, "job.tracked", row.id, **body.model_dump())
-        return {"id": row.id, **body.model_dump()}
+            if body.refused is None:
+                add_message(context.db, row.id, f"{body.tracker} has a run of this job: {body.address}", data=told)
+            else:
+                text = f"{body.tracker} takes no run of this job and is not asked again: {body.refused}"
+                add_message(context.db, row.id, text, level="warn", data=told)
+            record(context, caller, "job.tracked", row.id, **told)
+        return {"id": row.id, **told}

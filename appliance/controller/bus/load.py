@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
@@ -98,19 +98,31 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last "load" message of one gateway, checked. generation: of the table it has applied. started_s: Unix time at
-    which its process began; `arrived` counts since then."""
+    """A "load" message of one gateway, checked. generation: of the table it has applied. started_s: Unix time at which
+    its process began; `arrived` counts since then. whole: it says all that its gateway knows of models, and not what
+    has changed since its last report; gone: models that have left that gateway's table."""
 
     gateway: str
     generation: int
     replicas: Mapping[str, Mapping[str, float]]
-    models: Mapping[str, Mapping[str, float]]
+    models: dict[str, dict[str, float]]
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
     started_s: float = 0.0
     notes: tuple[str, ...] = ()
     certificate_expires_s: float | None = None
     prompts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     first_tokens: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    whole: bool = True
+    gone: tuple[str, ...] = ()
+
+    def onto(self, before: Report) -> Report:
+        """This report of changes as one that says all, but for what arrived. `before`: the one that said all until now,
+        which is used up. Its rows stay where they are: copying them would cost what they were left out for."""
+        models = before.models
+        models.update(self.models)
+        for name in self.gone:
+            models.pop(name, None)
+        return replace(self, models=models, prompts={}, first_tokens={}, whole=True, gone=())
 
     @property
     def arrived(self) -> dict[str, Arrived]:
@@ -139,6 +151,10 @@ def parse_report(message: Mapping[str, Any]) -> Report:
     expires_s = message.get("certificate_expires_s")
     if expires_s is not None and (not isinstance(expires_s, int | float) or isinstance(expires_s, bool)):
         raise ValueError(f"certificate_expires_s: {expires_s!r} given, expected seconds since 1970 or null")
+    models = message.get("models", {})
+    gone = tuple(name for name, row in models.items() if row is None) if isinstance(models, dict) else ()
+    if gone:
+        message = {**message, "models": {name: row for name, row in models.items() if row is not None}}
     return Report(
         gateway,
         generation,
@@ -150,6 +166,8 @@ def parse_report(message: Mapping[str, Any]) -> Report:
         None if expires_s is None else float(expires_s),
         _by_bucket(message, "arrived_prompts"),
         _by_bucket(message, "first_tokens"),
+        message.get("whole") is not False,
+        gone,
     )
 
 
@@ -196,21 +214,16 @@ def _version(row: Mapping[str, Any]) -> VersionLoad:
     return VersionLoad(int(row["requests"]), int(row["errors"]), first_byte, duration)
 
 
-def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -> Load:
+def total(
+    reports: list[Report],
+    arrived: Mapping[str, Arrived] | None = None,
+    models: Mapping[str, ModelLoad] | None = None,
+) -> Load:
+    """models: what `of_models` says of these reports, where it is known."""
     replicas: dict[str, dict[str, Any]] = {}
-    models: dict[str, dict[str, Any]] = {}
     for report in reports:
         for name, row in report.replicas.items():
             _add(replicas.setdefault(name, {}), row, _SUMMED_REPLICA)
-        for name, row in report.models.items():
-            sums = models.setdefault(name, {})
-            _add(sums, row, _SUMMED_MODEL)
-            for key in (*_LATEST_MODEL, *_WORST_MODEL):
-                if key in row:
-                    sums[key] = max(row[key], sums.get(key, row[key]))
-            for key in _SLOWEST_MODEL:
-                if key in row:
-                    sums[key] = min(row[key], sums.get(key, row[key]))
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
     for report in reports:
         for key, versions in report.canaries.items():
@@ -219,12 +232,34 @@ def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -
                 sums_of[version] = _sum(sums_of.get(version, VersionLoad()), counts)
     return Load(
         {name: ReplicaLoad(**row) for name, row in replicas.items()},
-        {name: ModelLoad(**row) for name, row in models.items()},
+        of_models(reports) if models is None else models,
         canaries,
         dict(arrived or {}),
         tuple(dict.fromkeys(text for report in reports for text in report.notes)),
         min((r.certificate_expires_s for r in reports if r.certificate_expires_s is not None), default=None),
     )
+
+
+def of_models(reports: list[Report]) -> dict[str, ModelLoad]:
+    rows: dict[str, list[Mapping[str, float]]] = {}
+    for report in reports:
+        for name, row in report.models.items():
+            rows.setdefault(name, []).append(row)
+    return {name: of_model(those) for name, those in rows.items()}
+
+
+def of_model(rows: Sequence[Mapping[str, float]]) -> ModelLoad:
+    """rows: what each gateway says of one model."""
+    sums: dict[str, Any] = {}
+    for row in rows:
+        _add(sums, row, _SUMMED_MODEL)
+        for key in (*_LATEST_MODEL, *_WORST_MODEL):
+            if key in row:
+                sums[key] = max(row[key], sums.get(key, row[key]))
+        for key in _SLOWEST_MODEL:
+            if key in row:
+                sums[key] = min(row[key], sums.get(key, row[key]))
+    return ModelLoad(**sums)
 
 
 def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:

@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import (
     TierPort,
 )
 from appliance.last_backup import LastBackup
+from appliance.models.opening import Opening
 from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
@@ -54,12 +55,14 @@ class _NoDeepChecks:
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
     uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
-    adapter_rank_limit: the largest LoRA rank that engines of a model accept, 0: none. load: the gateways' reports.
+    opening: whether a model's files may be opened. adapter_rank_limit: the largest LoRA rank that engines of a model
+    accept, 0: none. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
-    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it. doctor: its
-    findings now (`appliance.wiring.doctor_process`). new_tables: turns of what owners may ask at will and every gateway
-    gets a new table for. device_readings: the newest of each device that reports any.
+    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it; doctor_looked_s: when that
+    was, None before its first look. doctor: its findings now (`appliance.wiring.doctor_process`). new_tables: turns of
+    what owners may ask at will and every gateway gets a new table for. device_readings: the newest of each device that
+    reports any.
     deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it.
     power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
 
@@ -76,6 +79,7 @@ class ControllerContext:
     sizes: EngineSizer
     settings_check: SettingsCheck
     nodes: NodePort
+    opening: Opening
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)
@@ -86,6 +90,7 @@ class ControllerContext:
     last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
     doctor_findings: Callable[[], list[dict[str, Any]]] = list
+    doctor_looked_s: Callable[[], float | None] = lambda: None
     file_work: FileWork = field(default_factory=FileWork)
     new_tables: Paced = field(default_factory=Paced)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor

@@ -136,6 +136,7 @@ async def _options(context: ControllerContext, body: CheckAsked, caller: Princip
                 param="model",
                 code="model_not_ready",
             )
+        await settings.refuse_unsafe(context, base)
         options |= {"model": str(directory)}
         if "max_tokens" not in options and base.model.max_model_len:
             options["max_tokens"] = base.model.max_model_len

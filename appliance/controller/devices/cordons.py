@@ -123,6 +123,12 @@ class Cordons:
         return {**device, "health": health, "health_reason": told or device.get("health_reason", ""), "drain": drained}
 
 
+def measured(db: Database) -> frozenset[str]:
+    """Devices that are out of use for a deep check alone: they come back in a moment."""
+    others = {**box.get(db, DRAINS, {}), **box.get(db, FAILING, {})}
+    return frozenset(name for name in box.get(db, CHECKED, {}) if name not in others)
+
+
 def read(db: Database) -> Cordons:
     return Cordons(
         box.get(db, DRAINS, {}),

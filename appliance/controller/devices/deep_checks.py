@@ -1,9 +1,9 @@
 """Takes one device at a time out of use, has it measured, and gives it back: the deep checks of the doctor.
 
 A device is drained as `appliance gpu drain` does it, through the scheduler, but only if that costs no model an awake
-engine and no job its turn; it goes back at once when requests begin to be held meanwhile, when somebody puts it back,
-or when whoever asked has gone. Its first good measures become its baseline. What a controller that died had taken is
-given back by the next one.
+engine (by night, none that is needed: `night_round`) and no job its turn; it goes back at once when requests begin to
+be held meanwhile, when somebody puts it back, or when whoever asked has gone. Its first good measures become its
+baseline. What a controller that died had taken is given back by the next one.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from appliance.controller.devices import cordons
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import DeviceMeasure, DeviceStatus, SchedulerPort
+from appliance.controller.interfaces.ports import DEVICE_FAILED, DeviceMeasure, DeviceStatus, SchedulerPort
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import RunningTasks
@@ -26,21 +26,23 @@ from runtime.devices.kinds import kind_of
 from runtime.devices.published import published
 from scheduler.devices.health import Fault
 from scheduler.devices.rates import Measured, fault_of, judged, state_of
-from scheduler.loop.explain import costs
+from scheduler.loop.spare import Spare
 
 log = logging.getLogger(__name__)
 
 RESULTS = "device_checks"
 BASELINES = "device_baselines"
 LOOK_EVERY_S = 0.2
-AGAIN_S, ROUND_S = 300.0, 4 * 3600.0
+QUIET_S = 300.0
+"""How long nobody has asked a model before its last engine sleeps for a check that nobody waits for."""
 BOX = "the box"
 T = TypeVar("T")
 
 
 class DeepChecks:
     """`held`: how many requests wait now because no engine of their model is awake. `on_verdict`: called with what was
-    found of a device (None: it is sound), which cordons it or lets it back."""
+    found of a device (None: it is sound), which cordons it or lets it back. `limits`: in words, what the box holds a
+    device to (appliance.controller.devices.power); "" if to nothing."""
 
     def __init__(
         self,
@@ -51,9 +53,11 @@ class DeepChecks:
         on_verdict: Callable[[str, Fault | None], None],
         drain_timeout_s: float,
         *,
+        limits: Callable[[str], str] = lambda device_id: "",
         clock: Callable[[], float] = time.time,
         look_every_s: float = LOOK_EVERY_S,
     ):
+        self._limits = limits
         self._db, self._scheduler, self._measure, self._held = db, scheduler, measure, held
         self._on_verdict, self._drain_timeout_s = on_verdict, drain_timeout_s
         self._clock, self._look_every_s = clock, look_every_s
@@ -66,16 +70,20 @@ class DeepChecks:
         """The newest result of each device, by id."""
         return box.get(self._db, RESULTS, {})
 
-    async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
+    async def check(
+        self, device_id: str, by: str, *, new_baseline: bool = False, asleep: dict[str, int] | None = None
+    ) -> dict[str, Any]:
         """The result: {"device", "at_s", "state", "found": rows of `scheduler.devices.rates.Measured`, "rates"}.
 
+        asleep: given, engines that nobody needs now may sleep for it, and it gets how many of which models were awake.
         Raises OperationFailed: `device_needed`, it cannot be spared now, or was wanted back; `not_measured`. Cancelled,
         it gives the device back first."""
         async with self._one:
             device = self._known(device_id)
             before = self._held()
-            async with self._taken([device_id], by):
+            async with self._taken([device_id], by, asleep):
                 await self._until_free(device_id, before)
+                limits = self._limits(device_id)
                 rates, wrong = await self._unless_wanted([device_id], before, self._alone(device))
                 names = {measure: measure for measure in rates}
                 said: list[Measured] = []
@@ -86,8 +94,16 @@ class DeepChecks:
                     # Others may be joined to it by other links.
                     with_them = " and ".join(sorted(map(self._identity, others)))
                     names |= {measure: f"{measure}, with {with_them}" for measure in shared}
+                if not wrong and self._limits(device_id) != limits:
+                    raise OperationFailed(
+                        f"the power profile of {device_id} changed while it was measured; ask again",
+                        code="device_needed",
+                    )
+                # A sound device whose clock the box has bounded is slower than before, and than what is published.
+                names = {measure: f"{name}, at {limits}" if limits else name for measure, name in names.items()}
+                wanted = {} if limits else published(device["name"])
                 # Before it goes back: a device that fails stays where it is.
-                return self._kept(device, rates, names, wrong, said, new_baseline)
+                return self._kept(device, rates, names, wanted, wrong, said, new_baseline)
 
     def before_return(self, device_id: str) -> None:
         """Check a cordoned device that is to be tried again; the verdict is told. Never raises."""
@@ -101,26 +117,6 @@ class DeepChecks:
             log.warning("no deep check before it returns: %s", error, extra={"device": device_id})
             self._on_verdict(device_id, None)
 
-    async def all_free(self, again_s: float = AGAIN_S, round_s: float = ROUND_S) -> None:
-        """Check every device, one after the other: the round of each night. One that cannot be spared is asked for
-        again after `again_s`, for as long as `round_s`: an engine that answered just before would cost it the night."""
-        left = [device["id"] for device in self._scheduler.status()["devices"]]
-        ends_s = self._clock() + round_s
-        while left := [device_id for device_id in left if await self._is_needed(device_id)]:
-            if self._clock() + again_s > ends_s:
-                return
-            await asyncio.sleep(again_s)
-
-    async def _is_needed(self, device_id: str) -> bool:
-        """Check it. Whether that was refused because it cannot be spared now."""
-        try:
-            if device_id not in cordons.read(self._db).cordoned:
-                await self.check(device_id, BOX)
-        except OperationFailed as error:
-            log.info("no deep check: %s", error, extra={"device": device_id})
-            return error.code == "device_needed"
-        return False
-
     def _known(self, device_id: str) -> DeviceStatus:
         for device in self._scheduler.status()["devices"]:
             if device["id"] == device_id:
@@ -128,15 +124,18 @@ class DeepChecks:
         raise OperationFailed(f"{device_id} is not there", code="device_not_found")
 
     @asynccontextmanager
-    async def _taken(self, device_ids: list[str], by: str) -> AsyncIterator[None]:
+    async def _taken(self, device_ids: list[str], by: str, asleep: dict[str, int] | None = None) -> AsyncIterator[None]:
         """These devices are nobody's meanwhile. Those that were out of use already stay so afterwards."""
         fresh = [one for one in device_ids if one not in cordons.read(self._db).cordoned]
-        if why := self._needed(frozenset(fresh)):
+        spare = self._scheduler.spare(frozenset(fresh), None if asleep is None else QUIET_S) if fresh else Spare("")
+        if spare.costs:
             raise OperationFailed(
-                f"{' and '.join(device_ids)} cannot be spared now: {why}. Ask again when it is quiet, or take it out "
-                "of use yourself (`appliance gpu drain`) and check it then",
+                f"{' and '.join(device_ids)} cannot be spared now: {spare.costs}. Ask again when it is quiet, or take "
+                "it out of use yourself (`appliance gpu drain`) and check it then",
                 code="device_needed",
             )
+        if asleep is not None:
+            asleep |= {model: max(count, asleep.get(model, 0)) for model, count in spare.asleep.items()}
         cordons.check(self._db, fresh, by, self._clock())
         self._scheduler.nudge(f"deep check of {', '.join(device_ids)}", by)
         try:
@@ -144,12 +143,6 @@ class DeepChecks:
         finally:
             cordons.checks_are_over(self._db, fresh)
             self._scheduler.nudge(f"end of the deep check of {', '.join(device_ids)}", by)
-
-    def _needed(self, device_ids: frozenset[str]) -> str:
-        """Why users would lose something without these devices; "" if they would not."""
-        if not device_ids:
-            return ""
-        return costs(self._scheduler.explain(None), self._scheduler.explain(None, device_ids))
 
     async def _until_free(self, device_id: str, held_before: int) -> None:
         """Returns when the scheduler knows that the device is out of use, and nobody holds it."""
@@ -192,9 +185,10 @@ class DeepChecks:
         try:
             return await self._measure.alone(device["id"])
         except OperationFailed as error:
-            if kind_of(device["kind"]).on_host:
-                raise  # the host was short of something
-            return {}, [f"it cannot be measured: {error}"]
+            # Else the host was short of something, the device's node has gone, or others' programs hold its memory.
+            if error.code == DEVICE_FAILED and not kind_of(device["kind"]).on_host:
+                return {}, [f"it cannot be measured: {error}"]
+            raise OperationFailed(str(error), code="not_measured") from error
 
     def _free_beside(self, device: DeviceStatus) -> list[str]:
         """Those that happen to be free, and can compute together with it."""
@@ -234,18 +228,21 @@ class DeepChecks:
         device: DeviceStatus,
         rates: dict[str, float],
         names: dict[str, str],
+        wanted: Mapping[str, float],
         wrong: list[str],
         said: list[Measured],
         new_baseline: bool,
     ) -> dict[str, Any]:
-        """Judge, keep, tell. names: what each measure's baseline is kept under."""
+        """Judge, keep, tell. names: what each measure's baseline is kept under. wanted: the least, whatever that is,
+        unless a person took less for its baseline: a slot or power limit may leave no more."""
         device_id = device["id"]
         name = self._identity(device_id)
         known = box.get(self._db, BASELINES, {})
         kept = {} if new_baseline else known.get(name, {})
         baseline = {measure: kept[names[measure]] for measure in rates if names[measure] in kept}
         on_host = kind_of(device["kind"]).on_host
-        found = [*judged(rates, wrong, baseline, published(device["name"]), on_host=on_host), *said]
+        wanted = {} if new_baseline else {m: least for m, least in wanted.items() if baseline.get(m, least) >= least}
+        found = [*judged(rates, wrong, baseline, wanted, on_host=on_host), *said]
         result = {
             "device": device_id,
             "at_s": self._clock(),
@@ -268,30 +265,6 @@ class DeepChecks:
     def _identity(self, device_id: str) -> str:
         """What its baseline is kept under: the same device, whatever its index is."""
         return box.get(self._db, cordons.IDENTITIES, {}).get(device_id) or device_id
-
-
-class Nightly:
-    """Runs `check_all` once a day at a time of day of this machine's clock, "HH:MM". One that is missed is left out."""
-
-    def __init__(self, at: str, check_all: Callable[[], Awaitable[None]], clock: Callable[[], float] = time.time):
-        self._hour, self._minute = (int(part) for part in at.split(":"))
-        self._check_all, self._clock = check_all, clock
-        self._next_s = self._after(clock())
-
-    async def look(self) -> None:
-        now_s = self._clock()
-        if now_s >= self._next_s:
-            self._next_s = self._after(now_s)
-            await self._check_all()
-
-    def _after(self, now_s: float) -> float:
-        """The next time that the clock shows it, by local time, whatever daylight saving does."""
-        day = time.localtime(now_s)
-        for ahead in (0, 1, 2):
-            at_s = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + ahead, self._hour, self._minute, 0, 0, 0, -1))
-            if at_s > now_s:
-                return at_s
-        raise AssertionError("a day has 25 hours at most")
 
 
 def _tell(device_id: str, found: list[Measured]) -> None:

@@ -40,6 +40,7 @@ class PowerKeeper:
         self._settings, self._db, self._floor, self._devices = settings, db, serving_floor, devices
         self._helper, self._clock, self._local = helper, clock, local
         self._set: tuple[Profile, frozenset[str]] | None = None
+        self._held: frozenset[str] = frozenset()  # ids of the devices that it is in force on
         self._set_s, self._because = 0.0, ""
         self._refused: dict[str, str] = {}
 
@@ -66,7 +67,7 @@ class PowerKeeper:
         if told != self._refused:
             for device_id, why in told.items():
                 log.error("the profile %s is not in force there: %s", profile.name, why, extra={"device": device_id})
-        self._refused = told
+        self._refused, self._held = told, frozenset(devices.values()) - told.keys()
         if before != profile and not (before is None and profile.is_off()):
             detail = {"because": because, **asked, **({"refused": told} if told else {})}
             log.info("power profile %s, by %s", profile.name, because)
@@ -87,6 +88,14 @@ class PowerKeeper:
             "because": self._because if profile is not None else "",
             "refused": dict(self._refused) if profile is not None else {},
         }
+
+    def limits_of(self, device_id: str) -> str:
+        """What the box holds this device to now, in words; "" if to nothing."""
+        if self._set is None or device_id not in self._held:
+            return ""
+        profile = self._set[0]
+        limits = ((profile.limit_w, "W"), (profile.clock_mhz, "MHz"))
+        return " and ".join(f"{value:g} {unit}" for value, unit in limits if value is not None)
 
     def close(self) -> None:
         """The helper restores what was set."""

@@ -50,6 +50,9 @@ AT_ONCE = 8
 _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
+_KEPT_BYTES = 256 << 10
+"""Of what a model was asked for an item: a mebibyte of characters, up to 12 MB as the store writes them, held the loop
+for 0.1 s and the disk for as long. The item itself is kept whole."""
 _Measured = tuple[dict[str, Any], int]
 """An entry, and its bytes as JSON."""
 _Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
@@ -250,14 +253,14 @@ class EvalRunner:
     async def _item(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], item: EvalItemRow
     ) -> dict[str, Any]:
-        """What its row becomes, and under `usage` what models have used for it."""
+        """What its row becomes, with a sample if one was made, and under `usage` what models have used for it."""
         usage: list[ModelAnswer] = []
-        sample, told = sample_of(item.sample), item.sample
+        sample, made = sample_of(item.sample), dict[str, Any]()
         if isinstance(source, Sampled):
             answer, asked = await self._sample(row, source, item.item)
-            told = {"input": asked.get("messages", []), "answer": asdict(answer)}
+            made = {"sample": {"input": asked, "answer": asdict(answer)}}
             if answer.error:
-                return {"status": "error", "sample": told, "results": [], "usage": usage}
+                return {"status": "error", **made, "results": [], "usage": usage}
             usage.append(answer)
             sample = Sample(answer.text, answer.tools)
         results = []
@@ -265,16 +268,17 @@ class EvalRunner:
             results.append(await self._result(row, grader, sample, item.item, usage))
         bad = any("error" in result for result in results)
         status = "error" if bad else "pass" if all(result["passed"] for result in results) else "fail"
-        return {"status": status, "sample": told, "results": results, "usage": usage}
+        return {"status": status, **made, "results": results, "usage": usage}
 
     async def _sample(
         self, row: EvalRunRow, source: Sampled, item: dict[str, Any]
-    ) -> tuple[ModelAnswer, dict[str, Any]]:
+    ) -> tuple[ModelAnswer, list[dict[str, Any]]]:
+        """With what is kept of what was asked."""
         try:
-            body = await asyncio.to_thread(body_of, source, item)
+            body, kept = await asyncio.to_thread(_asked, source, item)
         except GradingFailed as error:
-            return ModelAnswer(model=str(source.model), error=str(error)), {}
-        return await self._ask(row, body), body
+            return ModelAnswer(model=str(source.model), error=str(error)), []
+        return await self._ask(row, body), kept
 
     async def _ask(self, row: EvalRunRow, body: dict[str, Any]) -> ModelAnswer:
         return await self._answers.ask(row.key_id, body, max(1.0, row.created_s + WINDOW_S - time.time()))
@@ -304,14 +308,16 @@ class EvalRunner:
         return result
 
     async def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:
-        """Each item together with the run's counters. False: the run has ended meanwhile."""
+        """Each item together with the run's counters; as long as each took, the loop is free for others. False: the
+        run has ended meanwhile."""
         for item, one in zip(items, judged, strict=True):
+            began_s = time.monotonic()
             with self._db.transaction():
                 row = evals.find_run(self._db, run_id)
                 if row is None or row.finished:
                     return False
                 self._store_item(row, item, one)
-            await asyncio.sleep(0)
+            await asyncio.sleep(time.monotonic() - began_s)
         return True
 
     def _store_item(self, row: EvalRunRow, item: EvalItemRow, one: dict[str, Any]) -> None:
@@ -339,13 +345,29 @@ class EvalRunner:
             results=results,
             usage={model: dict(of) for model, of in usage.items()},
             counts={**row.counts, one["status"]: row.counts.get(one["status"], 0) + 1},
-            bytes=row.bytes + len(json.dumps([one["sample"], one["results"]])),
+            bytes=row.bytes + len(json.dumps([one.get("sample"), one["results"]])),
         )
 
 
 def _add(sums: dict[str, float], **more: float) -> None:
     for name, value in more.items():
         sums[name] = sums.get(name, 0) + value
+
+
+def _asked(source: Sampled, item: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The body of the request for an item's sample, and what is kept of its messages: the first _KEPT_BYTES of them.
+    Raises GradingFailed."""
+    body = body_of(source, item)
+    left, kept = _KEPT_BYTES, list[dict[str, Any]]()
+    for message in body["messages"]:
+        if (size := len(orjson.dumps(message))) > left:
+            text = message.get("content")
+            begins = text[: left // 4] if isinstance(text, str) else ""  # a character has up to four bytes
+            kept.append({"role": str(message.get("role", ""))[:64], "content": f"{begins}… (the rest is not kept)"})
+            break
+        kept.append(message)
+        left -= size
+    return body, kept
 
 
 def _given(source: requests.FileContent) -> _Entries:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import caller_of, stored_model
 from appliance.controller.context.audit import record
@@ -24,6 +25,7 @@ from appliance.controller.jobs.events import add_message, answer_with
 from appliance.controller.jobs.gate_request import RULES
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
+from appliance.store.database import BOX
 from appliance.store.objects import evals, gates, job_records, jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow, EvalRunRow, GateRow, GateVerdict
@@ -43,8 +45,11 @@ class GateRunner:
 
         self._going = OneEach(context.background, "gate")
         self._deciding = asyncio.Lock()
-        """One thread reckons at a time: 1,000 rewards take it 0.6 s for each rule, and each such thread takes Python's
-        lock from the loop for 5 ms whenever it lets go of it."""
+        """One thread reads and reckons at a time: 1,000 rewards take it 0.6 s for each rule, and each such thread takes
+        Python's lock from the loop for 5 ms whenever it lets go of it. What many gates have to read at once, all items
+        of their runs, held the loop page by page: a page of each gate in every round of it."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By owner: of each one gate waits for that, however many have come to their end."""
         self.tasks = self._going.tasks
 
     async def look(self) -> None:
@@ -128,7 +133,7 @@ class GateRunner:
                 elif not run.finished:
                     waits.append(self._progress(run, side))
         if not waits:
-            await self._decide(gates.find(self._db, row.id) or row)
+            await self._decide(row.id, row.owner)
         elif row.reason != waits[0]:
             gates.update(self._db, row.id, reason=waits[0])
 
@@ -193,26 +198,33 @@ class GateRunner:
             self._db, row.id, state="evaluating", before=active, runs=runs, reason=reason, verdict=None, told=[]
         )
 
-    async def _decide(self, row: GateRow) -> None:
+    async def _decide(self, gate_id: str, owner: str) -> None:
+        async with self._turns.setdefault(owner, asyncio.Lock()), self._deciding:
+            found = await self._db.read(BOX, self._suites, gate_id)
+            verdict = await asyncio.to_thread(verdicts.decide, found)
+        row = gates.find(self._db, gate_id)
+        if row is not None and row.state == "evaluating":
+            self._decided(row, verdict)
+
+    def _suites(self, gate_id: str) -> list[Suite]:
+        """Of a gate whose runs have all ended; of one that is gone, none. Within a reading."""
+        row = gates.find(self._db, gate_id)
         found: list[Suite] = []
+        if row is None:
+            return found
         for place, suite in enumerate(row.terms["suites"]):
             rules = Rules(**{name: suite[name] for name in RULES}, level=row.terms["level"])
             ids = row.runs[str(place)]
-            judged = [await self._judged(ids[side], suite["criterion"]) for side in SIDES if side in ids]
+            judged = [self._judged(ids[side], suite["criterion"]) for side in SIDES if side in ids]
             found.append(Suite(suite["name"], rules, judged[0], judged[1] if len(judged) > 1 else None))
-        async with self._deciding:
-            verdict = await asyncio.to_thread(verdicts.decide, found)
-        row = gates.find(self._db, row.id) or row
-        if row.state == "evaluating":
-            self._decided(row, verdict)
+        return found
 
-    async def _judged(self, run_id: str, criterion: str | None) -> list[Judged]:
+    def _judged(self, run_id: str, criterion: str | None) -> list[Judged]:
         found: list[Judged] = []
         place = -1
         while page := evals.judged_after(self._db, run_id, place, _PAGE):
             found += [verdicts.judged(item, criterion) for item in page]
             place = page[-1].place
-            await asyncio.sleep(0)
         return found
 
     def _undecided(self, row: GateRow, reason: str) -> None:

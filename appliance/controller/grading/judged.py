@@ -26,9 +26,15 @@ async def graded_with_answers(
 
 
 async def all_graded_with_answers(
-    hosts: GraderHosts, owner: str, grader: Grader, samples: Sequence[tuple[Sample, Any]], ask: Ask
+    hosts: GraderHosts,
+    owner: str,
+    grader: Grader,
+    samples: Sequence[tuple[Sample, Any]],
+    ask: Ask,
+    waited_for: bool = False,
 ) -> list[tuple[Graded, list[ModelAnswer]]]:
-    """As `graded_with_answers`, for each of the samples; models are asked for all of them at once."""
+    """As `graded_with_answers`, for each of the samples; models are asked for all of them at once. waited_for: as
+    `GraderHost.grade` has it."""
     asked: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
     if judges(grader):
         async with hosts.of(owner) as host:
@@ -37,5 +43,5 @@ async def all_graded_with_answers(
     answers = iter(told)
     by_sample = [{name: next(answers) for name in one} for one in asked]
     async with hosts.of(owner) as host:
-        graded = await host.grade(grader, samples, by_sample)
+        graded = await host.grade(grader, samples, by_sample, waited_for)
     return [(one, [*given.values()]) for one, given in zip(graded, by_sample, strict=True)]

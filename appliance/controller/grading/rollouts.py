@@ -38,7 +38,8 @@ class RolloutGrading:
         asked = [(Sample(one["text"]), one["item"]) for one in samples]
         ask = partial(self._answers.ask, row.key_id, within_s=ANSWER_WITHIN_S)
         try:
-            told = await all_graded_with_answers(self._hosts, row.owner, parse(found.judge["grader"]), asked, ask)
+            grader = parse(found.judge["grader"])
+            told = await all_graded_with_answers(self._hosts, row.owner, grader, asked, ask, waited_for=True)
         except WorkerBroke as error:
             return {"rewards": [None] * len(samples), "errors": [str(error)] * len(samples)}
         return {

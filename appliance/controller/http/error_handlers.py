@@ -88,15 +88,6 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return _answer(
-            400,
-            f"We could not parse the JSON body of your request: {reason}.",
-            "invalid_request_error",
-            None,
-            "invalid_json",
-        )
     if first["type"] == TOO_MANY:
         where = ".".join(place)
         message = f"In {shown(where) if where else 'the body'} {first['msg']}."

@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,12 +156,23 @@ class JobEvents:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
             told = self._made(row, versions[-1].version)
-            table = self._tables.get(job_id) or results.write(self._files_dir, _metrics_table(db, job_id))
-            result = results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)
-            jobs.update(db, job_id, result_files=[result])
+            jobs.update(db, job_id, result_files=self._result_files(row))
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, told)
             add_message(db, job_id, "The job has successfully completed")
+
+    def _result_files(self, row: JobRow) -> list[str]:
+        """Their ids. A disk that is full costs the table and not the success: who told of it is the scheduler's loop,
+        which would end the job with every round, and plan nothing."""
+        db = self._db
+        try:
+            table = self._tables.get(row.id) or results.write(self._files_dir, _metrics_table(db, row.id))
+            return [results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)]
+        except OSError as error:
+            where = f"`GET /admin/v1/jobs/{row.id}/metrics` has them"
+            told = f"The table of its steps could not be written: {error.strerror}. {where}"
+            add_message(db, row.id, told, level="warn")
+            return []
 
     def _made(self, row: JobRow, version: str) -> str:
         """Let the job's result answer, unless another version is to go on. Returns what to say of it."""
@@ -245,6 +257,9 @@ class JobEvents:
         action, text = str(event["action"]), str(event["text"])
         cuts = [int(step) for step in event.get("cuts") or ()]
         if action == "rollback":
+            if event.get("back_to") is not None:  # not the newest, which is broken too
+                jobs.update(self._db, row.id, snapshot=(snapshot := {**(row.snapshot or {}), **event["back_to"]}))
+                row = replace(row, snapshot=snapshot)
             cuts.append((row.snapshot or {}).get("step", 0))
         if action in ("rollback", "lower_rate") and row.resolved is not None:
             jobs.update(self._db, row.id, resolved={**row.resolved, "rate_cuts": cuts})

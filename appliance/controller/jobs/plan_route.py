@@ -133,6 +133,7 @@ async def _counted(
 ) -> auto.DatasetStats:
     """What the job's validation would find in the file. Raises BadRequest and NotFound."""
     row = storage.known_file(context, file_id, caller, "training_file")
+    await settings.refuse_unsafe(context, base)
     report = await context.file_work.check(
         row.owner, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)
     )

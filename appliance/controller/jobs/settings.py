@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from appliance.controller.access.naming import Resolved
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
+from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import devices
 from appliance.controller.jobs.fit import box_facts, shape_of
 from appliance.controller.models import capacity
@@ -22,6 +24,8 @@ from train.methods.method import Method
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
+from weights.checkpoint.errors import CheckpointRefused
+from weights.format.errors import VersionNotFound
 
 DEFAULT_CONTEXT_TOKENS = 2048
 TOKENIZER = "tokenizer.json"
@@ -144,6 +148,26 @@ def verdict(shape: ModelShape, settings: Settings, box: BoxFacts, method: Method
 
 def verdict_on_box(context: ControllerContext, base: Resolved, settings: Settings, method: Method) -> Verdict:
     return verdict(shape_of(base), settings, box_facts(context), method)
+
+
+async def check_opening(context: ControllerContext, base: Resolved) -> None:
+    """Whether ranks and counts of tokens may open the files of `base`, as far as they are here. Raises
+    CheckpointRefused."""
+    below = base.version.meta.get("adapter")
+    under = None if below is None else models.find_version(context.db, below["base"], below["base_version"])
+    for version in (base.version, *([] if under is None else [under])):
+        folder = next((f for f in (version.disk_path, version.shm_path) if f and Path(f).is_dir()), None)
+        if folder is not None:
+            with suppress(VersionNotFound):  # it has left shared memory; who reads it finds it where else it is
+                await context.opening.check(Path(folder), version.model)
+
+
+async def refuse_unsafe(context: ControllerContext, base: Resolved) -> None:
+    """As `check_opening`, while a client waits. Raises BadRequest."""
+    try:
+        await check_opening(context, base)
+    except CheckpointRefused as error:
+        raise BadRequest(str(error), param="model", code="model_refused") from error
 
 
 def tokenizer_of(context: ControllerContext, base: Resolved) -> Path | None:

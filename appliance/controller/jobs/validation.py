@@ -28,6 +28,7 @@ from train.data.check import COUNTED_EXAMPLES, DataReport
 from train.data.same_tokens import differ_apart
 from train.methods.methods import method_of
 from train.plan.errors import InvalidHyperparameter
+from weights.checkpoint.errors import CheckpointRefused
 
 TELL_EVERY_S = 30.0
 
@@ -90,6 +91,9 @@ class JobValidation:
         except _CannotTeach as error:
             if self._still_validating(job_id):
                 fail(db, job_id, "invalid_teacher", str(error), f"method.{row.method}.teacher")
+        except CheckpointRefused as error:
+            if self._still_validating(job_id):
+                fail(db, job_id, "model_refused", str(error), "model")
         except (OSError, _Gone) as error:
             if self._still_validating(job_id):
                 fail(db, job_id, "file_unreadable", f"The data of the job could not be read: {error}", "training_file")
@@ -115,6 +119,7 @@ class JobValidation:
             raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
         if method_of(row.method).judged_by == "teacher":
             await self._check_teacher(row, base)
+        await settings.check_opening(context, base)
         training = self._file(row.training_file)
         folder = context.jobs_dir / row.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,51 @@ class NoData(Exception):
 
 
 def in_folder(folder: str, pattern: str, now_s: float) -> Found:
-    """Regular files alone, without links. Raises NoData."""
+    """Regular files alone, without links, in the folder or on the way to it. Raises NoData."""
     found: Found = {}
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not fnmatch.fnmatchcase(entry.name, pattern) or not entry.is_file(follow_symlinks=False):
-                    continue
-                told = entry.stat(follow_symlinks=False)
-                if told.st_size and now_s - told.st_mtime >= SETTLED_S:
-                    found[entry.path] = [told.st_size, told.st_mtime_ns]
+        descriptor = _open_without_links(Path(folder), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    if not fnmatch.fnmatchcase(entry.name, pattern) or not entry.is_file(follow_symlinks=False):
+                        continue
+                    told = entry.stat(follow_symlinks=False)
+                    if told.st_size and now_s - told.st_mtime >= SETTLED_S:
+                        found[os.path.join(folder, entry.name)] = [told.st_size, told.st_mtime_ns]
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise NoData(f"{folder} cannot be read: {error.strerror}") from error
     return bounded(found)
+
+
+def _open_without_links(path: Path, flags: int) -> int:
+    """A descriptor of `path`, which is absolute. Whoever may write to a folder on the way could put a link in its
+    place, to have a file read that he may not read himself. Raises NoData for a link, OSError."""
+    here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    *folders, last = path.parts[1:] or (".",)
+    for part, how in [*((one, os.O_PATH | os.O_DIRECTORY) for one in folders), (last, flags)]:
+        try:
+            below = os.open(part, how | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+        except OSError as error:
+            if stat.S_ISLNK(_mode(part, here)):
+                raise NoData(
+                    f"{part!r} in {path} is a symbolic link, and none is followed: give the path without it, which is "
+                    f"{os.path.realpath(path)} now"
+                ) from error
+            raise
+        finally:
+            os.close(here)
+        here = below
+    return here
+
+
+def _mode(name: str, folder: int) -> int:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except OSError:
+        return 0
 
 
 def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
@@ -69,8 +101,14 @@ def new(found: Found, taken: Found, data: Data) -> Found:
 def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
     """One file of these, by their names in this folder, or with None by their paths; as many bytes of each as were
     seen; its SHA-256. Raises OSError, and NoData for what is not a regular file any more."""
-    parts = [((folder / name) if folder is not None else Path(name), int(told[0])) for name, told in chosen.items()]
-    return write_lines((_blocks(path, most) for path, most in parts), target)
+    flags = os.O_RDONLY | os.O_NONBLOCK
+
+    def opened(name: str) -> int:
+        if folder is None:
+            return _open_without_links(Path(name), flags)
+        return os.open(folder / name, flags | os.O_NOFOLLOW)  # the box's own, wherever it has its data
+
+    return write_lines((_blocks(opened, name, int(told[0])) for name, told in chosen.items()), target)
 
 
 def write_lines(parts: Iterable[Iterator[bytes]], target: Path) -> str:
@@ -92,11 +130,11 @@ def write_lines(parts: Iterable[Iterator[bytes]], target: Path) -> str:
     return digest.hexdigest()
 
 
-def _blocks(path: Path, most: int) -> Iterator[bytes]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _blocks(opened: Callable[[str], int], name: str, most: int) -> Iterator[bytes]:
+    descriptor = opened(name)
     with os.fdopen(descriptor, "rb") as source:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NoData(f"{path} is not a regular file any more")
+            raise NoData(f"{name} is not a regular file any more")
         while block := source.read(min(_BLOCK, most)):
             most -= len(block)
             yield block

@@ -20,6 +20,10 @@ from appliance.gateway.routing.table import Caller
 
 LOGINS_PER_MINUTE: Final = 300
 """What one worker takes, from everybody together."""
+LOGINS_PER_MINUTE_OF_ONE: Final = 100
+"""From one address, so that a stranger who asks without end does not keep all others from logging in. More than a
+person needs: those behind a proxy come from its address."""
+_ADDRESSES: Final = 1024
 
 
 class Spending:
@@ -34,6 +38,8 @@ class Spending:
         self._owners: dict[str, OwnerUse] = {}
         self._rate = WrittenRate()
         self._logins = Bucket(LOGINS_PER_MINUTE, time.monotonic())
+        # By address, the one that asked longest ago first.
+        self._logins_of: dict[str, Bucket] = {}
 
     def apply(self, callers: Iterable[Caller]) -> None:
         """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
@@ -105,15 +111,22 @@ class Spending:
         use.owner.requests += 1
         request.counted = True
 
-    def admit_login(self) -> None:
-        """Count a request to a login provider's routes, which come without a key. Raises HttpError 429."""
-        bucket, now_s = self._logins, time.monotonic()
-        bucket.refill(now_s)
-        wait_s = bucket.wait_s(1)
+    def admit_login(self, address: str) -> None:
+        """Count a request to a login provider's routes, which come without a key. Raises HttpError 503."""
+        now_s = time.monotonic()
+        own = self._logins_of.pop(address, None) or Bucket(LOGINS_PER_MINUTE_OF_ONE, now_s)
+        self._logins_of[address] = own
+        while len(self._logins_of) > _ADDRESSES:
+            del self._logins_of[next(iter(self._logins_of))]
+        wait_s = 0.0
+        for bucket in (own, self._logins):
+            bucket.refill(now_s)
+            wait_s = max(wait_s, bucket.wait_s(1))
         if wait_s > 0:
             self._events["login_limited"] += 1
             raise errors.unavailable("Too many logins at once. Please retry.", "too_many_logins", math.ceil(wait_s))
-        bucket.level -= 1
+        own.level -= 1
+        self._logins.level -= 1
 
     # -- when it is known what it asks for
 

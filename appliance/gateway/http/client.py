@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import IPv4Address, ip_address
 
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.connection import Connection
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.routing.table import Caller
+
+
+def network_of(address: str) -> str:
+    """`Client.network` of an address as sockets give it."""
+    found = ip_address(address.partition("%")[0])
+    if isinstance(found, IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ":".join(found.exploded.split(":")[:4]))
 
 
 class Client(Connection):
@@ -20,6 +29,13 @@ class Client(Connection):
     write_paused: bool = False
 
     # -- for who answers
+
+    @property
+    def network(self) -> str:
+        """Where it comes from: its address, of an IPv6 one the first half, for the other is the client's choice. Empty
+        if it is gone."""
+        peer = None if self.transport is None else self.transport.get_extra_info("peername")
+        return network_of(str(peer[0])) if peer else ""
 
     @property
     def will_keep_alive(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
-from appliance.gateway.observe.exposition import Family, Sample, labels
+from appliance.gateway.observe.exposition import Family, labels, line
 from appliance.gateway.routing import prefill_rate
 from appliance.gateway.routing.canary_comparison import bucket
 
@@ -22,6 +22,9 @@ RECENT_TTFT = 256
 RECENT_S = 60.0
 # Versions and key classes of one model: beyond this it drops the oldest series, so that swaps do not accumulate.
 SERIES_PER_MODEL = 32
+# Of all models: the loop writes them every second and with each scrape. Beyond this the owner who has most loses the
+# oldest. (A thousand names of one owner's checkpoints, each asked once, took 0.4 s of each scrape.)
+SERIES = 512
 
 
 class Histogram:
@@ -44,23 +47,29 @@ class Histogram:
         self.counts[bucket] += 1
         self.total += value
 
-    def samples(self, text: str = "") -> Iterable[Sample]:
+    def lines(self, name: str, text: str = "") -> str:
         """text: labels of the series as `exposition.labels` writes them."""
         comma = f"{text}," if text else ""
+        head = f'{name}_bucket{{{comma}le="'
+        found: list[str] = []
         running = 0
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             running += count
-            yield Sample("_bucket", f'{comma}le="{bound}"', running)
-        yield Sample("_sum", text, round(self.total, 9))
-        yield Sample("_count", text, running)
+            found.append(f'{head}{bound}"}} {running}')
+        found.append(line(f"{name}_sum", text, round(self.total, 9)))
+        found.append(line(f"{name}_count", text, running))
+        return "\n".join(found)
 
 
 class Series:
-    """What is kept per model, version and key class."""
+    """What is kept per model, version and key class. owner: whose key asked first. told: its text for each family, or
+    empty if something was counted since."""
 
-    __slots__ = ("statuses", "ttft", "duration", "per_token")
+    __slots__ = ("owner", "statuses", "ttft", "duration", "per_token", "told")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "") -> None:
+        self.owner = owner
+        self.told: list[str] = []
         self.statuses: defaultdict[int, int] = defaultdict(int)
         self.ttft = Histogram(SECONDS)
         self.duration = Histogram(REQUEST_SECONDS)
@@ -88,15 +97,20 @@ _SIZES: Final[list[int]] = [bucket(tokens, 1.0) for tokens in range(4096)]
 
 
 class Metrics:
-    """All of one gateway. Times in seconds."""
+    """All of one gateway. Times in seconds. worker: its name, a label of all its series; empty where it is alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str = "") -> None:
+        self._worker = labels({"worker": worker}) if worker else ""
+        # By owner, oldest first.
+        self._series_of: dict[str, dict[Key, None]] = {}
+        self._series_count = 0
         self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
         self.events: defaultdict[str, int] = defaultdict(int)
         self.added = Histogram(ADDED_SECONDS)
         self.held_for = Histogram(SECONDS)
         self.models: dict[str, dict[Key, Series]] = {}
         self.response_bytes = 0
+        self._touched: set[str] = set()
         self._last_s: dict[str, float] = {}
         self._arrivals: dict[str, Arrivals] = {}
         self._first_tokens: dict[str, defaultdict[int, int]] = {}
@@ -112,6 +126,7 @@ class Metrics:
     def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
         """Count a request admitted for this table row."""
         self._last_s[row] = now_s
+        self._touched.add(row)
         arrivals = self._arrivals.get(row)
         if arrivals is None:
             arrivals = self._arrivals[row] = Arrivals()
@@ -120,6 +135,11 @@ class Metrics:
         size = _SIZES[prompt_tokens] if prompt_tokens < len(_SIZES) else bucket(prompt_tokens, 1.0)
         sizes = arrivals.sizes
         sizes[size] = sizes.get(size, 0) + 1
+
+    def take_touched(self) -> set[str]:
+        """Models of which a request has come or ended since this was asked last."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def last_request_s(self, row: str, unix_offset_s: float) -> float | None:
         """Unix time of the last admitted request; unix_offset_s: Unix time minus the monotonic clock."""
@@ -179,6 +199,7 @@ class Metrics:
         self.requests[request.route_name, request.status] += 1
         self.response_bytes += request.sent_bytes
         if request.model:
+            self._touched.add(request.model)
             series = self._series(request)
             series.statuses[request.status] += 1
             series.duration.observe(now_s - request.received_s)
@@ -204,6 +225,8 @@ class Metrics:
         series = self._known.get(known)
         if series is None:
             series = self._known[known] = self._new_or_known(request, scopes)
+        if series.told:
+            series.told = []
         return series
 
     def _new_or_known(self, request: Request, scopes: frozenset[str]) -> Series:
@@ -217,10 +240,27 @@ class Metrics:
         series = of_model.get(key)
         if series is None:
             if len(of_model) >= SERIES_PER_MODEL:
-                del of_model[next(iter(of_model))]
-                self._known.clear()
-            series = of_model[key] = Series()
+                self._drop(next(iter(of_model)))
+            elif self._series_count >= SERIES:
+                most = max(self._series_of, key=lambda one: len(self._series_of[one]))
+                self._drop(next(iter(self._series_of[most])))
+            owner = request.caller.owner if request.caller is not None else ""
+            series = self.models.setdefault(request.model, of_model)[key] = Series(owner)
+            self._series_of.setdefault(owner, {})[key] = None
+            self._series_count += 1
         return series
+
+    def _drop(self, key: Key) -> None:
+        self._known.clear()
+        of_model = self.models[key[0]]
+        owner = of_model.pop(key).owner
+        if not of_model:
+            del self.models[key[0]]
+        of_owner = self._series_of[owner]
+        del of_owner[key]
+        if not of_owner:
+            del self._series_of[owner]
+        self._series_count -= 1
 
     def ttft_p95_s(self, model: str, now_s: float) -> float | None:
         """95th percentile of the time to first byte over the last minute (at most 256 requests), None without any."""
@@ -233,8 +273,10 @@ class Metrics:
     def forget_models(self, keep: Iterable[str]) -> None:
         """Drop series of models that left the table, so that label sets stay bounded."""
         kept = set(keep)
+        for name in [name for name in self.models if name not in kept]:
+            for key in list(self.models[name]):
+                self._drop(key)
         self._known.clear()
-        self.models = {name: series for name, series in self.models.items() if name in kept}
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
         self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
         self._last_s = {name: at for name, at in self._last_s.items() if name in kept}
@@ -245,81 +287,95 @@ class Metrics:
     def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
         """Everything. gauges: (name, help, labels, value), rows of one name adjacent."""
         found = [
-            Family(
+            self._family(
                 "appliance_gateway_requests_total",
                 "counter",
                 "Requests answered, by route and status.",
                 [
-                    Sample("", labels({"route": route, "status": str(status)}), count)
-                    for (route, status), count in sorted(self.requests.items())
+                    ({"route": route, "status": str(code)}, count)
+                    for (route, code), count in sorted(self.requests.items())
                 ],
             ),
-            Family(
+            self._family(
                 "appliance_gateway_events_total",
                 "counter",
                 "Things that happened to requests, by kind.",
-                [Sample("", labels({"event": event}), count) for event, count in sorted(self.events.items())],
+                [({"event": event}, count) for event, count in sorted(self.events.items())],
             ),
-            Family(
+            self._family(
                 "appliance_gateway_response_bytes_total",
                 "counter",
                 "Body bytes relayed to clients.",
-                [Sample("", "", self.response_bytes)],
+                [({}, self.response_bytes)],
             ),
-            Family(
-                "appliance_gateway_added_seconds",
-                "histogram",
-                "From complete request to its sending upstream, unheld.",
-                list(self.added.samples()),
+            self._histogram(
+                "appliance_gateway_added_seconds", "From complete request to its sending upstream, unheld.", self.added
             ),
-            Family(
-                "appliance_gateway_held_seconds",
-                "histogram",
-                "Time held requests waited for a replica.",
-                list(self.held_for.samples()),
+            self._histogram(
+                "appliance_gateway_held_seconds", "Time held requests waited for a replica.", self.held_for
             ),
             *self._by_model(),
         ]
         for name, text, pairs, value in gauges:
             if found[-1].name != name:
                 found.append(Family(name, "gauge", text, []))
-            found[-1].samples.append(Sample("", labels(pairs), value))
+            found[-1].lines.append(line(name, self._labels(pairs), value))
         return found
 
-    def _by_model(self) -> tuple[Family, ...]:
-        answered = Family(
-            "appliance_gateway_model_requests_total",
-            "counter",
-            "Inference requests ended, by model, version, key class and status.",
-            [],
-        )
-        ttft = Family(
-            "appliance_gateway_time_to_first_byte_seconds",
-            "histogram",
-            "From complete request to the first body byte.",
-            [],
-        )
-        duration = Family(
-            "appliance_gateway_request_seconds", "histogram", "From complete request to the end of its answer.", []
-        )
-        per_token = Family(
-            "appliance_gateway_time_per_output_token_seconds",
-            "histogram",
-            "Streams: mean time from one token to the next.",
-            [],
-        )
+    def _labels(self, pairs: dict[str, str]) -> str:
+        own, text = self._worker, labels(pairs)
+        return f"{own},{text}" if own and text else own or text
+
+    def _family(self, name: str, kind: str, text: str, samples: list[tuple[dict[str, str], int]]) -> Family:
+        return Family(name, kind, text, [line(name, self._labels(pairs), value) for pairs, value in samples])
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Family:
+        return Family(name, "histogram", text, [histogram.lines(name, self._labels({}))])
+
+    def _by_model(self) -> list[Family]:
+        found = [Family(name, kind, text, []) for name, kind, text in _OF_MODELS]
         rows = sorted((row for of_model in self.models.values() for row in of_model.items()), key=lambda row: row[0])
-        for (model, version, kind), series in rows:
-            pairs = {"model": model, "version": version, "key_class": kind}
-            text = labels(pairs)
-            answered.samples.extend(
-                Sample("", labels({**pairs, "status": str(status)}), count)
-                for status, count in sorted(series.statuses.items())
+        for key, series in rows:
+            if not series.told:
+                series.told = self._told(key, series)
+            for family, lines in zip(found, series.told, strict=True):
+                if lines:
+                    family.lines.append(lines)
+        return found
+
+    def _told(self, key: Key, series: Series) -> list[str]:
+        """The text of this series for each of `_OF_MODELS`."""
+        model, version, kind = key
+        text = self._labels({"model": model, "version": version, "key_class": kind})
+        (answered, _, _), *timed = _OF_MODELS
+        found = [
+            "\n".join(
+                line(answered, f'{text},status="{status}"', count) for status, count in sorted(series.statuses.items())
             )
-            for family, histogram in ((ttft, series.ttft), (duration, series.duration), (per_token, series.per_token)):
-                if any(histogram.counts):
-                    family.samples.extend(histogram.samples(text))
-        return answered, ttft, duration, per_token
+        ]
+        for (name, _, _), histogram in zip(timed, (series.ttft, series.duration, series.per_token), strict=True):
+            found.append(histogram.lines(name, text) if any(histogram.counts) else "")
+        return found
+
+
+_OF_MODELS: Final[list[tuple[str, str, str]]] = [
+    (
+        "appliance_gateway_model_requests_total",
+        "counter",
+        "Inference requests ended, by model, version, key class and status.",
+    ),
+    (
+        "appliance_gateway_time_to_first_byte_seconds",
+        "histogram",
+        "From complete request to the first body byte.",
+    ),
+    ("appliance_gateway_request_seconds", "histogram", "From complete request to the end of its answer."),
+    (
+        "appliance_gateway_time_per_output_token_seconds",
+        "histogram",
+        "Streams: mean time from one token to the next.",
+    ),
+]
 
 
 def _remember(recent: dict[str, deque[tuple[float, float]]], model: str, now_s: float, seconds: float) -> None:

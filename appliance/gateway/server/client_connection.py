@@ -179,7 +179,7 @@ class ClientConnection(Receiver):
                 request.method, request.head_only = b"GET", True
             preflight = is_preflight(request, origins)
             request.route = PREFLIGHT if preflight else resolve(request.method, request.path)
-            self._dispatch.admit(request)
+            self._dispatch.admit(request, self)
         except HttpError as error:
             request.refusal = error
         if request.caller is not None:

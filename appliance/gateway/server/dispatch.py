@@ -33,7 +33,7 @@ class Dispatch:
         self._state = state
         self._copies = copies
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, client: Client) -> None:
         """Check everything that a request's head determines. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
@@ -55,7 +55,7 @@ class Dispatch:
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
         elif kind is Kind.LOGIN:
             check_asked_by_the_page(request)
-            state.spending.admit_login()
+            state.spending.admit_login(client.network)
         check_head(request, state.limits)
 
     def _of_login(self, request: Request, digest: str) -> Caller:

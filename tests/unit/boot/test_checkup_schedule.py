@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot.checkup_schedule import EVERY_S, CheckupFailed, CheckupSchedule, read_findings
+from appliance.boot.checkup_schedule import EVERY_S, CheckupFailed, CheckupSchedule, looked_at_s, read_findings
 
 
 def finding(check: str, state: str = "warn") -> dict[str, str]:
@@ -60,4 +60,4 @@ async def test_one_that_fails_says_why_and_is_tried_again(tmp_path: Path):
 @pytest.mark.parametrize("text", ["", "[]", '{"data": 3}', '{"data": [3]}', '{"data": [{"check": "x"}]}'])
 def test_a_file_that_is_not_ours_to_understand_has_no_findings(tmp_path: Path, text):
     (tmp_path / "x").write_text(text)
-    assert read_findings(tmp_path / "x") == []
+    assert read_findings(tmp_path / "x") == [] and looked_at_s(tmp_path / "x") is None

@@ -74,6 +74,34 @@ def test_a_holder_is_named(box):
     assert lines(box.run("gpu", "list").stdout)[3][-2:] == ["job", "ftjob-1"]
 
 
+def test_top_says_what_every_device_does_and_who_waits(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    engine = {"id": "r1", "model": "starter", "version": "v2", "state": "open", "devices": ["n0/0"]}
+    box.context.scheduler.replicas.append({**engine, "inflight": 3, "rss_bytes": 4})
+    devices = box.context.scheduler.devices
+    devices[0]["holder"] = {"kind": "replica", "id": "r1"}
+    devices[1]["holder"] = {"kind": "job", "id": job_id}
+    text = box.run("top").stdout
+    assert "mode auto, 2 of 8 devices held, 0 requests running, 0 waiting, no training" in text
+    assert ["n0/0", "engine", "r1", "starter@v2", "3", "requests"] in lines(text)
+    assert any(line[:3] == ["n0/1", "job", job_id] for line in lines(text))
+    assert ["n0/2", "-", "free"] in lines(text)
+    known = {
+        "devices": ["n0/1"],
+        "step": 12,
+        "total_steps": 80,
+        "tokens_per_s": 5210.0,
+        "eta_s": 90.0,
+    }
+    box.do(lambda: jobs.update(box.context.db, job_id, **known))
+    box.run("gpu", "drain", "n0/2", "--reason", "its fan")
+    text = box.run("top", "--once").stdout
+    assert "training 5,210 tokens/s" in text and "step 12/80, 1 min 30 s left" in text
+    assert re.search(r"^n0/2 +drained +drained by .*: its fan", text, re.M)
+    told = box.json("top")
+    assert told["requests"] == {} and told.keys() == box.json("status").keys()
+
+
 def test_status(box, tmp_path):
     job_id = make_job(box, tmp_path)
     box.context.scheduler.replicas.append(
@@ -91,6 +119,9 @@ def test_status(box, tmp_path):
     assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text)
     assert job_id in text
+    assert re.search("doctor +has not looked yet", text), "a box just begun"
+    box.context.doctor_looked_s = lambda: time.time() - 90
+    assert re.search(r"doctor +nothing was wrong that it saw 1 min 30 s ago", box.run("status").stdout)
     answer = box.json("status")
     assert set(answer) == {
         "box",

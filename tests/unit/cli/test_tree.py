@@ -22,6 +22,7 @@ FROZEN = {
     "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--renew", "--token", "--token-file", "HEAD"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
+    "top": [*BOX, "--every", "--once"],
     "usage": [*BOX, "--by", "--since"],
     "power": [*BOX, "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],

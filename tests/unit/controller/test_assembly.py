@@ -46,6 +46,20 @@ def test_what_changes_reaches_the_loop_and_the_gateways(parts):
     assert published == [{}, {}]
 
 
+@pytest.mark.parametrize(
+    ("table", "scheme"), [("", "http"), ('tls_cert_path = "c.pem"\ntls_key_path = "k.pem"', "https")]
+)
+async def test_the_box_names_its_endpoint_by_the_scheme_that_it_speaks(tmp_path, table, scheme):
+    """`appliance status` said http:// of an endpoint with TLS: who believed it sent a key in clear."""
+    file = tmp_path / "appliance.toml"
+    file.write_text(f"[gateway]\n{table}\n")
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
+    paths.create()
+    made = assemble(load_config(file, {"data_dir": str(tmp_path / "data"), "devices": 2}, {}), paths)
+    assert made.context.box["url"] == f"{scheme}://127.0.0.1:8000/v1"
+    made.db.close()
+
+
 def test_a_node_that_joins_is_remembered(parts):
     parts.signals.node_changed("n1", "joined", (Device("n1/0", "n1", 0),))
     assert list(box.get(parts.db, NODES, {})) == ["n1"]

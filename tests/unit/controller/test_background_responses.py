@@ -220,6 +220,36 @@ async def test_owners_take_turns_however_many_one_of_them_has_asked(control: Con
     assert len(engines(control).sent) < 6
 
 
+async def test_those_that_begin_or_end_together_are_written_one_by_one(control: Control, monkeypatch):
+    """Rows of 4 MB: 32 that began at once held it for 1.8 s, and as they ended for 4."""
+    engines(control).lines = 0
+    made = [await asked(control, str(number)) for number in range(8)]
+    together, turn, written_in = asyncio.Event(), 0, list[int]()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        if len(engines(control).sent) == len(made):
+            together.set()
+        await together.wait()
+        return EngineAnswer(200, answer(len(written_in), "2"), "v1")
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    background = control.app.state.background
+    set_row = background._set
+    monkeypatch.setattr(background, "_set", lambda *told, **more: (written_in.append(turn), set_row(*told, **more))[1])
+    engines(control).rule = rule
+    others = asyncio.create_task(turns())
+    engines(control).lines = len(made)
+    for one in made:
+        assert (await ended(control, one.id)).status == "completed"
+    others.cancel()
+    assert len(written_in) == len(set(written_in)) == 2 * len(made), "others had a turn between two rows"
+
+
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)

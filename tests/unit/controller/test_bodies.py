@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -144,3 +147,49 @@ async def test_of_a_body_of_mistakes_their_number_is_told_and_not_each(control: 
     content.append({})
     error = await asked(path, {"data_source": {"type": "jsonl", "source": source}})
     assert "101 fields or values" in error["message"]
+
+
+@pytest.fixture
+def cycles() -> Iterator[list[Any]]:
+    """What a test leaves that only the collector finds."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@pytest.mark.parametrize("wrong", ["json", "on a thread", "field"])
+async def test_what_is_refused_keeps_no_body(control: Control, cycles: list[Any], wrong: str) -> None:
+    """The collector comes seldom (runtime.garbage): with 15 MiB for each body one key had the controller hold 3 GiB."""
+    long = "x" * 9000
+    path, body = "/v1/evals", {"data_source_config": {}, long: 1}
+    if wrong == "on a thread":
+        path = f"/v1/evals/{await an_eval(control)}/runs"
+        source = {"type": "file_content", "content": [{"item": {"a": long}}]}
+        odd = {"tools": [{"type": "x"}]}
+        asked = {"type": "template", "template": [{"role": "user", "content": "a"}]}
+        body = {"type": "completions", "model": "m", "source": source, "input_messages": asked, "sampling_params": odd}
+        body = {"data_source": body}
+    text = json.dumps(body).encode()
+    text = text[:-1] if wrong == "json" else text
+    gc.collect()
+    gc.garbage.clear()
+    answer = await control.http.post(path, content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    del answer
+    await asyncio.sleep(0.05)  # until the thread is at its end, too
+    gc.collect()
+    kept = [one for left in cycles for one in gc.get_referents(left) if isinstance(one, str | bytes)]
+    assert not [one[:60] for one in kept if len(one) >= len(long)]
+
+
+async def an_eval(control: Control) -> str:
+    check = {"type": "string_check", "name": "n", "input": "a", "reference": "b", "operation": "eq"}
+    config = {"type": "custom", "item_schema": {"type": "object"}}
+    made = await control.http.post("/v1/evals", json={"data_source_config": config, "testing_criteria": [check]})
+    return str(made.json()["id"])

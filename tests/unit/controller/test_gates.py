@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -100,6 +101,35 @@ async def seen_through(control: Control, gate_id: str, rounds: int = 12) -> Gate
     row = gates.find(control.db, gate_id)
     assert row is not None
     return row
+
+
+async def test_what_is_judged_is_read_beside_the_loop_and_one_gate_after_the_other(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
+):
+    """Of all gates that had come so far, a page of items each in every round of the loop."""
+    on, at_once, most = set[int](), 0, 0
+    judged_after = evals.judged_after
+
+    def read(*asked: Any) -> Any:
+        nonlocal at_once, most
+        on.add(threading.get_ident())
+        at_once += 1
+        most = max(most, at_once)
+        found = judged_after(*asked)
+        at_once -= 1
+        return found
+
+    monkeypatch.setattr(evals, "judged_after", read)
+    terms = await suite(control, pass_rate_at_least=0.5, better_by=0.0)
+    gate_ids = []
+    for _ in range(2):
+        job_id, gate_id = await gated(control, terms)
+        await looked(control)
+        run(control, events, job_id)
+        gate_ids.append(gate_id)
+    for gate_id in gate_ids:
+        assert (await seen_through(control, gate_id)).verdict is not None
+    assert on and threading.get_ident() not in on and most == 1
 
 
 async def test_the_first_version_answers_once_it_reaches_its_thresholds(
@@ -444,6 +474,26 @@ async def test_one_gate_is_reckoned_at_a_time(
     for row in rows:
         assert row is not None and (await seen_through(control, row.id)).verdict == "passed"
     assert most == 1
+
+
+async def test_owners_take_turns_when_gates_are_reckoned(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """A gate of many rewards takes half a minute, and one owner may have two hundred."""
+    order, may_go = list[str](), threading.Event()
+
+    def reckoned(suites: Any) -> Any:
+        order.append(suites[0].name)
+        may_go.wait(10)
+
+    monkeypatch.setattr(verdict, "decide", reckoned)
+    runner = control.app.state.gates
+    monkeypatch.setattr(runner, "_suites", lambda gate_id: [SimpleNamespace(name=gate_id)])
+    owners = ("ann", "ann", "ann", "bob")
+    deciding = [asyncio.create_task(runner._decide(f"{one}{place}", one)) for place, one in enumerate(owners)]
+    while not order:
+        await asyncio.sleep(0.001)
+    may_go.set()
+    await asyncio.gather(*deciding)
+    assert order == ["ann0", "bob3", "ann1", "ann2"]
 
 
 async def test_what_sixteen_suites_ask_is_looked_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):

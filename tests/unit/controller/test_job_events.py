@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -349,6 +351,26 @@ async def test_the_table_of_a_long_jobs_steps_is_made_beside_the_loop(
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert (await control.sdk.files.content(job.result_files[0])).text.splitlines()[1].startswith("1,2.0,")
     assert [path.name for path in control.context.files_dir.iterdir() if path.name.startswith(".")] == []
+
+
+async def test_a_full_disk_costs_the_table_and_not_the_success(
+    control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
+):
+    """It was raised into the round of the scheduler's loop that told of the end, and into every round after it."""
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, metrics(1, 2.0))
+    events.ingest(job_id, published(1))
+    monkeypatch.setattr(results, "write", full)
+    events.succeeded(job_id)
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "succeeded" and job.fine_tuned_model and job.result_files == []
+    said = "The table of its steps could not be written: No space left on device."
+    assert any(text.startswith(said) for text in await control.messages(job_id))
 
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])

@@ -510,6 +510,17 @@ async def test_the_owner_of_a_job_hears_where_its_run_is(control: Control):
     assert row.target == job_id and row.detail == told
 
 
+async def test_the_owner_of_a_job_hears_that_a_tracker_takes_no_run_of_it(control: Control):
+    job_id = await control.job()
+    url, told = f"/admin/v1/jobs/{job_id}/tracked", {"tracker": "W&B", "refused": "entity nobody not found"}
+    control.http.headers.update(ADMIN)
+    assert (await control.http.post(url, json=told | {"address": "https://wandb.example"})).status_code == 400
+    assert (await control.http.post(url, json={"tracker": "W&B"})).status_code == 400
+    assert (await control.http.post(url, json=told)).json() == {"id": job_id, **told}
+    said = "W&B takes no run of this job and is not asked again: entity nobody not found"
+    assert said in await control.messages(job_id)
+
+
 async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(control: Control):
     job_id = await control.job()
     url = f"/admin/v1/jobs/{job_id}/profile"
@@ -656,3 +667,18 @@ async def test_a_list_ends_where_graders_are_too_much_for_a_page(control: Contro
     assert [one["id"] for one in rest["data"]] == made[:1] and not rest["has_more"]
     monkeypatch.setattr(database, "PAGE_BYTES", 10)
     assert len((await control.http.get("/v1/fine_tuning/jobs")).json()["data"]) == 1
+
+
+async def test_a_job_on_a_model_that_may_not_be_opened_fails_before_its_data_is_read(control: Control, tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"vocab": "/box/first-key"}))
+    models.update_version(control.db, "starter", "v1", disk_path=str(folder))
+    job = await control.sdk.fine_tuning.jobs.retrieve(await control.job())
+    assert (job.status, job.error.code, job.error.param) == ("failed", "model_refused", "model")
+    assert job.error.message.startswith("tokenizer_config.json: has 'vocab'")
+    assert "appliance model verify starter" in job.error.message
+    asked = {"job": {"model": "starter", "training_file": await control.upload()}}
+    planned = await control.http.post("/admin/v1/plan", json=asked, headers=ADMIN)
+    assert (planned.status_code, planned.json()["error"]["code"]) == (400, "model_refused")

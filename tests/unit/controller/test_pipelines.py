@@ -19,7 +19,7 @@ from appliance.controller.data_checks import data_work
 from appliance.controller.files import storage
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.gate_request import GateRequest
-from appliance.controller.pipelines import pipeline_routes
+from appliance.controller.pipelines import new_data, pipeline_routes
 from appliance.controller.pipelines import runner as pipeline_runner
 from appliance.controller.pipelines.spec import PipelineSpec, job_of
 from appliance.controller.sweeps.spec import SweepSpec, trials_of
@@ -472,6 +472,22 @@ async def test_links_and_files_that_are_still_written_are_not_read(control: Cont
     (folder / "empty.jsonl").touch()
     run = await rounds(control, await begun(control), 2)
     assert run.outcome == "nothing_new" and run.data_files == 0
+
+
+async def test_a_folder_that_became_a_link_is_not_followed(control: Control, folder: Path, tmp_path: Path):
+    """Only the last part of a path was looked at: who may write to a folder above had another's files trained on."""
+    inner, elsewhere = folder / "inner", tmp_path / "elsewhere"
+    for place in (inner, elsewhere / "inner"):
+        place.mkdir(parents=True)
+        put_day(place, "day.jsonl")
+    found = new_data.in_folder(str(inner), "*", 9e9)
+    new_data.join_chosen(found, None, tmp_path / "a")
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(elsewhere)
+    with pytest.raises(new_data.NoData, match="a symbolic link, and none is followed.*elsewhere/inner/day.jsonl"):
+        new_data.join_chosen(found, None, tmp_path / "b")
+    with pytest.raises(new_data.NoData, match="symbolic link"):
+        new_data.in_folder(str(inner), "*", 9e9)
 
 
 async def test_who_is_forgotten_takes_pipelines_along(control: Control):

@@ -88,6 +88,7 @@ async def test_the_profile_follows_the_mode_and_the_clock(db, keeper, helper, cl
         "because": "the clock: 22:00-06:00",
         "refused": {},
     }
+    assert [keeper.limits_of(device_id) for device_id in ("n0/0", "n1/0")] == ["500 W and 1410 MHz", ""]
     clock.now_s += 9 * 3600
     await keeper.look()
     write_mode(db, Mode("train"), clock())

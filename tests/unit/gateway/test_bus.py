@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from appliance.gateway import bus as bus_module
+from appliance.gateway.access.request import Request
 from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
-from appliance.gateway.routing.table import parse_table
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.observe.metrics import RECENT_S
+from appliance.gateway.routing.table import ROWS_AT_ONCE, parse_table
+from appliance.gateway.state.reports import Told, load_report
 
 from .conftest import Box, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_answer
@@ -100,6 +103,92 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     }
     assert report["started_s"] == box.state.started_s
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
+
+
+async def test_a_table_of_many_names_is_read_with_the_loop_free_in_between(
+    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50,000 names held the loop that sends tokens for a quarter of a second, at each change of any of them."""
+    models = {f"ft:starter:ann:{n}": {"owners": 0} for n in range(20 * ROWS_AT_ONCE)}
+    state, turns, reading = box.state, 0, False
+    await bus.report(generation=state.generation)
+    wanted = state.generation + 1
+    parsed, steps = bus_module.parsing, []
+
+    def heard(*message: Any, **how: Any) -> Any:
+        nonlocal reading
+        reading = True
+        made = yield from steps_of(parsed(*message, **how), lambda: steps.append(turns))
+        reading = False
+        return made
+
+    monkeypatch.setattr(bus_module, "parsing", heard)
+    await bus.push({"type": "table", "generation": wanted, "models": models, "audiences": [["ann"]]})
+    async with asyncio.timeout(30):
+        while state.generation != wanted:
+            turns += reading
+            await asyncio.sleep(0)
+    assert len(steps) == len(set(steps)) == 20, "each of them in a turn of the loop of its own"
+    assert len(state.router.models) == len(models)
+
+
+def steps_of(steps: Any, on_step: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+        on_step()
+        yield
+
+
+async def test_after_its_first_report_a_gateway_says_of_models_what_changed(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand names that were asked once are not in every report for ever."""
+    metrics, told = box.state.metrics, Told()
+    box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
+    box.apply()
+    for number in range(1000):
+        metrics.arrived(f"n{number}", 3, 0.0)
+    first = load_report(box.state, told)
+    assert first["whole"] and len(first["models"]) == 1000
+    again = load_report(box.state, told)
+    assert not again["whole"] and again["models"] == {}
+    metrics.arrived("n7", 3, 0.0)
+    said = load_report(box.state, told)["models"]
+    assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
+    row = box.models.pop("n8")
+    box.apply()
+    assert load_report(box.state, told)["models"] == {"n8": None}
+    box.models["n8"] = row
+    box.apply()
+    assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
+    assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
+
+    request, now_s = Request(b"POST", b"/v1/chat/completions", {}, "1.1"), time.monotonic()
+    request.model, request.received_s = "n9", now_s - 0.5
+    metrics.first_byte(request, now_s)
+    metrics.finished(request, now_s)
+    assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] == pytest.approx(0.5)
+    assert load_report(box.state, told)["models"] == {}
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
+    said = load_report(box.state, told)["models"]
+    assert said.keys() == {"n9"} and said["n9"]["ttft_p95_s"] is None, "of the last minute"
+    assert load_report(box.state, told)["models"] == {}
+
+
+async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBus) -> None:
+    await bus.push(table := box.table())
+    await bus.report(generation=table["generation"])
+    box.state.metrics.arrived("m", 3, 0.0)
+    box.state.on_change(True)
+    report = await bus.report()
+    assert not report["whole"] and report["models"]["m"]["arrived_requests"] == 1
+    await bus.stop()
+    await bus.start()
+    report = await bus.report(whole=True)
+    assert report["models"]["m"]["arrived_requests"] == 1
 
 
 async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:

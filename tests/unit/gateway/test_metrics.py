@@ -9,8 +9,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.observe.exposition import STALE_S, Family, Sample, WorkerSnapshots, render
-from appliance.gateway.observe.metrics import SERIES_PER_MODEL, Metrics, key_class
+from appliance.gateway.observe.exposition import STALE_S, Family, WorkerSnapshots, render
+from appliance.gateway.observe.metrics import SERIES, SERIES_PER_MODEL, Metrics, key_class
+from appliance.gateway.routing.table import Caller
+from appliance.gateway.state.reports import metrics_text
 
 from .conftest import Box, chat
 from .upstreams import Reply, UpstreamRequest
@@ -75,24 +77,26 @@ def test_workers_make_one_answer(tmp_path: Path) -> None:
     bus = str(tmp_path / "bus.sock")
     first, second = WorkerSnapshots(bus, "gateway-0"), WorkerSnapshots(bus, "gateway-1")
 
-    def family(value: float) -> Family:
-        return Family("requests_total", "counter", "Requests.", [Sample("", 'route="a"', value)])
+    def families(worker: str, count: int) -> list[Family]:
+        metrics = Metrics(worker)
+        metrics.requests["a", 200] = count
+        return metrics.families([])
 
-    second.write([family(5)], time.monotonic())
-    text = render(first.joined([family(2)]))
-    assert text.count(b"# TYPE requests_total counter") == 1
-    assert {dict(labels)["worker"]: value for (_, labels), value in values(text).items()} == {
-        "gateway-0": 2,
-        "gateway-1": 5,
-    }
+    second.write(families("gateway-1", 5), time.monotonic())
+    text = render(first.joined(families("gateway-0", 2)))
+    assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
+    rows = values(text)
+    assert all("worker" in dict(labels) for _, labels in rows)
+    found = {dict(labels)["worker"]: value for (name, labels), value in rows.items() if name.endswith("requests_total")}
+    assert found == {"gateway-0": 2, "gateway-1": 5}
     assert not second.due(time.monotonic()) and second.due(time.monotonic() + 2)
 
 
 def test_a_worker_that_is_gone_is_left_out(tmp_path: Path, monkeypatch: Any) -> None:
     bus = str(tmp_path / "bus.sock")
-    WorkerSnapshots(bus, "gone").write([Family("a", "gauge", "A.", [Sample("", "", 1)])], 0.0)
+    WorkerSnapshots(bus, "gone").write([Family("a", "gauge", "A.", ['a{worker="gone"} 1'])], 0.0)
     (tmp_path / "bus.sock.metrics.torn").write_text("{")
-    own = [Family("a", "gauge", "A.", [Sample("", "", 2)])]
+    own = [Family("a", "gauge", "A.", ['a{worker="me"} 2'])]
     assert len(values(render(WorkerSnapshots(bus, "me").joined(own)))) == 2
     later = time.time() + STALE_S + 1
     monkeypatch.setattr(time, "time", lambda: later)
@@ -110,6 +114,57 @@ def test_label_sets_stay_bounded() -> None:
     metrics.forget_models([])
     assert not metrics.models
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
+
+
+def asked(metrics: Metrics, owner: str, model: str) -> None:
+    request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+    request.model, request.model_version = model, "v1"
+    request.caller = Caller(f"key_{owner}", owner, frozenset({"inference"}), b"inference", owner=owner)
+    metrics.finished(request, 1.0)
+
+
+def test_however_many_names_an_owner_asks_the_series_are_bounded_and_others_keep_theirs() -> None:
+    """They are written on the loop that sends tokens."""
+    metrics = Metrics()
+    asked(metrics, "ann", "hers")
+    for number in range(3 * SERIES):
+        asked(metrics, "bob", f"his-{number}")
+    rows = values(render(metrics.families([])))
+    told = {dict(labels)["model"] for name, labels in rows if name == "appliance_gateway_model_requests_total"}
+    assert len(told) == SERIES == len(metrics.models) and {"hers", f"his-{3 * SERIES - 1}"} <= told
+    asked(metrics, "ann", "hers")
+    (hers,) = metrics.models["hers"].values()
+    assert hers.statuses[0] == 2
+    metrics.forget_models(["hers"])
+    for number in range(SERIES):
+        asked(metrics, "bob", f"again-{number}")
+    assert len(metrics.models) == SERIES and "hers" in metrics.models
+
+
+def test_what_nobody_asked_since_it_was_told_is_not_written_again() -> None:
+    metrics = Metrics()
+    for number in range(100):
+        asked(metrics, "bob", f"his-{number}")
+    before = render(metrics.families([]))
+    written = {name: series.told for name, of_model in metrics.models.items() for series in of_model.values()}
+    assert all(written.values())
+    asked(metrics, "bob", "his-7")
+    after = render(metrics.families([]))
+    assert len(after) == len(before) and after != before
+    again = {
+        name
+        for name, of_model in metrics.models.items()
+        for series in of_model.values()
+        if series.told is not written[name]
+    }
+    assert again == {"his-7"}
+
+
+async def test_names_that_nobody_asks_have_no_row(box: Box) -> None:
+    await box.ask("POST", "/v1/chat/completions", chat())
+    box.state.router.models |= {f"ckpt-{number}": box.state.router.models["m"] for number in range(100)}
+    text = metrics_text(box.state, controller_up=False)
+    assert b'appliance_gateway_held{model="m"} 0' in text and b"ckpt-" not in text
 
 
 async def test_a_scrape_leaves_no_connection_to_the_controller(box: Box) -> None:

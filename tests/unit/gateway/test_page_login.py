@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import time
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from appliance.gateway.access.admission import LOGIN_BODY_BYTES
+from appliance.gateway.access.spending import LOGINS_PER_MINUTE_OF_ONE
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
+from appliance.gateway.http.client import network_of
 from appliance.gateway.routing.table import parse_table
 from appliance.ui.site import STATIC
 
@@ -313,6 +316,23 @@ async def test_another_page_begins_and_finishes_no_login(start_box: Start, heade
         answer = await box.ask("POST", f"/admin/v1/oidc/{end}", {}, key=None, headers=headers)
         assert answer.status == 403 and answer.error["code"] == "cross_site_request"
     assert not controller.requests
+
+
+async def test_a_stranger_who_asks_without_end_keeps_nobody_else_from_logging_in(start_box: Start) -> None:
+    box = await start_box()
+    await box.control(told)
+    asked = [(await box.ask("GET", "/admin/v1/oidc", key=None)).status for _ in range(LOGINS_PER_MINUTE_OF_ONE + 3)]
+    assert asked[:LOGINS_PER_MINUTE_OF_ONE] == [200] * LOGINS_PER_MINUTE_OF_ONE and asked[-1] == 503
+    wire = Wire(*await asyncio.open_connection("127.0.0.1", box.port, local_addr=("127.0.0.2", 0)))
+    await wire.send(request_bytes("GET", "/admin/v1/oidc", key=None))
+    assert (await wire.response()).status == 200
+    spending = box.state.spending
+    for number in range(3000):
+        with contextlib.suppress(HttpError):
+            spending.admit_login(f"10.0.{number // 250}.{number % 250}")
+    assert len(spending._logins_of) == 1024
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("fe80::1%eth0") == network_of("fe80::2") != network_of("fe80:1::2")
 
 
 async def test_what_needs_no_key_is_small_and_seldom(start_box: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,12 @@ def test_cudas_python_packages_are_of_one_version():
     assert pinned("cuda-python")[:2] == pinned("cuda-bindings")[:2]
 
 
+def test_cuda_has_what_models_that_read_pictures_import():
+    """The classes of Qwen2.5-VL, Qwen3-VL and Qwen3.5 (of text alone too) in vLLM import torchvision, and no engine of
+    theirs starts without it. For CPUs there is no build of it beside torch's."""
+    assert re.search(r"^torchvision==[\d.]+ \\$", CUDA, re.MULTILINE), "held back by a marker, or not there"
+
+
 def downloaded(python: str, names: list[str], to: Path) -> list[Path]:
     """Wheels of these lines of the lock for one Python, by pip with the user's settings; fails where one has none."""
     lines = re.findall(r"^(\S+==\S+)", CUDA, re.MULTILINE)

@@ -22,6 +22,7 @@ from appliance.controller.admin.owners import forget
 from appliance.controller.app import create_app
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.bus.load import Load
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals.runner import EvalRunner
@@ -198,8 +199,13 @@ _USAGE = {
 class _Bus:
     """As much of it as the routing table needs."""
 
+    models: dict[str, Any] = {}
+
     def set_models(self, models: dict[str, Any]) -> int:
         return len(models)
+
+    def load(self) -> Load:
+        return Load()
 
 
 async def _due(db: Database, runner: PipelineRunner) -> None:

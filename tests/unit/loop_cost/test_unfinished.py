@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.loop_cost.exceptions import HOLDS_UNFINISHED
 from tests.unit.loop_cost.test_object_size import too_much
-from tests.unit.loop_cost.unfinished import BOUNDS, CANARIES, Unfinished, measure
+from tests.unit.loop_cost.unfinished import BOUNDS, CANARIES, GATES, Unfinished, measure
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,10 @@ def test_as_much_goes_on_as_owners_may_begin(counted: Unfinished):
     assert counted.begun["responses"] == 2 * BOUNDS.background
     assert counted.begun["jobs"] == 2 * BOUNDS.jobs
     assert counted.begun["canaries"] == CANARIES
+    assert counted.begun["uploads"] == 2 * BOUNDS.uploads
+    assert counted.begun["gates"] == 2 * 3 * GATES
+    assert counted.begun["gates that were judged"] == 2 * GATES
+    assert counted.begun["wanted models"] >= 2 * BOUNDS.background
 
 
 def test_a_line_that_comes_back_is_looked_at_by_few_batches(counted: Unfinished):

@@ -16,16 +16,32 @@ from fastapi import FastAPI
 
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import upload_routes
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OwnerBounds
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.ports import SAMPLING, EngineAnswer
+from appliance.controller.jobs.gate_request import RULES
 from appliance.controller.pipelines.pipeline_routes import MAX_PIPELINES
 from appliance.controller.sweeps.sweep_routes import MAX_RUNNING
+from appliance.gateway.core.config import Limits
 from appliance.store.database import Database
-from appliance.store.objects import files
+from appliance.store.objects import evals, files, gates, jobs, uploads
 from appliance.store.records import canaries, keys
-from appliance.store.rows import CanaryRow, FileRow, KeyRow
+from appliance.store.rows import (
+    CanaryRow,
+    EvalItemRow,
+    EvalRow,
+    EvalRunRow,
+    FileRow,
+    GateRow,
+    JobRow,
+    KeyRow,
+    UploadPartRow,
+)
+from appliance.wiring.batch_engines import Circumstances, SocketEngines
+from appliance.wiring.routing_table import BusRouting
 from runtime.background_tasks import BackgroundTasks
+from scheduler.core.workload import Demand
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import chat_lines, insert_model
 from tests.unit.loop_cost import counted
@@ -34,6 +50,7 @@ from tests.unit.loop_cost.meter import Meter, Told
 from tests.unit.loop_cost.sized import call
 
 TRIALS, ITEMS, LINES, CANARIES = 40, 50, 200, 200
+PARTS, GATES, JUDGED, GRADERS = 300, 100, 200, 8
 LINES_AT_ENGINES = 64
 BOUNDS = OwnerBounds()
 LINE = (
@@ -121,6 +138,9 @@ async def _measure(folder: Path, owners: int, meter: Meter) -> Unfinished:
             await box.sweeps(rounds)
             await box.pipelines(rounds)
             await box.canaries(rounds)
+            await box.uploads()
+            await box.gates(rounds)
+            await box.wanted()
             for name, once in {**rounds, **counted._others(context, app)}.items():
                 if name not in _NOT_HERE:
                     await box.count(f"round: {name}", once())
@@ -276,3 +296,104 @@ class _Box:
             canaries.put(self._db, row)
         self._found.begun["canaries"] = len(canaries.list_running(self._db))
         await self.count("canaries end", rounds["canaries"]())
+
+    async def uploads(self) -> None:
+        """Of many parts each, which end together, and are forgotten together."""
+        cancel, headers = "", {}
+        for headers in self._who("uploads"):
+            for _ in range(BOUNDS.uploads):
+                asked = {"bytes": PARTS, "filename": "a.jsonl", "mime_type": "text/plain", "purpose": "fine-tune"}
+                made = await self._ask("/v1/uploads", asked, headers)
+                cancel = f"/v1/uploads/{made['id']}/cancel"
+                with self._db.transaction():
+                    for number in range(PARTS):
+                        part = UploadPartRow(f"{made['id']}-{number}", made["id"], 1, time.time())
+                        uploads.insert_part(self._db, part)
+        self._found.begun["uploads"] = len(uploads.pending_ids(self._db))
+        await self.count("an upload is cancelled", self._ask(cancel, None, headers))
+        config = self._context.config
+        for name, later_s in (
+            ("uploads expire", config.upload_open_s + 1),
+            ("uploads that have ended are forgotten", 2 * config.upload_open_s + config.idempotency_keep_s + 2),
+        ):
+            await self.count(name, upload_routes.keep_house(self._context, time.time() + later_s))
+
+    async def gates(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
+        """Whose jobs go on, whose suites are asked, and whose items are all judged: of each as many for each owner."""
+        evals.insert(self._db, EvalRow("eval-1", "suite", time.time()))
+        owners = [(one["x-appliance-key-id"], one["x-appliance-key-id"].removeprefix("key_")) for one in self._who("g")]
+        for key_id, owner in owners:
+            with self._db.transaction():
+                for number in range(GATES):
+                    for state in ("waiting", "asked", "judged"):
+                        self._gate(key_id, owner, number, state)
+        self._found.begun["gates"] = len(gates.unfinished(self._db))
+        for look in ("first", "second"):
+            await self.count(f"gates, {look} look", self._looked(rounds["gates"], self._app.state.gates.tasks))
+        (self._found.begun["gates that were judged"],) = self._db.execute(
+            "SELECT count(*) FROM gates WHERE verdict = 'passed'"
+        ).fetchone()
+
+    def _gate(self, key_id: str, owner: str, number: int, state: str) -> None:
+        name = f"{owner}-{state}-{number}"
+        insert_model(self._db, name, versions=("v2", "v1"), info={})
+        jobs.insert(
+            self._db,
+            JobRow(
+                f"job-{name}", MODEL, "supervised", "file-1", 7, name, time.time(), key_id=key_id, owner=owner,
+                phase="running" if state == "waiting" else "succeeded",
+            ),
+        )  # fmt: skip
+        runs = {}
+        for side in ("candidate", "incumbent") if state != "waiting" else ():
+            runs[side] = f"run-{name}-{side}"
+            status: Any = "completed" if state == "judged" else "queued"
+            run = EvalRunRow(runs[side], "eval-1", side, time.time(), key_id, owner, status, MODEL, total=JUDGED)
+            evals.insert_run(self._db, run)
+            results = [{"name": f"grader-{one}", "passed": True, "score": 1.0} for one in range(GRADERS)]
+            judged = range(JUDGED if state == "judged" else 0)
+            evals.insert_items(
+                self._db,
+                (EvalItemRow(f"{run.id}-{place}", run.id, place, 1.0, "pass", {}, None, results) for place in judged),
+            )
+        rules = dict.fromkeys(RULES) | {"pass_rate_at_least": 0.5, "measure": "pass_rate"}
+        suite = {"eval_id": "eval-1", "name": "suite", "criterion": None, "data_source": {}, **rules}
+        gates.insert(
+            self._db,
+            GateRow(
+                f"gate-{name}",
+                time.time(),
+                f"job-{name}",
+                name,
+                key_id,
+                owner,
+                {"suites": [suite], "level": 0.05, "then": "hold", "canary": None},
+                version="" if state == "waiting" else "v2",
+                before="" if state == "waiting" else "v1",
+                state="waiting" if state == "waiting" else "evaluating",
+                runs={} if state == "waiting" else {"0": runs},
+            ),
+        )
+
+    async def wanted(self) -> None:
+        """Models that batches, evaluations, responses and rollouts want, of all owners, among all that there are."""
+        each = BOUNDS.batches + BOUNDS.eval_runs + BOUNDS.background
+        names = [f"model-{number}" for number in range(self._owners * BOUNDS.models * 5)]
+        lines = SocketEngines(
+            counted._Bus(),  # type: ignore[arg-type]
+            self._context.config,
+            Limits(),
+            BusRouting(counted._Bus(), self._db, 10.0).host,  # type: ignore[arg-type]
+            lambda: Circumstances("serve", False, 1),
+            lambda: None,
+        )
+
+        async def round_of_the_scheduler() -> None:
+            demand = lines.demands()
+            for name in names:
+                demand(name, Demand())
+
+        for asker in ("batches", SAMPLING):
+            lines.wants(names[: self._owners * each], asker)
+        self._found.begun["wanted models"] = len(names[: self._owners * each])
+        await self.count("the scheduler asks which models are wanted", round_of_the_scheduler())

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from appliance.models.errors import (
-    AdapterRefused,
-    CheckpointRefused,
-    HubDisallowed,
-    NotACheckpoint,
-    PickleRefused,
-    SourceNotFound,
-)
+from appliance.models.errors import AdapterRefused, HubDisallowed, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.checkpoints import HIDDEN
+from weights.checkpoint.errors import CheckpointRefused, NotACheckpoint, PickleRefused
 from weights.format.manifest import Manifest
 
 MODULE = "base_model.model.model.layers.0.mlp.up_proj"

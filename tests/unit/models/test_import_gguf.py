@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from appliance.models.errors import CheckpointRefused, NotEnoughMemory, SourceNotFound
+from appliance.models.errors import NotEnoughMemory, SourceNotFound
 from appliance.models.library import ModelLibrary
 from tests.unit.train import gguf_files
 from train.convert import gguf as convert
+from weights.checkpoint.errors import CheckpointRefused, UnsafeLink
 
 TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
 
@@ -75,6 +77,27 @@ def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
     with pytest.raises(SourceNotFound, match="second.gguf, tiny.Q8.gguf"):
         library.import_model(str(folder))
     assert not list((tmp_path / "models" / ".staging").iterdir())
+
+
+def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path):
+    folder, elsewhere = tmp_path / "some-model", tmp_path / "of-somebody-else"
+    folder.mkdir()
+    elsewhere.mkdir()
+    theirs = gguf_files.write(elsewhere / "theirs.gguf", gguf_files.model("llama"), "llama")
+    (folder / "m.gguf").symlink_to(theirs)
+    with pytest.raises(UnsafeLink, match="m.gguf"):
+        library.import_model(str(folder))
+    (folder / "m.gguf").unlink()
+    os.mkfifo(folder / "m.gguf")
+    with pytest.raises(UnsafeLink, match="not a regular file"):  # it waited for a writer for ever
+        library.import_model(str(folder))
+    (folder / "m.gguf").unlink()
+    (folder / "m.gguf").write_bytes(theirs.read_bytes())
+    (elsewhere / "generation_config.json").write_text('{"temperature": 0.2}')
+    (folder / "generation_config.json").symlink_to(elsewhere / "generation_config.json")
+    with pytest.raises(UnsafeLink, match="generation_config.json"):
+        library.import_model(str(folder))
+    assert not library.list()
 
 
 def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):

@@ -11,15 +11,14 @@ from appliance.models.errors import (
     HubDisallowed,
     HubNotFound,
     HubUnreachable,
-    NotACheckpoint,
     NotEnoughDisk,
-    PickleRefused,
     SourceNotFound,
 )
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
 from tests.unit.models.hub_server import COMMIT, Hub, Server
 from tests.unit.models.test_import_adapter import write as write_adapter
+from weights.checkpoint.errors import NotACheckpoint, PickleRefused
 
 REPOSITORY = "org/tiny"
 

@@ -1,31 +1,39 @@
 """Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
 
 import errno
+import io
 import json
 import os
 import shutil
+import signal
 import stat
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 from appliance.models.errors import (
     InvalidModelName,
     MissingTokenizer,
-    NotACheckpoint,
     NotEnoughDisk,
-    PickleRefused,
-    RemoteCodeRefused,
     SourceNotFound,
     TemplateRefused,
+    TrialEnded,
+)
+from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
+from weights.checkpoint.errors import (
+    NotACheckpoint,
+    PickleRefused,
+    RemoteCodeRefused,
     TokenizerRefused,
     UnsafeLink,
     UnsupportedModel,
 )
-from appliance.models.library import ModelLibrary
-from tests.unit.models import checkpoints
 from weights.format.errors import ChecksumMismatch, HeaderInvalid, IntegrityError
 
 
@@ -609,6 +617,49 @@ def test_an_adapter_in_a_models_directory_stays_behind(library, source):
     assert not (library.import_path(source).path / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (
+            "processor_config.json",
+            {"audio_tokenizer": {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "/elsewhere"}},
+        ),
+        ("preprocessor_config.json", {"frontend_conf": {"cmvn_file": _SECRET}}),
+        ("processor_config.json", {"video_processor": {"draw_on_frames": True, "font": "../../elsewhere.ttf"}}),
+        ("video_preprocessor_config.json", {"class_info_file": "../other/v1/config.json"}),
+    ],
+)
+def test_a_processor_reads_no_other_files_than_the_checkpoints_own(library, source, tmp_path, file, said):
+    """By the first an engine opened pickles of another folder."""
+    (source / file).write_text(json.dumps(said))
+    with pytest.raises(UnsafeLink, match=file):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_what_processors_were_saved_with_comes_in(library, source):
+    said = {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 56}},
+        "video_processor": {"draw_on_frames": True, "font": "Roboto-Regular.ttf"},
+        "_name_or_path": "/home/somebody/model",
+    }
+    (source / "processor_config.json").write_text(json.dumps(said))
+    (source / "audio_tokenizer_config.json").write_text(json.dumps({"audio_tokenizer_name_or_path": "/elsewhere"}))
+    taken = library.import_path(source)
+    assert (taken.path / "processor_config.json").exists()
+    assert not (taken.path / "audio_tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize("key", ["text_model_id", "audio_model_id"])
+def test_a_model_is_not_put_together_with_another_one(library, source, tmp_path, key):
+    config = json.loads((source / "config.json").read_text()) | {key: "/models/of-somebody-else/v1"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=rf"config\.json.*{key}"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
 def test_what_tokenizers_were_saved_with_comes_in(library, source):
     said = {
         "tokenizer_class": "LlamaTokenizerFast",
@@ -664,3 +715,92 @@ def test_what_is_shown_of_a_model_is_numbers_that_models_have(library, tmp_path)
     odd = {"max_position_embeddings": 10**300, "num_hidden_layers": "x" * 10_000}
     taken = library.import_path(checkpoints.write(tmp_path / "source", config=odd))
     assert taken.max_model_len is None and taken.info["layers"] is None
+
+
+def without_tokenizer_json(source, **files):
+    (source / "tokenizer.json").unlink()
+    for name, text in files.items():
+        (source / name.replace("_", ".")).write_text(text)
+    return source
+
+
+def as_transformers_loads(source, kind):
+    """transformers looks whether a config's numbers fit each other."""
+    (source / "config.json").write_text(json.dumps(checkpoints.CONFIG | {"num_attention_heads": 2}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+
+
+def sentencepiece(path, *, replaces=None):
+    """A small tokenizer.model at `path`; `replaces`: (a sign, what becomes of it)."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    more = {}
+    if replaces is not None:
+        rule = path.parent / "rule.tsv"
+        rule.write_text("\t".join(" ".join(f"{ord(sign):X}" for sign in text) for text in replaces) + "\n")
+        more["normalization_rule_tsv"] = str(rule)
+    made = io.BytesIO()
+    trainer.train(
+        sentence_iterator=iter(["cde fgh b b c d e f"] * 50),
+        model_writer=made,
+        vocab_size=300 if replaces is None else 30,
+        model_type="unigram",
+        byte_fallback=replaces is None,
+        hard_vocab_limit=False,
+        minloglevel=4,
+        **more,
+    )
+    path.write_bytes(made.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "LlamaTokenizer"])
+def test_a_tokenizer_without_tokenizer_json_is_tried_and_taken(library, source, kind):
+    as_transformers_loads(source, kind)
+    if kind == "LlamaTokenizer":
+        sentencepiece(without_tokenizer_json(source) / "tokenizer.model")
+    else:
+        signs = {sign: number for number, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        vocab = json.dumps(signs | {"<|endoftext|>": len(signs)})
+        without_tokenizer_json(source, vocab_json=vocab, merges_txt="#version: 0.2\n")
+    assert library.import_path(source).version == "v1"
+
+
+def test_a_tokenizer_model_that_makes_endlessly_much_of_little_is_refused(library, source, tmp_path):
+    """Nobody tried it: only tokenizer.json was."""
+    sentencepiece(without_tokenizer_json(source) / "tokenizer.model", replaces=("a", "b" * 1000))
+    as_transformers_loads(source, "SiglipTokenizer")
+    with pytest.raises(TokenizerRefused, match="tokenizer.model: makes 2000001 tokens of 2000 characters"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_a_tokenizer_that_nobody_can_load_is_refused_by_name(library, source, tmp_path):
+    (without_tokenizer_json(source) / "tokenizer.model").write_bytes(b"\0garbage")
+    with pytest.raises(TokenizerRefused, match="tokenizer.model: cannot be loaded: ") as refused:
+        library.import_path(source)
+    assert ".staging" not in str(refused.value) and nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize("limit", ["CPU_S", "MEMORY_BYTES"])
+def test_the_trial_of_other_vocabularies_has_the_limits_of_the_first(library, source, monkeypatch, limit):
+    """Loading alone exceeds these, as a large hostile one exceeds the real ones."""
+    without_tokenizer_json(source, vocab_txt="[UNK]\n[CLS]\na\n")
+    as_transformers_loads(source, "BertTokenizer")
+    run = subprocess.run
+
+    def limited(command, **how):
+        if command[3] != "train.convert.tokenizer_trial":
+            return run(command, **how)
+        small = 0 if limit == "CPU_S" else 64 << 20
+        code = f"import train.convert.tokenizer_trial as t\nt.{limit} = {small}\nt.main({command[-1]!r})"
+        return run([sys.executable, "-P", "-c", code], **how)
+
+    monkeypatch.setattr("appliance.models.tokenizer_trial.subprocess.run", limited)
+    with pytest.raises(TokenizerRefused, match="vocab.txt: (reading short texts took more than 60 s of CPU|cannot)"):
+        library.import_path(source)
+
+
+def test_a_trial_that_the_kernel_ended_says_so(library, source, monkeypatch):
+    ended = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
+    monkeypatch.setattr("appliance.models.tokenizer_trial.subprocess.run", lambda *_, **__: ended)
+    with pytest.raises(TrialEnded, match="its trial was ended from outside.*try again"):
+        library.import_path(source)

@@ -344,12 +344,14 @@ class FakeStore:
         self.jobs = {j.id: j for j in jobs}
         self.deployments = {d.model: d for d in deployments}
         self.cordoned: frozenset[str] = frozenset()
+        self.measured: frozenset[str] = frozenset()
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
         self.troubles: dict[str, Trouble] = {}
 
     def load(self) -> Workload:
-        return Workload(self.policy, tuple(self.jobs.values()), tuple(self.deployments.values()), self.cordoned)
+        deployments = tuple(self.deployments.values())
+        return Workload(self.policy, tuple(self.jobs.values()), deployments, self.cordoned, measured=self.measured)
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         if job_id in self.jobs:

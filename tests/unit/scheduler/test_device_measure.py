@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from pathlib import Path
 
@@ -19,6 +20,13 @@ async def test_two_logical_devices_are_measured_alone_and_together(tmp_path):
     assert all(rate > 1e7 for rate in rates.values())
     assert (await processes.together(["n0/0", "n0/1"]))["all-reduce of 2"] > 1e6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_hold_of_its_memory_is_no_fault_of_a_device():
+    memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB."
+    assert not NotMeasured.of_device(f"its measurement failed: {memory}").by_device
+    fault = pickle.loads(pickle.dumps(NotMeasured.of_device("its measurement did not end within 180 s")))
+    assert fault.by_device and not NotMeasured("its node n1 does not answer").by_device, "as another node tells it"
 
 
 async def test_a_measurement_that_hangs_is_ended(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
 from scheduler.handover.journal import MemoryJournal
-from scheduler.loop.explain import costs
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
 from scheduler.simulator import virtual_time
@@ -229,12 +228,13 @@ async def test_explain_says_what_a_box_without_a_device_would_lose() -> None:
     now = loop.explain()
     assert len(now["models"]["m"]) == 1 and len(now["jobs"]["j"]) == 2
     served, trained = now["models"]["m"][0][0], now["jobs"]["j"][0]
-    assert costs(now, loop.explain(None, frozenset({trained}))) == "", "it goes on with one"
-    assert costs(now, loop.explain(None, frozenset({served}))) == "", "the engine moves, and the job makes room"
+    assert loop.spare(frozenset({trained})).costs == "", "it goes on with one"
+    assert loop.spare(frozenset({served})).costs == "", "the engine moves, and the job makes room"
     both = frozenset(now["jobs"]["j"])
-    assert costs(now, loop.explain(None, both)) == "job j would have to wait"
+    assert loop.spare(both).costs == "job j would have to wait"
     everything = frozenset({"n0/0", "n0/1", "n0/2"})
-    assert costs(now, loop.explain(None, everything)) == "m would have 0 awake engines instead of 1"
+    assert loop.spare(everything).costs == "m would have 0 awake engines instead of 1"
+    assert loop.spare(everything, idle_for_s=0.0).costs, "a model that is to have an engine"
     assert loop.explain()["steps"] == [], "nothing was changed"
     loop.stop()
     await running

@@ -89,6 +89,7 @@ class RankHost:
 
     async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
         self.reported = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
+        self.spec = spec
         return {"pid": 7}
 
     async def do_next_event(self, after: int) -> dict[str, Any] | None:
@@ -123,14 +124,13 @@ class Box:
             home=here,
             config_of=lambda ids, verb, target: here,
             here=self.find_or_make,
-            device=lambda device_id: Device(device_id, "n0", int(device_id[-1])),
+            device=lambda device_id: Device(device_id, "n0", int(device_id[-1]), kind="cuda"),
             wait_warm=self.nothing,
         )
-        spec = SimpleNamespace(job_id="j")
         jobs = SimpleNamespace(
             catch_up=self.nothing,
             prepare=self.nothing,
-            spec=lambda job: spec,
+            spec=lambda job, device_kind: SimpleNamespace(job_id="j", device_kind=device_kind),
             newest_snapshot=lambda job: None,
             taken=self.taken.append,
             may_continue=lambda job: True,
@@ -138,7 +138,7 @@ class Box:
             will_succeed=self.will_succeed,
             on_stopped=lambda job: None,
         )
-        monkeypatch.setattr("train.control.group.asdict", lambda spec: {"job_id": "j"})
+        monkeypatch.setattr("train.control.group.asdict", vars)
         monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
         monkeypatch.setattr(groups, "actor_names", self.names)
@@ -192,6 +192,12 @@ async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_livin
         await box.groups.stop_group("j")
         detail = await box.groups.start_group("j", LEASE)
         assert detail["ranks"] == "forked" and box.made == 4
+
+
+async def test_ranks_are_told_the_kind_of_the_devices_that_they_get(box):
+    """Without it they computed on GPUs as on processors: all on the first one, joined by gloo, keeping its memory."""
+    await box.groups.start_group("j", LEASE)
+    assert [host.spec["device_kind"] for host in box.hosts] == ["cuda", "cuda"]
 
 
 async def test_what_a_start_reads_is_given_free_when_it_has_read_it_and_when_it_fails(box, monkeypatch):

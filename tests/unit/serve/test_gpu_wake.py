@@ -21,6 +21,9 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedM
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+from vllm.v1.worker.gpu.mm.rope import RopeState
 from vllm.v1.worker.gpu.sample import thinking_budget
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
@@ -77,6 +80,23 @@ def test_a_woken_gpu_has_zeros_in_its_kv_cache_and_the_ids_that_end_thinking(wok
     every = {name for name, value in vars(budget).items() if isinstance(value, torch.Tensor)}
     each_request = {"cached_last_start", "cached_last_end", "cached_scan_pos"}
     assert every == each_request | set(THINKING_IDS), "what else would vLLM keep there that no request writes?"
+
+
+def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_batch(woken, monkeypatch):
+    """Of Qwen2.5-VL and the like: a step of three tokens leaves the fourth row of the graph that it runs as it was."""
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    rope = RopeState(3, 2, 8, 16, torch.device("cpu"))
+    runner = EncoderRunner(SimpleNamespace(), 8, 4, None, torch.bfloat16, torch.device("cpu"))
+    for state, kept in ((rope, ["positions"]), (runner, ["inputs_embeds"])):
+        every = [name for name, value in vars(state).items() if isinstance(value, torch.Tensor)]
+        assert every == kept, "what else would vLLM keep there that a step writes in part?"
+    rope.positions.fill_(1 << 40)
+    runner.inputs_embeds.fill_(float("nan"))
+    woken.model_runner.model_state = SimpleNamespace(rope_state=rope, encoder_runner=runner)
+    woken.shm_woken()
+    assert not rope.positions.any() and runner.inputs_embeds.eq(0).all()
+    woken.model_runner.model_state = SimpleNamespace(rope_state=None)  # of a model of text alone
+    woken.shm_woken()
 
 
 def test_engines_without_thinking_or_generation_wake_too(woken):

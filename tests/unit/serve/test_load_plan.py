@@ -10,6 +10,7 @@ from serve.core.errors import VersionMismatch, VersionUnreadable
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadRecorder, Region
 from serve.load.shm_source import ToLock, VersionSource, page_runs
+from serve.load.version_check import check_alike
 
 
 class Fused(torch.nn.Module):
@@ -138,6 +139,51 @@ def test_tied_parameters_share_their_target(tmp_path):
     plan = record(model, source)
     assert plan.targets[id(model), "embedding"] is plan.targets[id(model.head), "weight"]
     assert plan.bytes_read(source) == source.nbytes
+
+
+class Twice(Fused):
+    """Its file has the head beside the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Module()
+        self.head.weight = torch.nn.Parameter(torch.empty(8, 4, dtype=torch.bfloat16))
+
+    def load_weights(self, weights):
+        kept = dict(weights)
+        self.head.weight.data[:5].copy_(kept.pop("head"))
+        self.head.weight.data[5:].fill_(0)
+        super().load_weights(kept.items())
+
+
+def twice(seed, **more):
+    content = tensors(seed)
+    return {**content, "head": content["embedding"].clone(), **more}
+
+
+def test_a_head_that_is_tied_once_it_is_loaded_is_filled_by_its_embedding_alone(tmp_path):
+    """As by vLLM's maybe_retie_word_embeddings. Written by both, it was what came last."""
+    source, model = write(tmp_path / "a", twice(1)), Twice()
+    plan = record(model, source)
+    plan.follow_ties(model)
+    assert plan.alike == [] and plan.bytes_read(source) == source.nbytes, "the two may still differ"
+    model.head.weight = model.embedding
+    plan.follow_ties(model)
+    assert plan.targets[id(model), "embedding"] is plan.targets[id(model.head), "weight"]
+    assert {piece.name for piece in plan.targets[id(model.head), "weight"].pieces} == {"embedding"}
+    assert plan.alike == [("embedding", "head")]
+    assert source.nbytes - plan.bytes_read(source) == 5 * 4 * 2
+    plan.follow_ties(model)
+    assert plan.alike == [("embedding", "head")]
+
+
+def test_an_engine_that_keeps_both_once_takes_no_version_in_which_they_differ(tmp_path):
+    write(tmp_path / "a", twice(2)).close()
+    check_alike(tmp_path / "a", [("embedding", "head")])
+    write(tmp_path / "b", twice(2, head=torch.ones(5, 4, dtype=torch.bfloat16))).close()
+    with pytest.raises(VersionMismatch, match="embedding and head differ"):
+        check_alike(tmp_path / "b", [("embedding", "head")])
+    check_alike(tmp_path / "b", [])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from runtime.errors import ChildDied
 from runtime.processes.kernel import Vitals, group_vitals
 from serve.core.config import EngineConfig
+from serve.core.errors import EngineStartFailed
 from serve.core.spec import ReplicaSpec
 from serve.engine import pulse, replica
 from serve.engine.pulse import EVERY_S, SILENT_S, Pulse, Silence
@@ -183,3 +184,22 @@ async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeyp
     async with asyncio.timeout(10):
         assert "it hung" in (await supervisor.wait_dead())["exit"]
     assert (await supervisor.status())["state"] == "dead"
+
+
+async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(monkeypatch, tmp_path):
+    child, told = StuckChild(), "config.json: has 'auto_map'. So the files of m may not be opened"
+
+    async def fatal():
+        return {"event": "fatal", "type": "OpeningRefused", "message": told}
+
+    async def spawn(*_, **__):
+        return child
+
+    child.next_event = fatal
+    monkeypatch.setattr(replica.Child, "spawn", spawn)
+    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
+    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
+    spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", str(tmp_path), 1 << 30)
+    with pytest.raises(EngineStartFailed) as failed:
+        await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
+    assert str(failed.value) == told

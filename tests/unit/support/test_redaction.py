@@ -22,7 +22,15 @@ CANARY = "Zq7Canary93xW"
         f'{{\\"aws_secret_access_key\\": \\"{CANARY}\\"}}',
         f"AWS_SECRET_ACCESS_KEY={CANARY} python -m x",
         f"password = '{CANARY}'",
+        f'{{"id_token": "{"x" * 9000}{CANARY}{"x" * 9000}"}}',
+        f'an odd line: {{"hf_token": "{CANARY}…',
+        f"api_key='{CANARY}\nthe next line",
+        f'{{\\"secret\\": \\"{"x" * 9000}{CANARY}',
         f"x-api-key: {CANARY}",
+        f'token = "{"x" * 10_000}{CANARY}"',
+        f'{{\\"hf_token\\": \\"{"x" * 10_000} {CANARY}\\"}}',
+        f'token = "a value of a line that was cut {CANARY}',
+        f"token = 'a value of a line that was cut {CANARY}\nthe next line",
         f"https://user:{CANARY}@hub.example/models",
         f"s3://bucket/x?X-Amz-Signature={CANARY}",
         f"join-{CANARY}",
@@ -55,6 +63,14 @@ def test_what_says_what_is_wrong_stays(text):
     assert Redaction().apply(text) == text
 
 
+def test_what_stands_beside_a_secret_stays():
+    redaction = Redaction()
+    assert redaction.apply('{"token": "abc", "step": 7}') == '{"token": "<secret>", "step": 7}'
+    assert redaction.apply('{\\"token\\": \\"abc\\", \\"step\\": 7}') == '{\\"token\\": \\"<secret>\\", \\"step\\": 7}'
+    assert redaction.apply("password: 'a \"b\"' at step 7\nstep 8") == "password: '<secret>' at step 7\nstep 8"
+    assert redaction.apply('token: "abc\nstep 8') == 'token: "<secret>\nstep 8'
+
+
 def test_an_address_has_one_name_in_all_files():
     redaction = Redaction()
     assert redaction.apply("10.0.0.5 lost 10.0.0.6") == "ip-1 lost ip-2"
@@ -73,7 +89,21 @@ def test_twice_is_once(text):
     assert Redaction(["a secret of the box"], ["ab"]).apply(once) == once
 
 
-RUNS = ["a", "_", "a.", "token_", ":", "1.", "a://", "token:'", "-----BEGIN ", "a@a.", "Bearer "]
+RUNS = [
+    "a",
+    "_",
+    "a.",
+    "token_",
+    ":",
+    "1.",
+    "a://",
+    "token:'",
+    "token:\"x'",
+    'token: \\"a ',
+    "-----BEGIN ",
+    "a@a.",
+    "Bearer ",
+]
 
 
 @pytest.mark.parametrize("text", RUNS)

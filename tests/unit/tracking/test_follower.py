@@ -14,19 +14,21 @@ from appliance.controller.jobs.events import JobEvents, fail
 from appliance.store.database import Database
 from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
-from appliance.tracking.errors import TrackerFailed
-from appliance.tracking.follower import Follower
+from appliance.tracking.errors import TrackerFailed, TrackerRefused
+from appliance.tracking.follower import MOST_REFUSALS, Follower
 from appliance.tracking.store_reader import Job, Point, StoreReader
 
 
 @dataclass
 class Heard:
-    """A tracker that remembers. behind: what `begin` asks for. away: it fails. refused: it takes no such job."""
+    """A tracker that remembers. behind: what `begin` asks for. away: it fails. refused: it fails for this
+    job. forbidden: and says that it takes no such."""
 
     name: str = "a tracker"
     behind: int | None = None
     away: bool = False
     refused: str = ""
+    forbidden: str = ""
     begun: list[str] = field(default_factory=list)
     points: list[tuple[str, str, int]] = field(default_factory=list)
     seen: list[Point] = field(default_factory=list)
@@ -52,6 +54,8 @@ class Heard:
     def _ask(self, job: Job) -> None:
         if self.away or job.id == self.refused:
             raise TrackerFailed("away")
+        if job.id == self.forbidden:
+            raise TrackerRefused("entity nobody not found")
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Box:
     db: Database
     folder: Path
     told: list[tuple[str, str, str]] = field(default_factory=list)
+    refusals: list[tuple[str, str, str]] = field(default_factory=list)
+    now_s: float = 0.0
 
     def job(self, number: int, **fields: Any) -> str:
         row = JobRow(f"ftjob-{number}", "starter", "supervised", "file-1", 7, f"ft:{number}", float(number))
@@ -89,7 +95,12 @@ class Box:
             self.told.append(said)  # type: ignore[arg-type]
             return True
 
-        return Follower(tracker, StoreReader(self.folder / "appliance.db"), self.folder / "progress.json", tell)
+        def tell_refused(*said: str) -> bool:
+            self.refusals.append(said)  # type: ignore[arg-type]
+            return True
+
+        store, progress = StoreReader(self.folder / "appliance.db"), self.folder / "progress.json"
+        return Follower(tracker, store, progress, tell, tell_refused, lambda: self.now_s)
 
 
 @pytest.fixture
@@ -201,6 +212,35 @@ def test_a_job_that_the_tracker_refuses_holds_up_no_other(box: Box):
     with pytest.raises(TrackerFailed):
         follower.round()
     assert tracker.points == [(second, "train", 1), (second, "train", 2)]
+
+
+def test_a_job_that_the_tracker_takes_no_run_of_is_asked_less_and_less_and_then_given_up(box: Box):
+    """It was asked every minute for ever, and no owner heard why there was no run."""
+    first, second = box.start(1), box.start(2)
+    tracker, asked = Heard(forbidden=first), 0
+    box.step(second, 1)
+    for minute in range(0, 60 * 24):
+        box.now_s = minute * 60.0
+        before = box.follower(tracker)._progress.jobs.get(first)
+        box.follower(tracker).round()  # an exporter that is started again knows how often it asked
+        after = box.follower(tracker)._progress.jobs.get(first)
+        asked += before != after
+    assert asked == MOST_REFUSALS and tracker.points == [(second, "train", 1)]
+    assert box.refusals == [(first, "a tracker", "entity nobody not found")]
+
+
+def test_a_job_that_the_tracker_takes_after_all_is_told_whole(box: Box):
+    first = box.start(1)
+    tracker = Heard(forbidden=first)
+    follower = box.follower(tracker)
+    box.step(first, 1, 2)
+    follower.round()
+    tracker.forbidden = ""
+    follower.round()
+    assert not tracker.points, "not before the pause is over"
+    box.now_s = 61.0
+    follower.round()
+    assert [step for _, _, step in tracker.points] == [1, 2] and not box.refusals
 
 
 def test_a_new_tracker_hears_of_no_job_that_had_ended_and_of_none_that_it_does_not_want(box: Box):

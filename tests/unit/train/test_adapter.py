@@ -72,6 +72,7 @@ def test_a_job_on_an_adapter_starts_from_the_merged_weights(trained, tmp_path):
         output_model="m",
         precision="fp32",
         base_adapter=str(tmp_path / "a"),
+        device_kind="cpu",
     )
     ours = dict(load_model(spec).named_parameters())
     name = "model.layers.1.mlp.down_proj.weight"
@@ -95,11 +96,11 @@ def test_what_does_not_fit_is_not_merged(trained, tmp_path, fault):
 
 def test_what_is_published_follows_from_the_spec():
     common = {"job_id": "j", "base_path": "", "train_path": "", "run_dir": "", "shm_root": "", "output_model": "m"}
-    assert TrainSpec(**common, lora_publish="adapter").published_kind == "version"  # not LoRA at all
-    assert TrainSpec(**common, full=False).published_kind == "version"
-    assert TrainSpec(**common, full=False, lora_publish="adapter").published_kind == "adapter"
+    assert TrainSpec(**common, lora_publish="adapter", device_kind="cpu").published_kind == "version"  # not LoRA at all
+    assert TrainSpec(**common, full=False, device_kind="cpu").published_kind == "version"
+    assert TrainSpec(**common, full=False, lora_publish="adapter", device_kind="cpu").published_kind == "adapter"
     with pytest.raises(InvalidSpec, match="merged"):
-        TrainSpec(**common, full=False, lora_publish="adapter", base_adapter="/x")
+        TrainSpec(**common, full=False, lora_publish="adapter", base_adapter="/x", device_kind="cpu")
 
 
 def test_factors_on_the_device_merge_into_weights_that_are_offloaded():

@@ -17,7 +17,9 @@ from weights.memory.store import WeightStore
 def test_a_snapshot_begun_before_a_step_holds_the_state_before_it(tmp_path, stage):
     engine = engine_of(stage, "bf16")
     steps(engine, 2)
-    spec = TrainSpec(job_id="j", base_path="", train_path="", run_dir="", shm_root="", output_model="m")
+    spec = TrainSpec(
+        job_id="j", base_path="", train_path="", run_dir="", shm_root="", output_model="m", device_kind="cpu"
+    )
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     before = {
         (part, f.name): tensor.clone()

@@ -12,7 +12,10 @@ from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.spec import TrainSpec
 
 GSM8K = DatasetStats(7473, 1_200_000, 480)
-SMALL, LARGE = ModelStats(5_000_000, 2048), ModelStats(7_000_000_000, 32768, "cuda")
+SMALL, LARGE = (
+    ModelStats(5_000_000, 2048, device_kind="cpu"),
+    ModelStats(7_000_000_000, 32768, "cuda"),
+)
 PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
 
 
@@ -22,7 +25,7 @@ def test_everything_auto_gives_a_spec():
             fields = resolve(
                 {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}, data, model, 8
             )
-            spec = TrainSpec(**PLACE, **fields)
+            spec = TrainSpec(**PLACE, **fields, device_kind="cpu")
             assert TrainSpec.from_json(spec.to_json()) == spec
             assert 1 in allowed_sizes(spec.batch_size, 8, spec.micro_batch)
     assert resolve({}, GSM8K, SMALL, 8)["full"] and not resolve({}, GSM8K, LARGE, 8)["full"]
@@ -160,7 +163,7 @@ def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
 
 
 def test_spec_refuses_what_is_not_one():
-    good = dataclasses.asdict(TrainSpec(**PLACE))
+    good = dataclasses.asdict(TrainSpec(**PLACE, device_kind="cpu"))
     for change, match in (
         ({"zero_stage": "2"}, "zero_stage"),
         ({"colour": 1}, "no field 'colour'"),
@@ -177,7 +180,7 @@ def test_spec_refuses_what_is_not_one():
 
 
 TINY_DATA = DatasetStats(64, 3_245, 58)
-REAL = ModelStats(134_500_000, 8192)
+REAL = ModelStats(134_500_000, 8192, device_kind="cpu")
 
 
 def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from tests.train_support.tiny import make_model_dir
 from train.control.group import is_same_world
 from train.model.model import load_model
+from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
-from train.run.prepare import hold_base
+from train.run.prepare import hold_base, refuse_unsafe
 from weights.format.errors import VersionNotFound
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.segment import forget_mappings
@@ -30,6 +32,7 @@ def spec_of(path, tmp_path) -> TrainSpec:
         base_version="v1",
         full=False,
         lora_rank=2,
+        device_kind="cpu",
     )
 
 
@@ -72,3 +75,17 @@ def test_parked_ranks_fit_although_the_base_lies_elsewhere_by_now(tmp_path):
     assert not is_same_world(parked, asdict(replace(spec, base_version="v2")), ["cpu", "cpu"])
     assert not is_same_world(parked, asdict(replace(spec, learning_rate=1.0)), ["cpu", "cpu"])
     assert not is_same_world(parked, asdict(spec), ["cpu"])
+
+
+def test_a_rank_opens_nothing_that_names_other_files(tmp_path):
+    """Versions were looked at when they were imported, and never again."""
+    spec = spec_of(make_model_dir(tmp_path / "base"), tmp_path)
+    refuse_unsafe(spec)
+    (tmp_path / "base" / "special_tokens_map.json").write_text(json.dumps({"vocab_file": "/box/first-key"}))
+    with pytest.raises(UnsupportedModel, match="special_tokens_map.json: has 'vocab_file'.*model verify base"):
+        refuse_unsafe(spec)
+    made, adapter = make_model_dir(tmp_path / "made"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedModel, match="adapter_model.bin: a pickle"):
+        refuse_unsafe(replace(spec, base_path=str(made), base_adapter=str(adapter)))

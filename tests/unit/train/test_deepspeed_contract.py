@@ -14,6 +14,7 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import timer
 from torch import nn
 
+from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
 from train.run.engine import build_engine, init_world, meeting_url, place_buffers
 from train.state import fragments
@@ -71,6 +72,13 @@ def steps(engine, n):
         engine.step()
 
 
+def test_a_rank_for_a_gpu_does_not_begin_where_deepspeed_computes_on_the_processor():
+    """And the other way round: DeepSpeed goes by the machine, and moved the models of ranks that were told nothing to
+    a GPU, where gloo joined them."""
+    with pytest.raises(InvalidSpec, match="'cuda'.*'cpu'"):
+        init_world("cuda", "file:///nowhere")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fragments_cover_every_parameter_and_carry_the_state(stage, precision):
@@ -122,7 +130,7 @@ def test_accumulated_gradients_are_summed_not_averaged(stage):
 def test_stage_1_holds_no_gradient_in_half_precision_beside_its_sum():
     """Llama 3 8B on eight GPUs took 16 GB more than its plan said: the gradients in bf16 of all weights."""
     torch.manual_seed(0)
-    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", batch_size=2, zero_stage=1)
+    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", batch_size=2, zero_stage=1, device_kind="cpu")
     engine = build_engine(Tiny(), spec)
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     for _ in range(2 * spec.batch_size):
@@ -162,7 +170,9 @@ def test_zero_3_is_left_to_bring_parameters_to_the_device_one_by_one():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_timer_waits_for_the_device_between_micro_batches(monkeypatch, stage):
     module = Tiny().to(torch.bfloat16)
-    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", batch_size=2, micro_batch=1, zero_stage=stage)
+    spec = TrainSpec(
+        "j", "/b", "/t", "/r", "/shm", "ft:x", batch_size=2, micro_batch=1, zero_stage=stage, device_kind="cpu"
+    )
     engine, waits = build_engine(module, spec), []
     monkeypatch.setattr(timer.get_accelerator(), "synchronize", lambda *_: waits.append(1))
     steps(engine, 5)  # it counts from the third on

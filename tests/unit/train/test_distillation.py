@@ -25,7 +25,7 @@ from train.rollouts import teacher
 from train.rollouts.rollouts import FILE
 from train.rollouts.teacher import Teacher
 
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 # --- the schema
@@ -70,7 +70,7 @@ def test_memory_counts_what_the_teacher_says_of_every_token():
 def plain_model(tmp_path):
     folder = tmp_path / "b"
     base = str(folder if folder.exists() else make_model_dir(folder, dtype=torch.float32))
-    return load_model(TrainSpec("j", base, "", "", "", "o", precision="fp32"))
+    return load_model(TrainSpec("j", base, "", "", "", "o", precision="fp32", device_kind="cpu"))
 
 
 def learnt_row(prompt, answers, advantages, sampled):
@@ -159,7 +159,11 @@ class Taught(Box):
 
     def __init__(self, folder, fails=lambda number: ""):
         super().__init__(None)
-        self.teacher, self.fails, self.answered = load_model(TrainSpec("j", str(folder), "", "", "", "o")), fails, 0
+        self.teacher, self.fails, self.answered = (
+            load_model(TrainSpec("j", str(folder), "", "", "", "o", device_kind="cpu")),
+            fails,
+            0,
+        )
         self.teacher.set_attn_implementation("eager")
 
     def __call__(self, event, **data):

@@ -99,6 +99,7 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         learning_rate=1e-3,
         adam_betas=(0.9, 0.999),
         precision="fp32",
+        device_kind="cpu",
     )
     monkeypatch.setattr(StepPlan, "_order", lambda plan, epoch: np.arange(plan.n_packs))
     monkeypatch.setattr(loop, "learning_rate", lambda *_, **__: 1e-3)
@@ -136,6 +137,7 @@ def tiny_spec(tmp_path, **fields):
         learning_rate=1e-2,
         precision="fp32",
         **fields,
+        device_kind="cpu",
     )
 
 
@@ -271,7 +273,7 @@ def test_pairs_that_a_cut_leaves_without_an_output_are_refused_by_line(tmp_path)
 
 
 def test_its_defaults_and_memory():
-    dataset, model = auto.DatasetStats(100, 20_000, 100), auto.ModelStats(7_000_000_000, 4096)
+    dataset, model = auto.DatasetStats(100, 20_000, 100), auto.ModelStats(7_000_000_000, 4096, device_kind="cpu")
     fields = DPO.resolve({}, dataset, model, 1)
     assert fields["options"] == {"beta": 0.1} and fields["n_epochs"] == 3
     assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)
@@ -287,7 +289,9 @@ def test_its_defaults_and_memory():
 
 def test_padding_and_other_pairs_change_no_log_probability(tmp_path):
     base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    spec = TrainSpec("j", str(base), "", "", "", "o", precision="fp32", method="dpo", options={"beta": 0.1})
+    spec = TrainSpec(
+        "j", str(base), "", "", "", "o", precision="fp32", method="dpo", options={"beta": 0.1}, device_kind="cpu"
+    )
     objective = DPO.objective(load_model(spec), spec.options)
     draw = np.random.default_rng(0)
     sides = [(draw.integers(3, 384, n).astype(np.int32), np.arange(n) >= 4) for n in (9, 14, 20, 7)]

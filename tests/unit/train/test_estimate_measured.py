@@ -41,6 +41,7 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
         lora_rank=8,
         micro_batch=1,
         batch_size=1,
+        device_kind="cpu",
     )
     model = load_model(spec)
     n_parameters = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
@@ -99,6 +100,7 @@ def _full_spec(folder: Path, base: Path, **settings: Any) -> TrainSpec:
         micro_batch=1,
         batch_size=2,
         **settings,
+        device_kind="cpu",
     )
 
 

@@ -26,7 +26,9 @@ def run(tmp_path):
     """What writes the snapshots of a run, on its engine after two steps, and what it told."""
     engine = engine_of(1, "fp32")
     steps(engine, 2)
-    spec = TrainSpec(job_id="j", base_path="", train_path="", run_dir=str(tmp_path), shm_root="", output_model="m")
+    spec = TrainSpec(
+        job_id="j", base_path="", train_path="", run_dir=str(tmp_path), shm_root="", output_model="m", device_kind="cpu"
+    )
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
     signals = SimpleNamespace(snapshot=True, suspend=False)
 

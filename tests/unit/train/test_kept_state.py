@@ -67,7 +67,7 @@ def test_it_is_known_of_which_models_an_example_changes_the_next_one_in_its_row(
 
 
 def spec_of(**more):
-    return TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", **more)
+    return TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", **more, device_kind="cpu")
 
 
 def test_only_one_example_a_row_is_learnt_by_a_model_that_keeps_a_state():
@@ -87,5 +87,5 @@ def test_a_convolution_is_not_taken_for_uneven_experts(tmp_path, width, implemen
     config = AutoConfig.for_model("qwen3_next", **SHAPE | FAMILIES["qwen3_next"] | {"moe_intermediate_size": width})
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    spec = TrainSpec("j", str(tmp_path), "/t", "/r", "/shm", "ft:x", packing=False)
+    spec = TrainSpec("j", str(tmp_path), "/t", "/r", "/shm", "ft:x", packing=False, device_kind="cpu")
     assert load_model(spec).config._experts_implementation == implementation

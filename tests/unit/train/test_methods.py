@@ -29,7 +29,7 @@ from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.spec import TrainSpec
 
-DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512)
+DATASET, MODEL = auto.DatasetStats(100, 10_000, 100), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 class Echoing(Method):
@@ -178,7 +178,7 @@ def test_an_option_that_would_hide_another_is_refused_at_import(name):
 
 def test_its_memory_is_planned_with(echo):
     shape, box = estimate.ModelShape(10**9, 64, 2, 2, 32, 128, 1000), BoxFacts(1, "cuda", 80 * 2**30, None, 10**12)
-    fields = echo.resolve({"full": True}, DATASET, auto.ModelStats(10**9, 512), 1)
+    fields = echo.resolve({"full": True}, DATASET, auto.ModelStats(10**9, 512, device_kind="cpu"), 1)
     plain, double = (capacity.job(shape, fields, (1,), box, method).numbers["device"] for method in (DEFAULT, echo))
     assert double["weights_bytes"] == 2 * plain["weights_bytes"]
     assert double["activations_bytes"] > 1.5 * plain["activations_bytes"], "a row has two sequences"
@@ -212,6 +212,7 @@ def test_a_small_method_from_its_file_to_its_loss(echo, tmp_path):
         precision="fp32",
         method="echo",
         options={"strength": 3.0},
+        device_kind="cpu",
     )
     assert TrainSpec.from_json(spec.to_json()) == spec
     encoder = ChatEncoder(load_tokenizer(str(base)))

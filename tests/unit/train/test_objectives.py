@@ -26,7 +26,14 @@ def spec(request, tmp_path_factory):
         config = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
     base = make_model_dir(tmp_path_factory.mktemp("base"), dtype=torch.float32, **config)
     return TrainSpec(
-        job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o", precision="fp32"
+        job_id="j",
+        base_path=str(base),
+        train_path="",
+        run_dir="",
+        shm_root="",
+        output_model="o",
+        precision="fp32",
+        device_kind="cpu",
     )
 
 
@@ -126,7 +133,9 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
 
 def test_attention_sinks_are_refused_because_packed_attention_would_leave_them_out(tmp_path):
     base = make_model_dir(tmp_path / "base", family="gpt_oss")
-    spec = TrainSpec(job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o")
+    spec = TrainSpec(
+        job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o", device_kind="cpu"
+    )
     with pytest.raises(UnsupportedModel, match="gpt_oss .* attention sinks"):
         load_model(spec)
 
@@ -146,7 +155,7 @@ def test_lora_leaves_experts_alone_whatever_peft_takes_for_their_names(tmp_path)
         pad_token_id=0,
     )
     Glm4MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    spec = TrainSpec("j", str(tmp_path), "", "", "", "o", full=False, lora_rank=2)
+    spec = TrainSpec("j", str(tmp_path), "", "", "", "o", full=False, lora_rank=2, device_kind="cpu")
     trained = [name for name, p in load_model(spec).named_parameters() if p.requires_grad]
     assert trained and not any("experts" in name for name in trained)
     with pytest.raises(

@@ -73,6 +73,36 @@ def test_one_trace_of_a_job_is_kept_and_none_that_is_too_long(
     assert list((tmp_path / "profile").iterdir()) == []
 
 
+@pytest.mark.parametrize(("rows", "steps", "products"), [(3, 2, 6), (20, 1, 8)])
+def test_a_profile_has_so_many_rows_that_its_events_do_not_hold_up_the_other_ranks(
+    tmp_path: Path, told: Told, rows: int, steps: int, products: int
+):
+    """Ten steps of eight rows of an 8 B model took torch longer to read than other ranks wait in a collective."""
+    one = Profiling(tmp_path / "profile", "gloo", told, Progress("step", 3), rows)
+    for step in range(1, 6):
+        one.before_step(10 if step == 1 else 0)
+        for _ in range(rows):
+            one.before_row()
+            work(one)
+        torch.add(torch.ones(2), 1)  # the end of a step
+        one.after_step(step)
+    ((_, found),) = told.events
+    operators = {row["name"]: row for row in found["operators"]}
+    assert found["steps"] == steps and operators["aten::mm"]["count"] == products
+    assert operators["aten::add"]["count"] == steps
+
+
+def test_a_profile_whose_rows_have_not_come_is_dropped_with_the_others(tmp_path: Path, told: Told):
+    one = Profiling(tmp_path / "profile", "gloo", told, Progress("step", 3), 20)
+    one.before_step(1)
+    one.before_row()
+    one.drop()
+    assert [event for event, _ in told.events] == ["message"]
+    one.before_row()
+    one.after_step(1)
+    assert len(told.events) == 1
+
+
 def test_it_ends_with_the_steps_that_it_has_when_its_time_is_over(
     one: Profiling, told: Told, monkeypatch: pytest.MonkeyPatch
 ):

@@ -54,7 +54,7 @@ def host(monkeypatch, tmp_path, **fields):
 async def test_events_are_kept_until_acknowledged_and_states_for_good(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
     assert (await one.status())["job_id"] == ""
-    await one.start({"job_id": "j"}, 0, 1, "meeting", "cpu")
+    await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
     (child,) = made
     child.say("ready", step=0)
     for step in (1, 2, 3):
@@ -91,7 +91,7 @@ async def test_a_wait_for_the_last_rank_does_not_end_the_next_one(monkeypatch, t
     ending = asyncio.create_task(one.kill())
     await asyncio.sleep(0)
     pause, made[0].pause = made[0].pause, None
-    await one.start({"job_id": "next"}, 0, 1, "meeting", "cpu")
+    await one.start({"job_id": "next", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
     pause.set()
     await ending
     assert made[1].alive and (await one.status())["job_id"] == "next"
@@ -99,16 +99,16 @@ async def test_a_wait_for_the_last_rank_does_not_end_the_next_one(monkeypatch, t
 
 async def started(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "j"}, 0, 1, "meeting", "cpu")
+    await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
     return one, made
 
 
 async def test_a_new_life_does_not_hear_the_old_ones_listener(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "old"}, 0, 1, "meeting", "cpu")
+    await one.start({"job_id": "old", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
     stale = asyncio.create_task(one.next_event(900))  # of a controller that is gone
     await asyncio.sleep(0)
-    await one.start({"job_id": "new"}, 0, 1, "meeting", "cpu")
+    await one.start({"job_id": "new", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
     made[1].say("ready", step=0)
     assert (await one.next_event(0))["event"] == "ready"
     assert await stale is None
@@ -117,7 +117,7 @@ async def test_a_new_life_does_not_hear_the_old_ones_listener(monkeypatch, tmp_p
 
 async def test_an_adopted_group_tells_what_was_missed_and_how_it_ended(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "j"}, 0, 1, "meeting", "cpu")
+    await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "meeting", "cpu")
     (child,) = made
     child.say("ready", step=4, seconds={"join": 0.0, "prepare": 0.0})
     child.say("metrics", step=5)
@@ -284,7 +284,7 @@ async def test_an_error_that_is_not_of_a_device_is_not_its_fault(monkeypatch, tm
 async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback(monkeypatch, tmp_path):
     ranks = [host(monkeypatch, tmp_path) for _ in range(2)]
     for number, (one, _) in enumerate(ranks):
-        await one.start({"job_id": "j"}, number, 2, "abc", "cpu")
+        await one.start({"job_id": "j", "device_kind": "cpu"}, number, 2, "abc", "cpu")
     child, other = ranks[-1][1]
     assert child.arguments["meeting"] == other.arguments["meeting"] == str(tmp_path / "worlds" / "abc")
     assert (tmp_path / "worlds").stat().st_mode & 0o777 == 0o700
@@ -298,13 +298,13 @@ async def test_a_world_meets_at_a_file_of_the_boxes_user_and_talks_over_loopback
 
 async def test_the_file_of_a_parked_world_goes_with_it(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "j"}, 0, 1, "first", "cpu")
+    await one.start({"job_id": "j", "device_kind": "cpu"}, 0, 1, "first", "cpu")
     meeting = tmp_path / "worlds" / "first"
     meeting.touch()
     made[0].say("done", outcome="suspended", parked=True)
     await one.next_event(0)
     assert await one.parked() and meeting.exists(), "the groups of its next life are made through it"
-    await one.start({"job_id": "next"}, 0, 1, "second", "cpu")
+    await one.start({"job_id": "next", "device_kind": "cpu"}, 0, 1, "second", "cpu")
     await asyncio.gather(*one._ending)
     assert not meeting.exists()
 

@@ -36,7 +36,7 @@ from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
 from weights.memory.store import WeightStore
 
-DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512)
+DATASET, MODEL = auto.DatasetStats(64, 64 * 20, 30), auto.ModelStats(10_000_000, 512, device_kind="cpu")
 
 
 # --- the schema
@@ -222,7 +222,16 @@ def rollout_row(vocabulary=384, sequences=5, seed=0):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypatch, fused):
-    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    spec = TrainSpec(
+        "j",
+        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
+        "",
+        "",
+        "",
+        "o",
+        precision="fp32",
+        device_kind="cpu",
+    )
     made, row = rollout_row()
     objective = ReinforcementObjective(load_model(spec))
     objective._fused = fused
@@ -255,7 +264,16 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
 
 
 def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
-    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    spec = TrainSpec(
+        "j",
+        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
+        "",
+        "",
+        "",
+        "o",
+        precision="fp32",
+        device_kind="cpu",
+    )
     made, row = rollout_row()
     objective = REINFORCEMENT.objective(load_model(spec), {"rollouts": "engine"})
     objective(to_batch(row, 0.25, "cpu")).backward()
@@ -285,7 +303,7 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
-    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b")), "", "", "", "o", precision="bf16")
+    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b")), "", "", "", "o", precision="bf16", device_kind="cpu")
     _, row = rollout_row()
     objective = ReinforcementObjective(load_model(spec))
     batch = to_batch(row, 1.0, "cpu")
@@ -309,7 +327,16 @@ def sampled(model, prompts, chances, **more):
 
 
 def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, monkeypatch):
-    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    spec = TrainSpec(
+        "j",
+        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
+        "",
+        "",
+        "",
+        "o",
+        precision="fp32",
+        device_kind="cpu",
+    )
     objective = ReinforcementObjective(load_model(spec))
     draw = np.random.default_rng(1)
     prompts = [draw.integers(3, 384, 5)] * 3 + [draw.integers(3, 384, 9)] * 3
@@ -351,7 +378,16 @@ def test_what_is_sampled_at_once_fits_the_plan_with_the_choice_of_tokens(tokens)
 
 
 def test_tokens_come_by_their_probability(tmp_path):
-    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b", dtype=torch.float32)), "", "", "", "o", precision="fp32")
+    spec = TrainSpec(
+        "j",
+        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
+        "",
+        "",
+        "",
+        "o",
+        precision="fp32",
+        device_kind="cpu",
+    )
     model = load_model(spec)
     prompt = np.arange(3, 9)
     whole = load_model(spec)
@@ -384,7 +420,7 @@ def run_spec(tmp_path, **fields):
         "warmup_ratio": 0.0,
         "precision": "fp32",
     }
-    return TrainSpec(**(defaults | fields))
+    return TrainSpec(**(defaults | fields), device_kind="cpu")
 
 
 class Box:

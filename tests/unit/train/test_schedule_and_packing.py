@@ -50,7 +50,7 @@ def test_validations_follow_epochs_or_an_interval_and_always_the_end():
 
 
 def test_a_run_that_publishes_its_best_makes_no_more_versions_than_one_that_publishes_epochs():
-    best = TrainSpec(**SPEC, publish="best", valid_path="v", eval_interval=1)
+    best = TrainSpec(**SPEC, publish="best", valid_path="v", eval_interval=1, device_kind="cpu")
     for packs in (3, 50, 51, 99, 10_001):
         plan = StepPlan(packs, 1, 1, 3, seed=0)
         steps = range(1, plan.total_steps + 1)
@@ -58,7 +58,7 @@ def test_a_run_that_publishes_its_best_makes_no_more_versions_than_one_that_publ
         assert told[-1] == plan.total_steps and len(told) <= MOST_VERSIONS
     plan = StepPlan(100, 1, 1, 1, seed=0)
     assert plan.apart(7, MOST_VERSIONS) == 7 and plan.apart(0, MOST_VERSIONS) == 0
-    assert TrainSpec(**SPEC, eval_interval=1).most_validations is None
+    assert TrainSpec(**SPEC, eval_interval=1, device_kind="cpu").most_validations is None
 
 
 def test_packs_hold_every_example_once_and_are_nearly_full():

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from train.plan.errors import TrainingDiverged
-from train.plan.spikes import LEAST, MOST_CUTS, WINDOW, Anomaly, LossWatch, history
+from train.plan.spikes import LEAST, MOST_BACKS, MOST_CUTS, SOON, WINDOW, Anomaly, LossWatch, history
 
 
 def quiet(count: int = WINDOW, level: float = 2.0, noise: float = 0.02, seed: int = 1) -> list[float]:
@@ -89,6 +89,33 @@ def test_a_rollback_leaves_its_cut_to_whoever_knows_the_snapshot():
 def test_a_loss_that_is_no_number_never_goes_on(choice, cuts, action, broken):
     found = LossWatch(choice, cuts).look(7, *broken)
     assert found is not None and (found.kind, found.action, found.cuts) == ("not_finite", action, cuts)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "start", "older", "step", "action", "poisoned"),
+    [
+        ((10,), 10, 1, 11, "rollback", 10),
+        ((10,), 10, 1, 10 + SOON, "rollback", 10),
+        ((10,), 10, 1, 11 + SOON, "rollback", None),  # it went well for a while: the newest one is good
+        ((10,), 10, 0, 11, "rollback", None),  # there is no other
+        ((), 10, 1, 11, "rollback", None),  # it was suspended there, and has not gone back
+        ((9,), 10, 1, 11, "rollback", None),
+        ((10, 9), 9, 1, 10, "rollback", 9),  # beyond what halves the rate
+        ((10, 9), 9, 0, 10, "fail", None),
+        (tuple(range(20, 20 - MOST_BACKS, -1)), 21 - MOST_BACKS, 1, 22 - MOST_BACKS, "fail", None),
+    ],
+)
+def test_a_snapshot_that_breaks_again_at_once_is_left_for_an_older_one(cuts, start, older, step, action, poisoned):
+    watch = LossWatch("rollback", cuts, start=start, older=older)
+    found = watch.look(step, math.nan, 1.0)
+    assert found is not None and (found.action, found.poisoned) == (action, poisoned)
+    told = f"the snapshot of step {poisoned}, which the job had gone back to, is broken already"
+    assert (told in found.text) == (poisoned is not None)
+    assert ("the same learning rate" in found.text) == (action == "rollback" and len(cuts) >= MOST_CUTS)
+
+
+def test_the_rate_is_halved_twice_at_most():
+    assert LossWatch("rollback", (10, 9, 8, 7)).rate(10) == 0.25
 
 
 def test_a_run_that_goes_on_knows_what_was_usual_and_what_was_told():

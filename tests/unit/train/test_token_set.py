@@ -5,6 +5,7 @@ import pytest
 
 from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import METHODS
+from train.data import token_set
 from train.data.chat import ChatEncoder
 from train.data.packing import plan_packs
 from train.data.token_set import open_token_set
@@ -75,3 +76,20 @@ def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_pa
     assert first.n_examples == again.n_examples == 40
     assert [pack.tolist() for pack in again.packs] == [pack.tolist() for pack in first.packs]
     assert len(again.packs) == 40, "each prompt is a pack of its own"
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2, 90])
+def test_ranks_share_the_bytes_of_a_file_that_is_sorted_by_length(tmp_path, lines):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(f'"{"x" * number * number}"\n' for number in range(lines)))
+
+    def encode(text):
+        return [(np.arange(len(text) + 2, dtype=np.int32), np.ones(len(text) + 2, bool))]
+
+    shares = []
+    for rank in range(4):
+        token_set._write_shard(data, encode, lambda sequences, most: sequences, tmp_path, 10**6, rank, 4)
+        shares.append(np.load(tmp_path / f"{rank}.npz")["lengths"].tolist())
+    assert sum(shares, []) == [number * number + 2 for number in range(lines)], "each line once, in order"
+    if lines == 90:
+        assert max(map(sum, shares)) < 1.2 * min(map(sum, shares))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import httpx
 import pytest
 
 from appliance.controller.batches import share
@@ -14,6 +15,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
+from appliance.wiring import batch_engines
 from appliance.wiring.batch_engines import Circumstances, SocketEngines
 from scheduler.core.workload import Demand
 from serve.api.turns import ROLLOUTS
@@ -241,6 +243,41 @@ async def test_the_loop_is_free_between_two_checks(lines, monkeypatch):
     await asyncio.gather(*(lines.send("starter", URL, BODY, f"req_{number}") for number in range(8)))
     counting.cancel()
     assert len(set(checked_in)) == 8
+
+
+async def test_the_loop_is_free_between_two_long_answers(lines, tmp_path, monkeypatch):
+    """Sixteen of 5 MB that ended with the same step of their engine held up everybody for more than a second."""
+    together, turn, read_in = asyncio.Event(), 0, []
+
+    async def script(request, reply):
+        if len(engine.requests) == 8:
+            together.set()
+        await together.wait()
+        await reply.json({"text": "x" * 2 * batch_engines._LONG_BYTES})
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    read = batch_engines._answer
+    monkeypatch.setattr(batch_engines, "_answer", lambda asking: (read_in.append(turn), read(asking))[1])
+    ask, ended = httpx.AsyncClient.post, asyncio.Barrier(8)
+
+    async def ends_with_the_others(*args, **named):
+        answer = await ask(*args, **named)
+        await ended.wait()
+        return answer
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", ends_with_the_others)
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        counting = asyncio.create_task(count())
+        told = await asyncio.gather(*(lines.send("starter", URL, BODY, f"req_{number}") for number in range(8)))
+        counting.cancel()
+    assert {answer.status for answer in told} == {200}
+    assert len(set(read_in)) == 8, "others had a turn between two answers"
 
 
 async def test_what_was_put_together_is_no_larger_than_what_a_gateway_reads(lines):

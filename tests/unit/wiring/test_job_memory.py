@@ -15,7 +15,7 @@ from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
 MB = 10**6
-RESOLVED = resolve({"full": True}, DatasetStats(100, 9000, 100), ModelStats(1_000_000, 2048), 8)
+RESOLVED = resolve({"full": True}, DatasetStats(100, 9000, 100), ModelStats(1_000_000, 2048, device_kind="cpu"), 8)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import VersionRow
@@ -20,6 +21,7 @@ from tests.unit.wiring.test_tier_flow import damage
 from train.run import event_log
 from train.run.event_log import EventLog, read_events
 from train.run.tensorboard_writer import TensorboardWriter
+from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
 from weights.format.manifest import FileRecord, Manifest
 from weights.memory.lease import StoredVersion
@@ -28,7 +30,7 @@ from weights.tiers.record import Name
 
 @pytest.fixture
 def runs(db, events, store, tmp_path, tiers, back):
-    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, back, lambda: None)
+    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, back, Opening(db), lambda: None)
 
 
 def metrics(step):
@@ -198,6 +200,48 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert StoredVersion.read(again).manifest.meta["step"] == 10
 
 
+async def test_a_snapshot_that_is_broken_already_is_given_up_for_an_older_one(
+    runs, flow, store, db, add_job, add_model, tmp_path, tiers
+):
+    """A rollback went to the newest snapshot, whose weights were broken already, until it had gone back in vain."""
+    add_model()
+    add_job(phase="running", resolved={"publish": "end", "rate_cuts": [10], "full": True})
+
+    def write(step):
+        with store.reserve(
+            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
+        ) as draft:
+            return draft.commit(meta={"step": step})
+
+    for step in (8, 9, 10):
+        write(step)
+        await flow.run_once("remote")  # which keeps one
+    jobs.update(db, "ftjob-1", snapshot={"step": 10, "path": "/s", "written": 3})
+    assert runs._snapshots.older("ftjob-1") == 2
+    told = {
+        "event": "anomaly",
+        "kind": "not_finite",
+        "loss": None,
+        "grad_norm": None,
+        "usual": 1.0,
+        "text": "no number",
+    }
+    for _ in range(2):  # told again after a restart of the controller
+        runs.on_event("ftjob-1", {**told, "step": 11, "action": "rollback", "cuts": [10], "poisoned": 10})
+    row = jobs.get(db, "ftjob-1")
+    assert row.resolved["rate_cuts"] == [10, 9] and row.snapshot["step"] == 9
+    assert row.snapshot["path"].endswith("step-9")
+    runs.taken("ftjob-1")
+    assert runs.newest_snapshot("ftjob-1").name == "step-9" and runs._snapshots.older("ftjob-1") == 1
+    await flow.run_once("remote")
+    assert tiers.tiers_of(Name("snapshot", "ftjob-1", "step-10")) == []
+    write(10)  # the step done again
+    assert runs.newest_snapshot("ftjob-1").name == "step-10" and runs._snapshots.older("ftjob-1") == 2
+    runs.taken("ftjob-1")
+    runs.on_event("ftjob-1", {**told, "step": 9, "action": "rollback", "cuts": [10, 9], "poisoned": 8})
+    assert jobs.get(db, "ftjob-1").resolved["rate_cuts"] == [10, 9, 9], "there is none before it: to the one there is"
+
+
 async def test_what_ranks_are_about_to_read_does_not_give_way_to_memory(runs, flow, store, add_job):
     """Memory was short while a job resumed: its snapshot left shared memory after it was named and before its second
     rank opened it, and the job failed though the disk had the snapshot whole."""
@@ -222,7 +266,7 @@ async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(r
     ) as draft:
         draft.commit(meta={"step": 5})
     await flow.run_once("disk")
-    found, gone = runs._newest_snapshot, [True]
+    found, gone = runs._snapshots.newest, [True]
 
     def just_too_late(job_id):
         answer = found(job_id)
@@ -230,7 +274,7 @@ async def test_a_snapshot_that_gave_way_before_it_was_held_is_brought_in_again(r
             store.evict(10**9)
         return answer
 
-    monkeypatch.setattr(runs, "_newest_snapshot", just_too_late)
+    monkeypatch.setattr(runs._snapshots, "newest", just_too_late)
     path = runs.newest_snapshot("ftjob-1")
     assert not gone and StoredVersion.read(path).manifest.meta["step"] == 5
     runs.taken("ftjob-1")
@@ -259,11 +303,11 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
     add_job(resolved=RESOLVED)
     (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
-    first = runs.spec("ftjob-1")
+    first = runs.spec("ftjob-1", "cpu")
     assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
-    assert runs.spec("ftjob-1") == first
+    assert runs.spec("ftjob-1", "cpu") == first
 
 
 async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
@@ -275,10 +319,10 @@ async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, a
     key, _ = keys.create(db, "mallory", ["fine_tuning"])
     add_job(resolved=RESOLVED, key_id=key.id, owner="mallory")
     (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
-    assert runs.spec("ftjob-1").base_model == "starter"
+    assert runs.spec("ftjob-1", "cpu").base_model == "starter"
     models.unshare(db, "starter", "mallory")
     with pytest.raises(LookupError, match="not shared with the job's owner any more"):
-        runs.spec("ftjob-1")
+        runs.spec("ftjob-1", "cpu")
     with pytest.raises(LookupError):
         await runs.prepare("ftjob-1")
 
@@ -295,12 +339,12 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     store.evict(1 << 40)
     on_disk = tmp_path / "data" / "models" / "starter" / "v1"
     await runs.prepare("ftjob-1")
-    assert runs.spec("ftjob-1").base_path == str(on_disk), "whole, and there is no need to read it in"
+    assert runs.spec("ftjob-1", "cpu").base_path == str(on_disk), "whole, and there is no need to read it in"
     runs._whole.clear()  # as a controller that was started anew
     damage(on_disk / "model.safetensors")
     await runs.prepare("ftjob-1")
     check(store, store.find("version", "starter", "v1"))
-    assert runs.spec("ftjob-1").base_path == str(store.find("version", "starter", "v1").path)
+    assert runs.spec("ftjob-1", "cpu").base_path == str(store.find("version", "starter", "v1").path)
 
 
 def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
@@ -314,12 +358,12 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
     add_job(resolved=RESOLVED | {"lora_publish": "merged"})
     jobs.update(db, "ftjob-1", model="ft:a")
     (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
-    spec = runs.spec("ftjob-1")
+    spec = runs.spec("ftjob-1", "cpu")
     assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
     assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"
     models.delete_version(db, "starter", "v1")
     with pytest.raises(LookupError, match="which ft:a is an adapter of"):
-        runs.spec("ftjob-1")
+        runs.spec("ftjob-1", "cpu")
 
 
 def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
@@ -341,12 +385,26 @@ def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
     for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
         add_job(name, phase="queued", resolved=resolved)
         (tmp_path / "jobs" / name).mkdir(parents=True)
-    first = runs.spec("ftjob-1")
+    first = runs.spec("ftjob-1", "cpu")
     assert first.general_of and (first.general_known, first.general_begun) == ((), ())
     heard = {"known": [0.5] * 12, "begun": [-1.0] * 12, "spoken": [], "said": [], "answers": []}
     told = {"event": "general", "when": "before", **heard, "of": first.general_of}
     events.ingest("ftjob-1", told)
-    again = runs.spec("ftjob-2")
+    again = runs.spec("ftjob-2", "cpu")
     assert (again.general_of, again.general_known, again.general_begun) == (first.general_of, (0.5,) * 12, (-1.0,) * 12)
     jobs.update(db, "ftjob-3", resolved={**resolved, "precision": "bf16"})
-    assert runs.spec("ftjob-3").general_known == (), "rounded otherwise, it may answer otherwise"
+    assert runs.spec("ftjob-3", "cpu").general_known == (), "rounded otherwise, it may answer otherwise"
+
+
+async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store, add_model, add_job, monkeypatch):
+    add_model()
+    add_job(phase="queued")
+    write(store, "v1")
+    await runs.prepare("ftjob-1")
+
+    def refuse(directory, model):
+        raise OpeningRefused(model, "config.json", "has 'auto_map'")
+
+    monkeypatch.setattr("appliance.models.opening.may_open", refuse)
+    with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
+        await runs.prepare("ftjob-1")

@@ -9,17 +9,19 @@ import pytest
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.models.removal import paths_of
+from appliance.models.opening import Opening
 from appliance.store.objects import models
 from appliance.wiring import model_work
 from appliance.wiring.model_work import LibraryOps
 from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage, snapshot
+from weights.checkpoint.errors import TokenizerRefused
 from weights.memory.lease import take_lease
 from weights.tiers.record import Name
 
 
 @pytest.fixture
-async def ops(flow, store, add_model, add_adapter, add_job, tiers):
+async def ops(db, flow, store, add_model, add_adapter, add_job, tiers):
     """A base, an adapter on it and a job's snapshot, each in shared memory, on disk and in the remote tier."""
     add_model()
     add_adapter("ft:x")
@@ -29,7 +31,7 @@ async def ops(flow, store, add_model, add_adapter, add_job, tiers):
     store.seal(snapshot(store, 7))
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
-    return LibraryOps(None, store, tiers, flow, lambda name: None)
+    return LibraryOps(None, store, tiers, flow, Opening(db), lambda name: None)
 
 
 def largest(folder):
@@ -97,10 +99,10 @@ async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
     assert (found["copies"], found["unsealed"]) == (9, 1)
 
 
-async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(ops, flow, store, tiers):
+async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db, ops, flow, store, tiers):
     """`model rm` was a server error when the adapter was being copied to a tier at that moment."""
     library = type("Library", (), {"remove": lambda self, name, version: True})()
-    ops = LibraryOps(library, store, tiers, flow, lambda name: None)
+    ops = LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None)
     lease = take_lease(store.find("adapter", "ft:x", "step-2"))
     removing = asyncio.create_task(ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")]))
     await asyncio.sleep(0.1)
@@ -110,12 +112,29 @@ async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(op
     assert store.find("adapter", "ft:x", "step-2") is None
 
 
-async def test_what_is_read_on_and_on_is_left_to_eviction(ops, flow, store, monkeypatch, tiers):
+async def test_what_is_read_on_and_on_is_left_to_eviction(db, ops, flow, store, monkeypatch, tiers):
     monkeypatch.setattr(model_work, "READERS_LEAVE_S", 0.0)
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     with take_lease(store.find("adapter", "ft:x", "step-2")):
-        await LibraryOps(library, store, tiers, flow, lambda name: None).remove(
+        await LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None).remove(
             "ft:x", [VersionPaths("step-2", None, None, "adapter")]
         )
     left = store.find("adapter", "ft:x", "step-2")
     assert left is not None and not left.pinned
+
+
+async def test_verify_says_which_file_keeps_a_version_from_being_opened(ops, db, store, monkeypatch):
+    """And tries it again, whatever was kept of an earlier trial."""
+    folder = store.find("version", "starter", "v1").path
+    paths = [VersionPaths("v1", None, str(folder))]
+
+    def refuse(folder):
+        raise TokenizerRefused("tokenizer.model", "makes 2000001 tokens of 2000 characters")
+
+    monkeypatch.setattr("appliance.models.opening.try_folder", refuse)
+    with pytest.raises(OperationFailed, match="tokenizer.model: makes 2000001 tokens") as failed:
+        await ops.verify("starter", paths, lambda progress: None)
+    assert failed.value.code == "opening_refused"
+    monkeypatch.setattr("appliance.models.opening.try_folder", lambda folder: None)
+    assert (await ops.verify("starter", paths, lambda progress: None))["tensors"] > 0
+    await Opening(db).check(folder, "starter")

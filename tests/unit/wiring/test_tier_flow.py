@@ -9,6 +9,7 @@ import sqlite3
 
 import pytest
 
+from appliance.models.opening import Opening
 from appliance.store.objects import jobs, models
 from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
@@ -90,7 +91,7 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     await passes(flow, "disk", "remote")
     assert store.evict(1 << 40) > 0 and tiers.tiers_of_version("starter", "v1") == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
-    provider = VersionProvider(db, store, back, None, None, None)
+    provider = VersionProvider(db, store, back, Opening(db), None, None, None)
     path = await provider.in_memory("starter", "v1")
     check(store, store.find(*V1))
     assert path == stored.path and provider.holds(V1)
@@ -261,14 +262,16 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
         store.remove(stored)
     await passes(flow, "remote")  # from the disk's objects: memory has it no more
     newest = Name("snapshot", "ftjob-1", "step-3")
-    assert tiers.tiers_of(newest) == ["disk", "remote"] and back.newest_snapshot("ftjob-1") == [newest]
+    assert tiers.tiers_of(newest) == ["disk", "remote"] and back.newest_snapshot(
+        "ftjob-1", lambda name, made_s: True
+    ) == [newest]
     again = back.bring_in(newest)
     with store.lease(again) as lease:
         assert bytes(lease.view("master.w")) == bytes([3]) * 1600
     store.remove(again)
     jobs.set_phase(db, "ftjob-1", "cancelled")
     await passes(flow, "disk", "remote")
-    assert back.newest_snapshot("ftjob-1") == [] and put_off(tiers, "remote")["bytes"] == 0
+    assert back.newest_snapshot("ftjob-1", lambda name, made_s: True) == [] and put_off(tiers, "remote")["bytes"] == 0
 
 
 async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_and_all_at_the_end(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from appliance.config import BoxConfig
 from appliance.controller.models.engine_sizes import EngineSizes
+from appliance.models.opening import Opening
 from appliance.store.objects import models
 from appliance.store.rows import ModelRow, VersionRow
 from appliance.wiring.version_provider import VersionProvider
 from scheduler.core.inventory import Device
 from tests.unit.weights.conftest import check, write
+from weights.checkpoint.errors import TokenizerRefused
 from weights.memory.lease import take_lease
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -45,7 +48,7 @@ async def provider(db, store, back, flow, add_model):
     await flow.run_once("disk")
     store.evict(1 << 40)
     store.budget_bytes = store._evictor.budget_bytes = nbytes * 3 // 2
-    return VersionProvider(db, store, back, None, None, None)
+    return VersionProvider(db, store, back, Opening(db), None, None, None)
 
 
 async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
@@ -94,3 +97,16 @@ async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_m
     provider._device = SimpleNamespace(kind="cuda")
     assert provider.host_bytes("starter") == 4 * 2**30 and provider.host_bytes("nobody") == 0
     provider.taken("starter")
+
+
+async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
+    """A version of before the rule was opened by every engine; nothing of it is held, and nothing is deleted."""
+
+    def refuse(folder: Path) -> None:
+        raise TokenizerRefused("tokenizer.model", "makes 2000001 tokens of 2000 characters")
+
+    monkeypatch.setattr("appliance.models.opening.try_folder", refuse)
+    with pytest.raises(LookupError, match=r"tokenizer.model: makes 2000001 tokens.*appliance model verify starter"):
+        await provider.in_memory("starter", "v1")
+    assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
+    assert not provider.holds(Name("version", "starter", "v1"))

@@ -25,7 +25,7 @@ async function callable(signal, versions) {
 export function Chat({ rest }) {
   const reads = useMay("read");
   const models = useLive((signal) => callable(signal, reads), 15, [], reads ? ["models"] : []);
-  return html`<${Live} of=${models}>${(names) => names.length ? html`<${Talk} names=${names} first=${rest[0]} />` : html`<p class="empty">${t("chat.no_models")}</p>`}</${Live}>`;
+  return html`<${Live} of=${models}>${(names) => names.length ? html`<${Talk} names=${names} first=${rest[0]} />` : html`<p class="empty">${t("chat.no_models")} ${reads ? html`<a href="#/models">${t("nav.models")}</a>` : null}</p>`}</${Live}>`;
 }
 
 let serial = 0;

@@ -2,6 +2,7 @@
 import { get, post } from "../api.js";
 import { ago, bytes, number, percent } from "../format.js";
 import { t } from "../i18n.js";
+import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive } from "../ui.js";
 
 const CHECKS = ["bad_lines", "empty", "encoding", "duplicates", "near_duplicates", "too_long", "contaminated", "language", "personal_data", "toxic"];
@@ -16,15 +17,17 @@ const word = (check) => (CHECKS.includes(check) ? t(`check.${check}`) : check);
 const named = (counts) => Object.entries(counts || {}).map(([name, n]) => `${name} ${number(n)}`).join(", ");
 
 function List() {
-  const files = useLive(async (signal) => (await get("/v1/files?purpose=fine-tune&limit=200", signal)).data, 15, [], ["files"]);
-  return html`<${Live} of=${files}>${(rows) => html`<${Card}>
-    <${Table} label=${t("nav.data")} rows=${rows} rowKey=${(row) => row.id} empty=${t("data.none")} columns=${[
+  const path = "/v1/files?purpose=fine-tune&limit=200";
+  const files = useLive((signal) => get(path, signal), 15, [], ["files"]);
+  return html`<${Live} of=${files}>${(answer) => html`<${Card}>
+    <${Rows} answer=${answer} older=${(after) => `${path}&after=${after}`} empty=${t("data.none")} text=${(row) => `${row.filename} ${row.id} ${row.status}`}>${(rows, empty) => html`
+    <${Table} label=${t("nav.data")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("data.file"), (row) => html`<a href=${`#/data/${row.id}`}>${row.filename}</a><br /><code>${row.id}</code>`],
       [t("models.size"), (row) => bytes(row.bytes), "right"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
       [t("state"), (row) => html`<${Badge} state=${row.status === "error" ? "error" : "ok"}>${row.status}</${Badge}>`],
       [t("data.found"), (row) => found(row)],
-    ]} />
+    ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 

@@ -2,6 +2,7 @@
 import { get, post } from "../api.js";
 import { ago, moment, number, percent } from "../format.js";
 import { t } from "../i18n.js";
+import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive, useState } from "../ui.js";
 
 const VERDICTS = { passed: "ok", refused: "failed", undecided: "warn", cancelled: "cancelled" };
@@ -16,14 +17,16 @@ export function Evals({ rest }) {
 }
 
 function List() {
-  const evals = useLive(async (signal) => (await get("/v1/evals?limit=100&order=desc", signal)).data, 10, [], ["evals"]);
-  return html`<${Live} of=${evals}>${(rows) => html`<${Card} title=${t("evals")}>
-    <${Table} label=${t("evals")} rows=${rows} rowKey=${(row) => row.id} empty=${t("evals.none")} columns=${[
+  const path = "/v1/evals?limit=100&order=desc";
+  const evals = useLive((signal) => get(path, signal), 10, [], ["evals"]);
+  return html`<${Live} of=${evals}>${(answer) => html`<${Card} title=${t("evals")}>
+    <${Rows} answer=${answer} older=${(after) => `${path}&after=${after}`} empty=${t("evals.none")} text=${(row) => `${row.name} ${row.id} ${row.owner || ""}`}>${(rows, empty) => html`
+    <${Table} label=${t("evals")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("name"), (row) => html`<a href=${`#/evals/${row.id}`}>${row.name || row.id}</a>`],
       [t("eval.criteria"), (row) => row.testing_criteria.map((one) => one.name).join(", ")],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
       [t("owner"), (row) => row.owner || "–"],
-    ]} />
+    ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 
@@ -117,16 +120,18 @@ function Verdict({ gate }) {
 }
 
 function Gates() {
-  const gates = useLive(async (signal) => (await get("/v1/gates?limit=50", signal)).data, 5, [], ["gates"]);
-  return html`<${Live} of=${gates}>${(rows) => html`<${Card} title=${t("gates")}>
-    <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty=${t("gates.none")} columns=${[
+  const gates = useLive((signal) => get("/v1/gates?limit=50", signal), 5, [], ["gates"]);
+  return html`<${Live} of=${gates}>${(answer) => html`<${Card} title=${t("gates")}>
+    <${Rows} answer=${answer} older=${(after) => `/v1/gates?limit=50&after=${after}`} empty=${t("gates.none")}
+      text=${(row) => `${row.model} ${row.version || ""} ${row.verdict || row.state} ${row.reason || ""}`}>${(rows, empty) => html`
+    <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("model"), (row) => html`<a href=${`#/evals/gate/${row.id}`}>${row.model}</a>`],
       [t("models.version"), (row) => row.version || "–"],
       [t("gate.against"), (row) => row.before || "–"],
       [t("gate.verdict"), (row) => html`<${Verdict} gate=${row} />`],
       [t("gate.reason"), (row) => row.reason || "–"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
-    ]} />
+    ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 

@@ -3,6 +3,7 @@ import { get, post } from "../api.js";
 import { Chart } from "../chart.js";
 import { ago, duration, energy, measure, moment, number } from "../format.js";
 import { t } from "../i18n.js";
+import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Live, Meter, Sure, Table, html, useAct, useLive, useMay, useRef } from "../ui.js";
 import { NewJob } from "./new_job.js";
 
@@ -31,9 +32,13 @@ function ofOpenAI(job) {
 
 function List() {
   const all = useMay("read");
-  const jobs = useLive(async (signal) => (all ? (await get("/admin/v1/jobs?limit=200", signal)).data : (await get("/v1/fine_tuning/jobs?limit=100", signal)).data.map(ofOpenAI)), 3, [], ["jobs"]);
-  return html`<${Live} of=${jobs}>${(rows) => html`<${Card}>
-    <${Table} label=${t("nav.jobs")} rows=${rows} rowKey=${(row) => row.id} empty=${t("jobs.none")} columns=${[
+  const path = all ? "/admin/v1/jobs" : "/v1/fine_tuning/jobs";
+  const shaped = all ? (row) => row : ofOpenAI;
+  const jobs = useLive((signal) => get(`${path}?limit=100`, signal), 3, [path], ["jobs"]);
+  return html`<${Live} of=${jobs}>${(answer) => html`<${Card}>
+    <${Rows} answer=${answer} older=${(after) => `${path}?limit=100&after=${after}`} empty=${t("jobs.none")}
+      text=${(row) => [row.id, row.fine_tuned_model, row.output_model, row.model, row.owner, row.phase || row.status].join(" ")}>${(found, empty) => html`
+    <${Table} label=${t("nav.jobs")} rows=${found.map(shaped)} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("job"), (row) => html`<a href=${`#/jobs/${row.id}`}>${row.fine_tuned_model || row.output_model || row.id}</a><br /><span class="dim">${row.model}</span>`],
       [t("state"), (row) => html`<${Badge} state=${row.phase} />`],
       [t("job.progress"), (row) => row.total_steps ? `${number(row.step)} / ${number(row.total_steps)}` : "–", "right"],
@@ -41,7 +46,7 @@ function List() {
       [t("devices"), (row) => row.devices ? row.devices.join(", ") || "–" : "–"],
       [t("job.left"), (row) => (ENDED.includes(row.phase) ? "–" : duration(row.eta_s)), "right"],
       [t("created"), (row) => ago(row.created_s), "right"],
-    ]} />
+    ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 

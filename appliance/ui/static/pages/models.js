@@ -2,7 +2,9 @@
 import { call, get, post } from "../api.js";
 import { ago, bytes, duration, measure, number, percent } from "../format.js";
 import { t } from "../i18n.js";
+import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Field, Live, Sure, Table, html, useAct, useLive, useMay, useState } from "../ui.js";
+import { AddModel } from "./add_model.js";
 
 /** A model's name within a URL's path: it may have slashes. */
 const inPath = (name) => name.split("/").map(encodeURIComponent).join("/");
@@ -12,8 +14,12 @@ export function Models({ rest }) {
 }
 
 function List() {
-  const models = useLive(async (signal) => (await get("/admin/v1/models", signal)).data, 5, [], ["models", "gates"]);
-  return html`<${Live} of=${models}>${(rows) => html`<${Card}><${Table} label=${t("nav.models")} rows=${rows} rowKey=${(row) => row.name} empty=${t("models.none")} columns=${[
+  const models = useLive((signal) => get("/admin/v1/models", signal), 5, [], ["models", "gates"]);
+  const adds = useMay("admin");
+  return html`<${Live} of=${models}>${(answer) => html`
+  ${adds ? html`<${AddModel} empty=${!answer.data.length} names=${answer.data.map((row) => row.name)} onDone=${models.reload} />` : null}
+  <${Card}><${Rows} answer=${answer} empty=${t("models.none")}
+    text=${(row) => [row.name, row.base, row.arch, row.owner, row.state, row.active_version].join(" ")}>${(rows, empty) => html`<${Table} label=${t("nav.models")} rows=${rows} rowKey=${(row) => row.name} empty=${empty} columns=${[
     [t("name"), (row) => html`<a href=${`#/models/${encodeURIComponent(row.name)}`}>${row.name}</a>${row.base ? html`<br /><span class="dim">${row.base}</span>` : null}`],
     [t("state"), (row) => html`<${Badge} state=${row.state} />${row.message ? html`<br /><span class="dim">${row.message}</span>` : null}`],
     [t("models.active"), (row) => row.active_version || "–", "nowrap"],
@@ -22,7 +28,7 @@ function List() {
     [t("models.size"), (row) => bytes(row.bytes), "right"],
     [t("models.context"), (row) => number(row.max_model_len), "right"],
     [t("owner"), (row) => row.owner || "–"],
-  ]} /></${Card}>`}</${Live}>`;
+  ]} />`}</${Rows}></${Card}>`}</${Live}>`;
 }
 
 function sized(params) {

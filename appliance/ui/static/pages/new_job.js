@@ -115,6 +115,7 @@ function Settings({ file, validation }) {
   };
   return html`<form onSubmit=${submit}><${Card} title=${t("new.how")}>
     <${Failure} error=${models.error} />
+    ${models.data && !models.data.length ? html`<p class="alert warm">${t("new.no_models")} <a href="#/models">${t("nav.models")}</a></p>` : null}
     <div class="fields">
       <${Field} label=${t("model")}><select required value=${model} onChange=${(event) => setModel(event.target.value)}>
         ${(models.data || []).map((one) => html`<option value=${one.id}>${one.id}</option>`)}

@@ -2,6 +2,7 @@
 import { get, post } from "../api.js";
 import { ago, duration, measure, moment, number, percent } from "../format.js";
 import { t } from "../i18n.js";
+import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive } from "../ui.js";
 
 export function Pipelines({ rest }) {
@@ -14,15 +15,16 @@ export function Pipelines({ rest }) {
 const outcome = (run) => html`<${Badge} state=${run.outcome && run.outcome !== "answers" ? "queued" : run.state}>${run.outcome ? t(`pipeline.outcome.${run.outcome}`) : undefined}</${Badge}>`;
 
 function List() {
-  const pipelines = useLive(async (signal) => (await get("/v1/pipelines?limit=100", signal)).data, 5, [], ["pipelines"]);
-  return html`<${Live} of=${pipelines}>${(rows) => html`<${Card} title=${t("pipelines")}>
-    <${Table} label=${t("pipelines")} rows=${rows} rowKey=${(row) => row.id} empty=${t("pipelines.none")} columns=${[
+  const pipelines = useLive((signal) => get("/v1/pipelines?limit=100", signal), 5, [], ["pipelines"]);
+  return html`<${Live} of=${pipelines}>${(answer) => html`<${Card} title=${t("pipelines")}>
+    <${Rows} answer=${answer} older=${(after) => `/v1/pipelines?limit=100&after=${after}`} empty=${t("pipelines.none")} text=${(row) => `${row.name} ${row.owner || ""}`}>${(rows, empty) => html`
+    <${Table} label=${t("pipelines")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("name"), (row) => html`<a href=${`#/pipelines/${encodeURIComponent(row.name)}`}>${row.name}</a>`],
       [t("pipeline.last"), (row) => (row.last_run ? outcome(row.last_run) : "–")],
       [t("pipeline.now"), (row) => stepOf(row.last_run)],
       [t("pipeline.next"), (row) => (row.scheduled && row.next_at ? moment(row.next_at) : t("pipeline.asked")), "nowrap"],
       [t("owner"), (row) => row.owner || "–"],
-    ]} />
+    ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 
@@ -85,9 +87,10 @@ function Run({ run, busy, onCancel }) {
 }
 
 function Sweeps() {
-  const sweeps = useLive(async (signal) => (await get("/v1/sweeps?limit=50", signal)).data, 5, [], ["sweeps"]);
-  return html`<${Live} of=${sweeps}>${(rows) => html`<${Card} title=${t("sweeps")}>
-    <${Table} label=${t("sweeps")} rows=${rows} rowKey=${(row) => row.id} empty=${t("sweeps.none")} columns=${[
+  const sweeps = useLive((signal) => get("/v1/sweeps?limit=50", signal), 5, [], ["sweeps"]);
+  return html`<${Live} of=${sweeps}>${(answer) => html`<${Card} title=${t("sweeps")}>
+    <${Rows} answer=${answer} older=${(after) => `/v1/sweeps?limit=50&after=${after}`} empty=${t("sweeps.none")} text=${(row) => `${row.name} ${row.state}`}>${(rows, empty) => html`
+    <${Table} label=${t("sweeps")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("name"), (row) => html`<a href=${`#/pipelines/sweep/${row.id}`}>${row.name}</a>`],
       [t("state"), (row) => html`<${Badge} state=${row.state} />`],
       [t("sweep.round"), (row) => t("of", { a: number(Math.min(row.round + 1, row.rounds.length)), b: number(row.rounds.length) }), "right"],
@@ -95,7 +98,7 @@ function Sweeps() {
       [t("sweep.best"), (row) => (row.best ? `${parameters(row.best.parameters)} (${measure(row.best.loss)})` : "–")],
       [t("usage.device_hours"), (row) => number(row.device_hours, 2), "right"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
-    ]} />
+    ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
 }
 

@@ -2,6 +2,7 @@
 import { call, get, post } from "../api.js";
 import { ago, moment, number } from "../format.js";
 import { t } from "../i18n.js";
+import { Rows } from "../rows.js";
 import { Badge, Card, Failure, Live, Meter, NeedsScope, Sure, Table, html, useAct, useLive, useMay } from "../ui.js";
 
 const ENDED = ["completed", "failed", "expired", "cancelled"];
@@ -49,14 +50,15 @@ function Waiting() {
 }
 
 function Batches() {
-  const batches = useLive(async (signal) => (await get("/v1/batches?limit=50", signal)).data, 3, [], ["batches"]);
+  const batches = useLive((signal) => get("/v1/batches?limit=50", signal), 3, [], ["batches"]);
   const [cancel, { busy, error }] = useAct(async (row) => {
     await post(`/v1/batches/${row.id}/cancel`);
     batches.reload();
   });
   return html`<${Card} title=${t("batches.title")}>
     <${Failure} error=${error} />
-    <${Live} of=${batches}>${(rows) => html`<${Table} label=${t("batches.title")} rows=${rows} rowKey=${(row) => row.id} empty=${t("batches.none")} columns=${[
+    <${Live} of=${batches}>${(answer) => html`<${Rows} answer=${answer} older=${(after) => `/v1/batches?limit=50&after=${after}`} empty=${t("batches.none")}
+      text=${(row) => `${row.id} ${row.endpoint} ${row.status}`}>${(rows, empty) => html`<${Table} label=${t("batches.title")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
       [t("batches.id"), (row) => html`<code>${row.id}</code><br /><span class="dim">${row.endpoint}</span>`],
       [t("state"), (row) => html`<${Badge} state=${row.status} />${faultsOf(row)}`],
       [t("batches.lines"), (row) => html`<${Meter} label=${t("batches.done")} part=${(row.request_counts.completed + row.request_counts.failed) / Math.max(1, row.request_counts.total)}
@@ -64,7 +66,7 @@ function Batches() {
       [t("batches.failed"), (row) => number(row.request_counts.failed), "right"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
       ["", (row) => ENDED.includes(row.status) || row.status === "cancelling" ? "" : html`<${Sure} class="small" label=${t("batches.cancel")} question=${t("batches.cancel.sure")} busy=${busy} onYes=${() => cancel(row)} />`],
-    ]} />`}</${Live}>
+    ]} />`}</${Rows}>`}</${Live}>
   </${Card}>`;
 }
 

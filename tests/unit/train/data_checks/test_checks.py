@@ -189,3 +189,9 @@ def test_short_examples_that_share_a_band_with_a_long_one_do_not_have_it_read_ag
     assert scanned(path).found["near_duplicates"].count == 0
     longest = [place for place in read if place[1] > 3000]
     assert longest == [] and len(read) < 5 * 200
+
+
+def test_a_tokenizer_that_names_other_files_is_not_opened_to_count_tokens(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"vocab": "/box/first-key"}))
+    with pytest.raises(BadOption, match="tokenizer_config.json: has 'vocab'"):
+        checked(model=tmp_path)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 
 from train.graders import host as host_module
-from train.graders import sandbox
+from train.graders import sandbox, worker
 from train.graders.graders import parse
 from train.graders.grading import ModelAnswer
 from train.graders.host import GraderHost
@@ -80,6 +83,44 @@ async def test_a_request_given_up_does_not_answer_the_next(host: GraderHost) -> 
     assert (await host.grade(python("return 3"), [(Sample(""), None)]))[0].reward == 3
 
 
+@pytest.mark.parametrize("waited_for", [False, True])
+async def test_what_a_step_waits_for_has_its_priority(
+    host: GraderHost, monkeypatch: pytest.MonkeyPatch, waited_for: bool
+) -> None:
+    """At a lower one, grading was most of a step wherever other processes took the processors."""
+    if why := sandbox.refusal():
+        pytest.skip(why)
+    await host.grade(python("return 1"), [(Sample(""), None)])
+    assert host._process is not None
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, host._process.pid) == own
+    going = asyncio.create_task(host.grade(python("while True: pass"), [(Sample(""), None)], waited_for=waited_for))
+    fork = await _child_of(host._process.pid)
+    assert os.getpriority(os.PRIO_PROCESS, await _child_of(fork)) == own + (0 if waited_for else sandbox.NICENESS)
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await going
+
+
+async def _child_of(pid: int) -> int:
+    while not (found := psutil.Process(pid).children()):
+        await asyncio.sleep(0.01)
+    return found[0].pid
+
+
+def test_what_a_step_waits_for_yields_once_it_has_computed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    nice: list[int] = []
+    cpu_s = iter([0.5, 1.9, 2.5])
+    monkeypatch.setattr(worker, "_cpu_s", lambda: next(cpu_s))
+    monkeypatch.setattr(os, "nice", nice.append)
+    monkeypatch.setattr(worker, "run_python", lambda *_, yields_after_s=math.inf: given.append(yields_after_s) or 1.0)
+    source = {"type": "python", "name": "p", "source": "def grade(sample, item): return 1"}
+    samples = [{"sample": {"output_text": ""}, "item": None}] * 5
+    worker.answer({"grader": source, "samples": samples}, waited_for=True)
+    assert given == pytest.approx([1.5, 0.1, math.inf, math.inf, math.inf]) and nice == [sandbox.NICENESS]
+
+
 async def test_code_is_told_nothing_of_where_the_box_is(host: GraderHost, monkeypatch: pytest.MonkeyPatch) -> None:
     if why := sandbox.refusal():
         pytest.skip(why)
@@ -114,7 +155,7 @@ async def test_the_loop_is_free_while_a_long_question_is_written(monkeypatch) ->
             turns += 1
             await asyncio.sleep(0)
 
-    async def ask(self: GraderHost, written: bytes, most_s: float) -> dict[str, Any]:
+    async def ask(self: GraderHost, written: bytes, most_s: float, waited_for: bool = False) -> dict[str, Any]:
         seen.append((turns, json.loads(written)))
         return {"graded": [], "requests": []}
 

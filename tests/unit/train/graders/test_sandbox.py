@@ -3,6 +3,7 @@ those of the box."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -24,9 +25,9 @@ def _confinable() -> None:
         pytest.skip(why)
 
 
-def grade(body: str, item: object = None, time_s: float = 20) -> float:
+def grade(body: str, item: object = None, time_s: float = 20, yields_after_s: float = math.inf) -> float:
     indented = "\n".join(f"    {line}" for line in body.splitlines())
-    return run_python(f"def grade(sample, item):\n{indented}", {"output_text": "hello"}, item, time_s)
+    return run_python(f"def grade(sample, item):\n{indented}", {"output_text": "hello"}, item, time_s, yields_after_s)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,23 @@ def test_many_threads_weigh_as_little_as_can_be(
     body = "import threading, time\nfor _ in range(item): threading.Thread(target=time.sleep, args=[0.3]).start()\n"
     assert grade(f"{body}time.sleep(0.3)\nreturn 1", threads - 1) == 1
     assert found == niceness
+
+
+@pytest.mark.parametrize(("yields_after_s", "yields"), [(math.inf, False), (0.1, True)])
+def test_a_call_that_computes_for_long_yields(
+    monkeypatch: pytest.MonkeyPatch, yields_after_s: float, yields: bool
+) -> None:
+    given, set_priority = [], os.setpriority
+
+    def noted(which: int, who: int, priority: int) -> None:
+        set_priority(which, who, priority)
+        given.append((who, priority))
+
+    monkeypatch.setattr(os, "setpriority", noted)
+    body = "import time\nwhile time.process_time() < 0.4: pass\nreturn 1"
+    assert grade(body, yields_after_s=yields_after_s) == 1
+    pids, niceness = {who for who, _ in given}, os.getpriority(os.PRIO_PROCESS, 0) + sandbox.NICENESS
+    assert len(pids) == yields and all(priority == min(19, niceness) for _, priority in given), given
 
 
 def test_the_line_of_an_error_is_named() -> None:

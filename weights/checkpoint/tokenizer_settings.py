@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from appliance.models.errors import TokenizerRefused
+from weights.checkpoint.errors import TokenizerRefused
 
 CONFIG_FILE, MAP_FILE = "tokenizer_config.json", "special_tokens_map.json"
 # transformers puts the checkpoint's own in their place, or never reads them; `save_pretrained` used to write them.
 _NOT_HEARD = frozenset(
     {"tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file", "name_or_path"}
 )
-_OF_FILES = re.compile(r"(?:.*_)?(?:files?|paths?|dirs?|spm|option|proto)")
+OF_FILES = re.compile(r"(?:.*_)?(?:files?|paths?|dirs?|spm|option|proto)")
+"""Names of settings that say which files are read."""
 # Arguments by their place, and other files than the usual ones.
 _NEVER = frozenset({"init_inputs", "fast_tokenizer_files"})
 _TABLES = frozenset({"vocab", "merges"})
@@ -32,7 +33,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         if key in _NEVER and value or key not in _NOT_HEARD and _names_file(key, value):
             raise _refused(CONFIG_FILE, key)
         if key.endswith("_kwargs"):
-            for inner, one in _within(key, value):
+            for inner, one in within(key, value):
                 if _names_file(inner, one) or (isinstance(one, str) and "/" in one):
                     raise _refused(CONFIG_FILE, f"{key}.{inner}")
 
@@ -48,10 +49,10 @@ def check_map(special: Mapping[str, Any]) -> None:
 def _names_file(key: str, value: Any) -> bool:
     if key in _TABLES:
         return isinstance(value, str)
-    return bool(value) and isinstance(value, str | list) and _OF_FILES.fullmatch(key) is not None
+    return bool(value) and isinstance(value, str | list) and OF_FILES.fullmatch(key) is not None
 
 
-def _within(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def within(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The values at the ends, each by the last name on the way to it."""
     left = [(key, value)]
     while left:

@@ -1,0 +1,52 @@
+"""Tries what engines, ranks and counts of tokens would run of a checkpoint: its chat templates and its tokenizer.
+
+Everything here blocks, for seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from appliance.models.checkpoint import PROCESSORS, chat_templates
+from appliance.models.template_trial import try_template
+from appliance.models.tokenizer_trial import try_tokenizer
+from weights.checkpoint.tokenizer_settings import CONFIG_FILE, MAP_FILE
+from weights.format.foreign_json import config_in
+from weights.format.names import TOKENIZER_FILES
+from weights.format.tool_template import with_tools
+
+RULES = 1
+"""The number of these trials. Raise it whenever one of them refuses more than before: every version is tried again
+before it is opened."""
+_TRIED = tuple(sorted({*TOKENIZER_FILES, *PROCESSORS, CONFIG_FILE, MAP_FILE}))
+
+
+def try_folder(directory: Path) -> str | None:
+    """Returns a warning if the template of plain conversations raised an error for one. Raises CheckpointRefused."""
+    template, others = chat_templates(directory)
+    warning = None
+    if template is not None:
+        warning = try_template(template)
+        if (shown := with_tools(template)) != template:
+            try_template(str(shown))  # what engines and ranks render
+    for other in others:
+        try_template(other)
+    try_tokenizer(directory)
+    return warning
+
+
+def checksum_of_tried(directory: Path) -> str:
+    """Of all that trials read: of config.json, which is not a job's model's base's, the one word that decides which
+    tokenizer transformers makes of the files."""
+    whole = hashlib.sha256(str((config_in(directory) or {}).get("model_type"))[:100].encode())
+    for name in _TRIED:
+        try:
+            with open(directory / name, "rb") as file:
+                whole.update(f"{name} {os.fstat(file.fileno()).st_size}\n".encode())
+                while chunk := file.read(1 << 20):
+                    whole.update(chunk)
+        except FileNotFoundError:
+            continue
+    return whole.hexdigest()

@@ -1,0 +1,115 @@
+"""From which snapshot a job goes on: the newest that is whole, in shared memory, beside the job, or in any tier.
+
+One that broke again as soon as a job had gone back to it is given up, with all that came after it, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.records import tier_removals
+from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
+from weights.format.errors import StoreFull, VersionLeased, VersionNotFound
+from weights.format.names import step_of
+from weights.memory.lease import StoredVersion
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
+
+log = logging.getLogger(__name__)
+
+
+class JobSnapshots:
+    """What is given up and could not be removed yet is known to this process alone: after a restart a job may try it
+    once more, and give it up again."""
+
+    def __init__(self, db: Database, store: WeightStore, jobs_dir: Path, tiers: Tiers, back: TierReturn):
+        self._db, self._store, self._jobs_dir = db, store, jobs_dir
+        self._tiers, self._back = tiers, back
+        self._given_up: dict[str, tuple[int, float]] = {}
+
+    def newest(self, job_id: str) -> StoredVersion | None:
+        """From shared memory or beside the job, or else read in from the nearest tier. Callable from any thread."""
+        newest = max(self._written(job_id), key=lambda stored: step_of(stored.version), default=None)
+        for name in self._back.newest_snapshot(job_id, self._is_usable):
+            if newest is not None and step_of(name.version) <= step_of(newest.version):
+                break
+            try:
+                return self._bring_in(name)
+            except LookupError as error:
+                log.error("the job resumes from an older snapshot: %s", error, extra={"job_id": job_id})
+        return newest
+
+    def older(self, job_id: str) -> int:
+        """How many are kept beside the newest."""
+        return max(0, len(self._kept(job_id)) - 1)
+
+    def with_way_back(self, job_id: str, event: dict[str, Any]) -> dict[str, Any]:
+        """An event of ranks; one that says that the snapshot they began with is broken, with the one that the job goes
+        back to (`back_to`: {"step", "path"}). What is broken is given up, lest it is taken for the newest."""
+        if event["event"] != "anomaly" or event.get("poisoned") is None:
+            return event
+        step = int(event["poisoned"])
+        older = {one: path for one, path in self._kept(job_id).items() if one < step}
+        if not older:
+            return event
+        self._give_up(job_id, step)
+        return event | {"back_to": {"step": max(older), "path": older[max(older)]}}
+
+    def forget(self, job_id: str) -> None:
+        """The job is over."""
+        self._given_up.pop(job_id, None)
+
+    def _give_up(self, job_id: str, step: int) -> None:
+        for store in self._stores(job_id):
+            for stored in store.list("snapshot"):
+                if stored.model == job_id and step_of(stored.version) >= step:
+                    with contextlib.suppress(VersionLeased, VersionNotFound):  # a tier copies it: it is passed over
+                        store.remove(stored)
+        self._given_up[job_id] = (step, time.time())
+        for tier in self._tiers.all:
+            for name in tier.here:
+                if name.kind == "snapshot" and name.model == job_id and step_of(name.version) >= step:
+                    tier_removals.insert(self._db, tier.level.name, *name)
+        self._tiers.nudge()
+
+    def _is_usable(self, name: Name, made_s: float) -> bool:
+        """Steps are done again after one is given up, and snapshots of them made anew."""
+        step, before_s = self._given_up.get(name.model, (0, 0.0))
+        return made_s > before_s or step_of(name.version) < step
+
+    def _kept(self, job_id: str) -> dict[int, str]:
+        """Steps of those that it could go on from, with where they lie; "" in a tier."""
+        kept = {
+            step_of(name.version): ""
+            for tier in self._tiers.all
+            for name, made_s in tier.here.items()
+            if name.kind == "snapshot" and name.model == job_id and self._is_usable(name, made_s)
+        }
+        return kept | {step_of(stored.version): str(stored.path) for stored in self._written(job_id)}
+
+    def _written(self, job_id: str) -> list[StoredVersion]:
+        return [
+            stored
+            for store in self._stores(job_id)
+            for stored in store.list("snapshot")
+            if stored.model == job_id
+            and self._is_usable(Name("snapshot", job_id, stored.version), stored.manifest.created_s)
+        ]
+
+    def _stores(self, job_id: str) -> list[WeightStore]:
+        # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
+        own = self._jobs_dir / job_id / "snapshots"
+        return [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
+
+    def _bring_in(self, name: Name) -> StoredVersion:
+        try:
+            return self._back.bring_in(name)
+        except StoreFull:
+            own = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
+            return self._back.bring_in(name, own)

@@ -1,0 +1,59 @@
+"""A model's class is imported in a process that will fork: kernels are told of the GPU, and CUDA is not started."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.cuda
+
+from runtime.devices.kinds import kind_of
+from serve.vllm.patches import told_of_the_device
+
+triton = pytest.importorskip("triton")
+
+H100 = SimpleNamespace(get_device_capability=lambda: (9, 0), get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+RTX_4090 = SimpleNamespace(get_device_capability=lambda: (8, 9), get_device_name=lambda: "NVIDIA GeForce RTX 4090")
+ASKED = ("get_device_name", "get_device_capability", "device_count")
+
+
+def asking(model):
+    """What vllm/third_party/flash_linear_attention/ops/utils.py asks while it is imported."""
+    driver = triton.runtime.driver.active
+    shared = [driver.utils.get_device_properties(i)["max_shared_mem"] for i in range(torch.cuda.device_count())]
+    target = driver.get_current_target()
+    return target.backend, target.arch, torch.cuda.get_device_name(0), torch.cuda.get_device_capability(), shared
+
+
+@pytest.mark.parametrize(
+    ("platform", "told"),
+    [
+        (H100, ("cuda", 90, "NVIDIA H100 80GB HBM3", (9, 0), [232448])),
+        (RTX_4090, ("cuda", 89, "NVIDIA GeForce RTX 4090", (8, 9), [101376])),
+    ],
+)
+def test_kernels_that_ask_at_import_are_told_without_starting_cuda(monkeypatch, platform, told):
+    started = []
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: started.append(True))
+    before, driver = [getattr(torch.cuda, call) for call in ASKED], triton.runtime.driver._active
+    assert told_of_the_device(asking, platform, kind_of("cuda"))(None) == told
+    assert not started
+    assert [getattr(torch.cuda, call) for call in ASKED] == before
+    assert triton.runtime.driver._active is driver
+
+
+def test_the_gpu_is_asked_again_after_an_import_that_failed():
+    def fails(model):
+        raise ImportError("no such class")
+
+    before = torch.cuda.get_device_name
+    with pytest.raises(ImportError, match="no such class"):
+        told_of_the_device(fails, H100, kind_of("cuda"))(None)
+    assert torch.cuda.get_device_name is before
+
+
+@pytest.mark.parametrize(("kind", "computes"), [("cuda", True), ("rocm", False)])
+def test_where_nothing_is_told_the_platform_is_not_asked_either(monkeypatch, kind, computes):
+    """A worker asks its own GPU; and vLLM's platform for ROCm would start it to answer."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: computes)
+    before = torch.cuda.get_device_name
+    assert told_of_the_device(lambda model: torch.cuda.get_device_name, None, kind_of(kind))(None) is before
