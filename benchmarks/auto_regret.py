@@ -21,6 +21,8 @@ import multiprocessing
 import random
 import statistics
 import sys
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +33,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
+from scheduler.simulator import oracle
 from scheduler.simulator.regret import Row, Window, measured
+from scheduler.simulator.simulate import Figures, Setup
+from scheduler.simulator.trace import Requests, merged
 from scheduler.simulator.traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
 
 Job = tuple[str, list[Traffic], int]
@@ -64,9 +69,35 @@ def show(row: Row) -> str:
     return text
 
 
+def bound_hours(setup: Setup, figures: Figures, ends: range) -> float:
+    """Device-hours that no scheduler exceeds with as many of this part's requests in time, even one that knows the
+    future and has nothing left to serve from before."""
+    parts, good, count = [], 0, 0
+    for name, requests in setup.named().items():
+        first, last = (bisect_left(requests.arrival_s, at_s) for at_s in (ends.start, ends.stop))
+        good, count = good + sum(figures.within[name][first:last]), count + last - first
+        at_s = array("d", (one - ends.start for one in requests.arrival_s[first:last]))
+        parts.append(Requests(at_s, requests.prompt[first:last], requests.output[first:last]))
+    requests = merged(parts)
+    seconds = min(ends.stop, setup.horizon_s) - ends.start
+    bound_s = setup.devices * (seconds - requests.horizon_s)
+    if count:
+        bound_s += oracle.training_device_s(
+            requests,
+            setup.engine,
+            setup.times,
+            devices=setup.devices,
+            jobs=None,
+            attainment=good / count,
+            slo_ttft_s=setup.slo_ttft_s,
+            slo_tpot_s=setup.slo_tpot_s,
+        )
+    return bound_s / 3600
+
+
 def _one(job: Job, devices: int, every: bool) -> Row:
     name, models, seed = job
-    return measured(models, devices, name, seed, every)
+    return measured(models, devices, name, seed, bound=bound_hours if every else None)
 
 
 def _read(file: Path) -> list[Row]:

@@ -20,7 +20,6 @@ Hindsight knows what nobody can know beforehand, so the comparison has a start-u
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +27,8 @@ from dataclasses import dataclass, field, replace
 from scheduler.autoscale.trials import BURST_S, FIRST_BAR_S
 from scheduler.core.config import SchedulerConfig, WhenLate
 from scheduler.core.workload import Policy
-from scheduler.simulator import oracle
 from scheduler.simulator.simulate import Figures, Setup, run_policy
-from scheduler.simulator.trace import Requests, merged
+from scheduler.simulator.trace import Requests
 from scheduler.simulator.traffic import Traffic, made
 
 IN_TIME = 0.99
@@ -131,8 +129,6 @@ def window(
         for name, requests in traces.items()
     }
 
-    runs: dict[int, tuple[float, float]] = {}
-
     def in_time(figures: Figures) -> float:
         """The share in time of the model that fares worst."""
         shares = [
@@ -188,9 +184,7 @@ def window(
         unavoidable, serving = split(at_most), least(lambda figures: in_time(figures) >= possible)
     best = split(devices if serving is None else serving)
     sure = least(lambda figures: all(surely(*one) for one in bursts(figures)))
-    if every:
-        for n in range(devices + 1):
-            runs[n] = in_time(split(n)), trained_s(split(n)) / 3600
+    tried = range(devices + 1) if every else ()
     trials = 1 + math.log2(ends.stop / max(ends.start, FIRST_BAR_S)) if ends.stop > FIRST_BAR_S else 1.0
     return Window(
         requests=min(last - first for first, last in edges.values()),
@@ -203,41 +197,20 @@ def window(
         chance=chance(),
         trials_s=STOPS_OF_A_TRIAL * pause_s * (devices - (devices if sure is None else sure)) * trials,
         avoidable=avoidable() if every else None,
-        splits=runs,
+        splits={n: (in_time(split(n)), trained_s(split(n)) / 3600) for n in tried},
     )
 
 
-def bound_hours(setup: Setup, figures: Figures, ends: range) -> float:
-    """Device-hours that no scheduler exceeds with as many of this part's requests in time, even one that knows the
-    future and has nothing left to serve from before."""
-    parts, good, count = [], 0, 0
-    for name, requests in setup.named().items():
-        first, last = (bisect_left(requests.arrival_s, at_s) for at_s in (ends.start, ends.stop))
-        good, count = good + sum(figures.within[name][first:last]), count + last - first
-        at_s = array("d", (one - ends.start for one in requests.arrival_s[first:last]))
-        parts.append(Requests(at_s, requests.prompt[first:last], requests.output[first:last]))
-    requests = merged(parts)
-    seconds = min(ends.stop, setup.horizon_s) - ends.start
-    bound_s = setup.devices * (seconds - requests.horizon_s)
-    if count:
-        bound_s += oracle.training_device_s(
-            requests,
-            setup.engine,
-            setup.times,
-            devices=setup.devices,
-            jobs=None,
-            attainment=good / count,
-            slo_ttft_s=setup.slo_ttft_s,
-            slo_tpot_s=setup.slo_tpot_s,
-        )
-    return bound_s / 3600
-
-
 def measured(
-    kinds: Sequence[Traffic], devices: int, name: str, seed: int, every: bool = False, when_late: WhenLate = "serve"
+    kinds: Sequence[Traffic],
+    devices: int,
+    name: str,
+    seed: int,
+    when_late: WhenLate = "serve",
+    bound: Callable[[Setup, Figures, range], float] | None = None,
 ) -> Row:
-    """kinds: one for each model. They share the devices; what counts is the model with most requests late. every: run
-    all splits, and the oracle. when_late: the box's setting."""
+    """kinds: one for each model. They share the devices; what counts is the model with most requests late. when_late:
+    the box's setting. bound: device-hours that none exceeds with this run's share in time; all splits run too."""
     first_requests, *others = [made(kind, seed + 7919 * n) for n, kind in enumerate(kinds)]
     setup = Setup(first_requests, {f"model {n + 2}": one for n, one in enumerate(others)}, gpus_per_node=devices)
     setup = replace(setup, config=SchedulerConfig(when_late=when_late))
@@ -253,8 +226,8 @@ def measured(
     pause_s = setup.config.job_pause_s
 
     def part(ends: range, at_least: int) -> Window:
-        found = window(traces, auto, split, devices, ends, at_least, pause_s, when_late, every)
-        return replace(found, oracle_hours=bound_hours(setup, auto, ends)) if every else found
+        found = window(traces, auto, split, devices, ends, at_least, pause_s, when_late, bound is not None)
+        return replace(found, oracle_hours=bound(setup, auto, ends)) if bound else found
 
     end = int(setup.horizon_s) + 1
     learned = min(int(LEARNING_S), end)

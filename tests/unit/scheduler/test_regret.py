@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 
+from benchmarks.auto_regret import bound_hours
 from scheduler.core.config import WhenLate
 from scheduler.simulator.regret import Window, burst, deviation, measured, window
 from scheduler.simulator.simulate import Figures
@@ -91,7 +92,7 @@ def test_every_split_is_looked_at_where_that_is_asked_for() -> None:
 
 
 def test_the_oracle_of_a_part_trains_no_less_than_auto_or_than_a_split_that_is_in_time() -> None:
-    row = measured([Traffic(2.0, 2400.0, prompt=2000)], 2, "two devices", 5, every=True)
+    row = measured([Traffic(2.0, 2400.0, prompt=2000)], 2, "two devices", 5, bound=bound_hours)
     for part in (row.first, row.after):
         assert part is not None and part.oracle_hours is not None
         assert part.auto_hours <= part.oracle_hours <= 2 * 1801 / 3600
