@@ -6,9 +6,11 @@ and both shares in time: in the first half hour, in which it learns, and after i
 constant.
 
     python benchmarks/auto_regret.py [--only NAME ...] [--new] [--seeds 1 2 3] [--drawn N] [--hours 1.5] [--devices 8]
-        [--processes N] [--json FILE]
+        [--processes N] [--every] [--rows FILE] [--json FILE]
 
---drawn adds N kinds whose every parameter is drawn from the first seed; with `--only -` they are all there is.
+--every runs all splits instead of a bisection, and the oracle. --rows appends a line for each run, and does not run
+again what it has there: a run that was cut goes on. --drawn adds N kinds whose every parameter is drawn from the first
+seed; with `--only -` they are all there is.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import multiprocessing
 import random
 import statistics
 import sys
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -29,8 +33,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
+from scheduler.simulator import oracle
 from scheduler.simulator.regret import Row, Window, measured
+from scheduler.simulator.simulate import Figures, Setup
+from scheduler.simulator.trace import Requests, merged
 from scheduler.simulator.traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
+
+Job = tuple[str, list[Traffic], int]
 
 
 @contextmanager
@@ -60,9 +69,40 @@ def show(row: Row) -> str:
     return text
 
 
-def _one(job: tuple[str, list[Traffic], int], devices: int) -> Row:
+def bound_hours(setup: Setup, figures: Figures, ends: range) -> float:
+    """Device-hours that no scheduler exceeds with as many of this part's requests in time, even one that knows the
+    future and has nothing left to serve from before."""
+    parts, good, count = [], 0, 0
+    for name, requests in setup.named().items():
+        first, last = (bisect_left(requests.arrival_s, at_s) for at_s in (ends.start, ends.stop))
+        good, count = good + sum(figures.within[name][first:last]), count + last - first
+        at_s = array("d", (one - ends.start for one in requests.arrival_s[first:last]))
+        parts.append(Requests(at_s, requests.prompt[first:last], requests.output[first:last]))
+    requests = merged(parts)
+    seconds = min(ends.stop, setup.horizon_s) - ends.start
+    bound_s = setup.devices * (seconds - requests.horizon_s)
+    if count:
+        bound_s += oracle.training_device_s(
+            requests,
+            setup.engine,
+            setup.times,
+            devices=setup.devices,
+            jobs=None,
+            attainment=good / count,
+            slo_ttft_s=setup.slo_ttft_s,
+            slo_tpot_s=setup.slo_tpot_s,
+        )
+    return bound_s / 3600
+
+
+def _one(job: Job, devices: int, every: bool) -> Row:
     name, models, seed = job
-    return measured(models, devices, name, seed)
+    return measured(models, devices, name, seed, bound=bound_hours if every else None)
+
+
+def _read(file: Path) -> list[Row]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [Row(**row | {part: row[part] and Window(**row[part]) for part in ("first", "after")}) for row in rows]
 
 
 def main() -> None:
@@ -74,6 +114,8 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=1.5)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--processes", type=int, default=1, metavar="N")
+    parser.add_argument("--every", action="store_true")
+    parser.add_argument("--rows", metavar="FILE", type=Path)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     one_model = {name: (name,) for name in KINDS}
@@ -84,19 +126,24 @@ def main() -> None:
     }
     for n in range(args.drawn):
         kinds[f"drawn {n}"] = [drawn(random.Random(args.seeds[0] * 1_000_003 + n), args.devices)]
-    jobs = [
+    jobs: list[Job] = [
         (name, [replace(kind, seconds=args.hours * 3600) for kind in models], seed)
-        for name, models in kinds.items()
         for seed in args.seeds
+        for name, models in kinds.items()
     ]
     part = f"  |{'in time':>8}{'hours':>7}{'best':>5}{'in time':>9}{'hours':>7}{'ratio':>7}"
     print(f"{'':60}  |{'first half hour':43}  |after it")
     print(f"{'kind':40}{'seed':>4}{'requests':>8}{'moves/h':>8}{part}{part}")
-    rows = []
+    rows = _read(args.rows) if args.rows else []
+    done = {(row.kind, row.seed) for row in rows}
+    jobs = [job for job in jobs if (job[0], job[2]) not in done]
     with mapped(args.processes) as run:
-        for row in run(partial(_one, devices=args.devices), jobs):
+        for row in run(partial(_one, devices=args.devices, every=args.every), jobs):
             rows.append(row)
             print(show(row), flush=True)
+            if args.rows:
+                with args.rows.open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
     size = f"{len(rows)} runs of {args.hours:g} h, {args.devices} devices"
     for name, parts in (
         ("first half hour", [row.first for row in rows]),

@@ -22,10 +22,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from scheduler.autoscale.trials import BURST_S, FIRST_BAR_S
-from scheduler.core.config import WhenLate
+from scheduler.core.config import SchedulerConfig, WhenLate
 from scheduler.core.workload import Policy
 from scheduler.simulator.simulate import Figures, Setup, run_policy
 from scheduler.simulator.trace import Requests
@@ -43,7 +43,9 @@ class Window:
     """Part of a run. in_time: shares of the requests that arrived in it. best_serving: devices with which the best
     constant serves; None if none trains and is in time. ratio: what `auto` trained over what that constant trained.
     sure_hours: what the best constant trained of those that are in time by more than chance; 0 if none is. chance,
-    trials_s: the start-up cost as above, in requests and device seconds."""
+    trials_s: the start-up cost as above, in requests and device seconds. If all splits were asked for, avoidable: the
+    share of requests that were late and are in time with all devices; splits: by the devices that serve, the share in
+    time and the device-hours; oracle_hours: what the offline optimum trains (`oracle.py`)."""
 
     requests: int
     auto_in_time: float
@@ -54,6 +56,9 @@ class Window:
     sure_hours: float = 0.0
     chance: float = 0.0
     trials_s: float = 0.0
+    avoidable: float | None = None
+    splits: dict[int, tuple[float, float]] = field(default_factory=dict)
+    oracle_hours: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -114,9 +119,11 @@ def window(
     at_least: int = 1,
     pause_s: float = 0.0,
     when_late: WhenLate = "serve",
+    every: bool = False,
 ) -> Window:
     """split: the run with this many devices in serving. ends: seconds. at_least: devices that earlier requests needed.
-    pause_s: what a change of size costs the job on each of its devices."""
+    pause_s: what a change of size costs the job on each of its devices. every: look at all splits, without the
+    assumption that the bisection makes."""
     edges = {
         name: (bisect_left(requests.arrival_s, ends.start), bisect_left(requests.arrival_s, ends.stop))
         for name, requests in traces.items()
@@ -138,6 +145,11 @@ def window(
             late = [n for n in range(first, last) if not met[n] and (met_besides is None or met_besides[n])]
             yield last - first, len(late), burst([traces[name].arrival_s[n] for n in late])
 
+    def avoidable() -> float:
+        """Of the model that fares worst."""
+        full = split(devices)
+        return max((late / requests for requests, late, _ in bursts(auto, full) if requests), default=0.0)
+
     def surely(requests: int, late: int, size: float, sign: int = 1) -> bool:
         """Whether no more are late than may be, by more than chance; with sign -1 whether no fewer are."""
         margin = SURE * deviation(requests, late / max(requests, 1), size)
@@ -153,6 +165,8 @@ def window(
 
     def least(suffices: Callable[[Figures], bool]) -> int | None:
         """Devices in serving: fewer are in time no more often, and train more."""
+        if every:
+            return next((n for n in range(at_least, devices) if suffices(split(n))), None)
         low, high = at_least, devices
         while low < high:
             middle = (low + high) // 2
@@ -170,6 +184,7 @@ def window(
         unavoidable, serving = split(at_most), least(lambda figures: in_time(figures) >= possible)
     best = split(devices if serving is None else serving)
     sure = least(lambda figures: all(surely(*one) for one in bursts(figures)))
+    tried = range(devices + 1) if every else ()
     trials = 1 + math.log2(ends.stop / max(ends.start, FIRST_BAR_S)) if ends.stop > FIRST_BAR_S else 1.0
     return Window(
         requests=min(last - first for first, last in edges.values()),
@@ -181,13 +196,24 @@ def window(
         sure_hours=0.0 if sure is None else trained_s(split(sure)) / 3600,
         chance=chance(),
         trials_s=STOPS_OF_A_TRIAL * pause_s * (devices - (devices if sure is None else sure)) * trials,
+        avoidable=avoidable() if every else None,
+        splits={n: (in_time(split(n)), trained_s(split(n)) / 3600) for n in tried},
     )
 
 
-def measured(kinds: Sequence[Traffic], devices: int, name: str, seed: int) -> Row:
-    """kinds: one for each model. They share the devices; what counts is the model with most requests late."""
+def measured(
+    kinds: Sequence[Traffic],
+    devices: int,
+    name: str,
+    seed: int,
+    when_late: WhenLate = "serve",
+    bound: Callable[[Setup, Figures, range], float] | None = None,
+) -> Row:
+    """kinds: one for each model. They share the devices; what counts is the model with most requests late. when_late:
+    the box's setting. bound: device-hours that none exceeds with this run's share in time; all splits run too."""
     first_requests, *others = [made(kind, seed + 7919 * n) for n, kind in enumerate(kinds)]
     setup = Setup(first_requests, {f"model {n + 2}": one for n, one in enumerate(others)}, gpus_per_node=devices)
+    setup = replace(setup, config=SchedulerConfig(when_late=when_late))
     traces = setup.named()
     auto = run_policy(setup, Policy("auto"))
     runs: dict[int, Figures] = {}
@@ -197,13 +223,15 @@ def measured(kinds: Sequence[Traffic], devices: int, name: str, seed: int) -> Ro
             runs[serving] = run_policy(setup, Policy("split", devices - serving))
         return runs[serving]
 
+    pause_s = setup.config.job_pause_s
+
+    def part(ends: range, at_least: int) -> Window:
+        found = window(traces, auto, split, devices, ends, at_least, pause_s, when_late, bound is not None)
+        return replace(found, oracle_hours=bound(setup, auto, ends)) if bound else found
+
     end = int(setup.horizon_s) + 1
     learned = min(int(LEARNING_S), end)
-    pause_s, when_late = setup.config.job_pause_s, setup.config.when_late
-    first = window(traces, auto, split, devices, range(learned), pause_s=pause_s, when_late=when_late)
-    after = None
-    if end > 1.2 * learned:
-        least = first.best_serving or devices
-        after = window(traces, auto, split, devices, range(learned, end), least, pause_s, when_late)
+    first = part(range(learned), 1)
+    after = part(range(learned, end), first.best_serving or devices) if end > 1.2 * learned else None
     handovers_per_hour = 3600 * auto.handovers / max(setup.horizon_s, 1.0)
     return Row(name, seed, sum(map(len, traces.values())), handovers_per_hour, first, after)

@@ -6,10 +6,12 @@ from array import array
 
 import pytest
 
+from benchmarks.auto_regret import bound_hours
 from scheduler.core.config import WhenLate
-from scheduler.simulator.regret import Window, burst, deviation, window
+from scheduler.simulator.regret import Window, burst, deviation, measured, window
 from scheduler.simulator.simulate import Figures
 from scheduler.simulator.trace import Requests
+from scheduler.simulator.traffic import Traffic
 
 REQUESTS = 1000
 
@@ -22,14 +24,18 @@ def figures(late: int, trained_on: int, apart_s: float = 100.0) -> Figures:
 
 
 def compared(
-    late_by_serving: dict[int, int], apart_s: float, auto_late: int = 0, when_late: WhenLate = "serve"
+    late_by_serving: dict[int, int],
+    apart_s: float,
+    auto_late: int = 0,
+    when_late: WhenLate = "serve",
+    every: bool = False,
 ) -> Window:
     """Of a box of four devices."""
     traces = {"m": Requests(array("d", (n * apart_s for n in range(REQUESTS))), array("l"), array("l"))}
     splits = {n: figures(late, 4 - n, apart_s) for n, late in late_by_serving.items()}
     ends = range(int(REQUESTS * apart_s))
     auto = figures(auto_late, 1, apart_s)
-    return window(traces, auto, splits.__getitem__, 4, ends, pause_s=2.0, when_late=when_late)
+    return window(traces, auto, splits.__getitem__, 4, ends, pause_s=2.0, when_late=when_late, every=every)
 
 
 def test_late_requests_of_a_minute_are_one_burst() -> None:
@@ -74,3 +80,20 @@ def test_where_all_devices_are_late_too_only_lateness_counts() -> None:
     assert found.late(start_up=True) == found.late(start_up=False), "30 of 1,000 are not ten by chance"
     unsure = compared({1: 400, 2: 90, 3: 12, 4: 12}, apart_s=100.0, auto_late=15)
     assert unsure.late(start_up=False) == pytest.approx(0.2) and unsure.late(start_up=True) == 0, "twelve may be"
+
+
+def test_every_split_is_looked_at_where_that_is_asked_for() -> None:
+    late = {0: 1000, 1: 5, 2: 20, 3: 1, 4: 4}
+    assert compared(late, 100.0).best_serving == 3, "the bisection believes that fewer devices are late more often"
+    found = compared(late, 100.0, auto_late=30, every=True)
+    assert found.best_serving == 1 and found.splits[1] == (0.995, pytest.approx(3 * 1000 * 100 / 3600))
+    assert list(found.splits) == [0, 1, 2, 3, 4]
+    assert found.avoidable == pytest.approx(0.026), "four of the 30 are late on all devices too"
+
+
+def test_the_oracle_of_a_part_trains_no_less_than_auto_or_than_a_split_that_is_in_time() -> None:
+    row = measured([Traffic(2.0, 2400.0, prompt=2000)], 2, "two devices", 5, bound=bound_hours)
+    for part in (row.first, row.after):
+        assert part is not None and part.oracle_hours is not None
+        assert part.auto_hours <= part.oracle_hours <= 2 * 1801 / 3600
+        assert all(hours <= part.oracle_hours for share, hours in part.splits.values() if share >= part.auto_in_time)
