@@ -77,10 +77,8 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     )
     assert refused.returncode == 1 and "unknown, used or too old" in refused.stderr, refused
 
-    # Its devices are measured there, by its own agent, alone and with the one beside it.
-    found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", "n1/0", timeout_s=600)["data"]}
-    assert {"n1/0 memory", "n1/0 products", "n1/0 all-reduce of 2"} <= found.keys(), found
-    assert set(found.values()) <= {"ok", "warn"}, found
+    # Its devices are measured there, by its own agent, alone and, once it is free too, with the one beside it.
+    wait_for(lambda: "n1/0 all-reduce of 2" in measured(home, "n1/0"), "both of its devices to be free at once", 300)
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
@@ -179,6 +177,12 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert answers(home, adapter, of_engines=3) == said != answers(home)
     # The other node is there when the box ends, and ends with it.
+
+
+def measured(home, device: str) -> set[str]:
+    found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", device, timeout_s=600)["data"]}
+    assert {f"{device} memory", f"{device} products"} <= found.keys() and set(found.values()) <= {"ok", "warn"}, found
+    return set(found)
 
 
 def messages(home, job: str) -> list[str]:
