@@ -77,8 +77,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     )
     assert refused.returncode == 1 and "unknown, used or too old" in refused.stderr, refused
 
-    # Its devices are measured there, by its own agent, alone and, once it is free too, with the one beside it.
-    wait_for(lambda: "n1/0 all-reduce of 2" in measured(home, "n1/0"), "both of its devices to be free at once", 300)
+    assert "n1/0 all-reduce of 2" in measured(home, "n1/0"), "it was not measured with the one beside it"
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
@@ -168,10 +167,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     adapter = done["fine_tuned_model"]
     said = answers(home, adapter)
     join(home, away, head)
-    # Its devices are measured there, by its own agent, alone and with the one beside it.
-    found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", "n1/0", timeout_s=600)["data"]}
-    assert {"n1/0 memory", "n1/0 products", "n1/0 all-reduce of 2"} <= found.keys(), found
-    assert set(found.values()) <= {"ok", "warn"}, found
+    measured(home, "n1/0")  # alone: an engine may be awake beside it
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
@@ -180,6 +176,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
 
 
 def measured(home, device: str) -> set[str]:
+    """What its node's own agent measures of it."""
     found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", device, timeout_s=600)["data"]}
     assert {f"{device} memory", f"{device} products"} <= found.keys() and set(found.values()) <= {"ok", "warn"}, found
     return set(found)
