@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model import adapter
 from train.model.model import load_model
@@ -63,17 +64,7 @@ def test_a_stored_adapter_merges_as_peft_merges_it(trained, tmp_path):
 def test_a_job_on_an_adapter_starts_from_the_merged_weights(trained, tmp_path):
     base, model = trained
     model.save_pretrained(tmp_path / "a")
-    spec = TrainSpec(
-        job_id="j",
-        base_path=str(base),
-        train_path="",
-        run_dir="",
-        shm_root="",
-        output_model="m",
-        precision="fp32",
-        base_adapter=str(tmp_path / "a"),
-        device_kind="cpu",
-    )
+    spec = host_spec(base, precision="fp32", base_adapter=str(tmp_path / "a"))
     ours = dict(load_model(spec).named_parameters())
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.allclose(ours[name], dict(model.merge_and_unload().named_parameters())[name], atol=1e-6)

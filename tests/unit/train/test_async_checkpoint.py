@@ -6,8 +6,8 @@ import deepspeed
 import pytest
 import torch
 
+from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
-from train.plan.spec import TrainSpec
 from train.state import fragments, snapshot
 from weights.format.torch_views import as_tensor
 from weights.memory.store import WeightStore
@@ -17,9 +17,7 @@ from weights.memory.store import WeightStore
 def test_a_snapshot_begun_before_a_step_holds_the_state_before_it(tmp_path, stage):
     engine = engine_of(stage, "bf16")
     steps(engine, 2)
-    spec = TrainSpec(
-        job_id="j", base_path="", train_path="", run_dir="", shm_root="", output_model="m", device_kind="cpu"
-    )
+    spec = host_spec()
     store = WeightStore(tmp_path / "store", budget_bytes=None)
     before = {
         (part, f.name): tensor.clone()

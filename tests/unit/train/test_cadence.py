@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.train_support.specs import host_spec
 from train.plan.errors import InvalidHyperparameter, InvalidSpec
 from train.plan.spec import TrainSpec
 from train.state import cadence
@@ -119,16 +120,7 @@ def test_without_room_it_is_tried_within_what_may_be_lost(fixed_s, tried_s):
 
 def test_a_spec_takes_automatic_and_numbers():
     def spec(**fields):
-        return TrainSpec(
-            job_id="j",
-            base_path="",
-            train_path="",
-            run_dir="",
-            shm_root="",
-            output_model="m",
-            **fields,
-            device_kind="cpu",
-        )
+        return host_spec(**fields)
 
     assert TrainSpec.from_json(spec().to_json()).snapshot_every_s is None
     assert TrainSpec.from_json(spec(snapshot_every_s=2.0).to_json()).snapshot_every_s == 2.0

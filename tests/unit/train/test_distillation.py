@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import METHODS
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
@@ -20,7 +21,6 @@ from train.model.model import load_model
 from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, NothingGraded
 from train.plan.estimate import ModelShape
-from train.plan.spec import TrainSpec
 from train.rollouts import teacher
 from train.rollouts.rollouts import FILE
 from train.rollouts.teacher import Teacher
@@ -70,7 +70,7 @@ def test_memory_counts_what_the_teacher_says_of_every_token():
 def plain_model(tmp_path):
     folder = tmp_path / "b"
     base = str(folder if folder.exists() else make_model_dir(folder, dtype=torch.float32))
-    return load_model(TrainSpec("j", base, "", "", "", "o", precision="fp32", device_kind="cpu"))
+    return load_model(host_spec(base, precision="fp32"))
 
 
 def learnt_row(prompt, answers, advantages, sampled):
@@ -160,7 +160,7 @@ class Taught(Box):
     def __init__(self, folder, fails=lambda number: ""):
         super().__init__(None)
         self.teacher, self.fails, self.answered = (
-            load_model(TrainSpec("j", str(folder), "", "", "", "o", device_kind="cpu")),
+            load_model(host_spec(folder)),
             fails,
             0,
         )

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_pair_file
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
@@ -289,9 +290,7 @@ def test_its_defaults_and_memory():
 
 def test_padding_and_other_pairs_change_no_log_probability(tmp_path):
     base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    spec = TrainSpec(
-        "j", str(base), "", "", "", "o", precision="fp32", method="dpo", options={"beta": 0.1}, device_kind="cpu"
-    )
+    spec = host_spec(base, precision="fp32", method="dpo", options={"beta": 0.1})
     objective = DPO.objective(load_model(spec), spec.options)
     draw = np.random.default_rng(0)
     sides = [(draw.integers(3, 384, n).astype(np.int32), np.arange(n) >= 4) for n in (9, 14, 20, 7)]

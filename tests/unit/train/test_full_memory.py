@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from train.data.packing import StepPlan
-from train.plan.spec import TrainSpec
 from train.state import saving as saving_module
 from train.state import snapshot
 from train.state.cadence import Cadence
@@ -26,9 +26,7 @@ def run(tmp_path):
     """What writes the snapshots of a run, on its engine after two steps, and what it told."""
     engine = engine_of(1, "fp32")
     steps(engine, 2)
-    spec = TrainSpec(
-        job_id="j", base_path="", train_path="", run_dir=str(tmp_path), shm_root="", output_model="m", device_kind="cpu"
-    )
+    spec = host_spec(run_dir=str(tmp_path))
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
     signals = SimpleNamespace(snapshot=True, suspend=False)
 

@@ -3,17 +3,15 @@
 import pytest
 import torch
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.model.model import load_model
-from train.plan.spec import TrainSpec
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])
 def test_only_the_values_of_parameters_are_left_out(tmp_path, family, tied):
     base = make_model_dir(tmp_path / "base", family=family, tied=tied)
-    spec = TrainSpec(
-        job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="m", device_kind="cpu"
-    )
+    spec = host_spec(base)
     loaded, empty = load_model(spec), load_model(spec, weights=False)
     assert {(n, p.shape, p.dtype) for n, p in loaded.named_parameters()} == {
         (n, p.shape, p.dtype) for n, p in empty.named_parameters()

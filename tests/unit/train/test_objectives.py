@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
 from train.methods import head_gradient
@@ -25,16 +26,7 @@ def spec(request, tmp_path_factory):
     if family == "sliding":
         config = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
     base = make_model_dir(tmp_path_factory.mktemp("base"), dtype=torch.float32, **config)
-    return TrainSpec(
-        job_id="j",
-        base_path=str(base),
-        train_path="",
-        run_dir="",
-        shm_root="",
-        output_model="o",
-        precision="fp32",
-        device_kind="cpu",
-    )
+    return host_spec(base, precision="fp32")
 
 
 def examples(n, seed=0):
@@ -133,9 +125,7 @@ def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path)
 
 def test_attention_sinks_are_refused_because_packed_attention_would_leave_them_out(tmp_path):
     base = make_model_dir(tmp_path / "base", family="gpt_oss")
-    spec = TrainSpec(
-        job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o", device_kind="cpu"
-    )
+    spec = host_spec(base)
     with pytest.raises(UnsupportedModel, match="gpt_oss .* attention sinks"):
         load_model(spec)
 
@@ -155,7 +145,7 @@ def test_lora_leaves_experts_alone_whatever_peft_takes_for_their_names(tmp_path)
         pad_token_id=0,
     )
     Glm4MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
-    spec = TrainSpec("j", str(tmp_path), "", "", "", "o", full=False, lora_rank=2, device_kind="cpu")
+    spec = host_spec(tmp_path, full=False, lora_rank=2)
     trained = [name for name, p in load_model(spec).named_parameters() if p.requires_grad]
     assert trained and not any("experts" in name for name in trained)
     with pytest.raises(

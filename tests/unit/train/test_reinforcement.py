@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
@@ -222,16 +223,7 @@ def rollout_row(vocabulary=384, sequences=5, seed=0):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypatch, fused):
-    spec = TrainSpec(
-        "j",
-        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
-        "",
-        "",
-        "",
-        "o",
-        precision="fp32",
-        device_kind="cpu",
-    )
+    spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     made, row = rollout_row()
     objective = ReinforcementObjective(load_model(spec))
     objective._fused = fused
@@ -264,16 +256,7 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
 
 
 def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
-    spec = TrainSpec(
-        "j",
-        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
-        "",
-        "",
-        "",
-        "o",
-        precision="fp32",
-        device_kind="cpu",
-    )
+    spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     made, row = rollout_row()
     objective = REINFORCEMENT.objective(load_model(spec), {"rollouts": "engine"})
     objective(to_batch(row, 0.25, "cpu")).backward()
@@ -303,7 +286,7 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
-    spec = TrainSpec("j", str(make_model_dir(tmp_path / "b")), "", "", "", "o", precision="bf16", device_kind="cpu")
+    spec = host_spec(make_model_dir(tmp_path / "b"), precision="bf16")
     _, row = rollout_row()
     objective = ReinforcementObjective(load_model(spec))
     batch = to_batch(row, 1.0, "cpu")
@@ -327,16 +310,7 @@ def sampled(model, prompts, chances, **more):
 
 
 def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, monkeypatch):
-    spec = TrainSpec(
-        "j",
-        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
-        "",
-        "",
-        "",
-        "o",
-        precision="fp32",
-        device_kind="cpu",
-    )
+    spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     objective = ReinforcementObjective(load_model(spec))
     draw = np.random.default_rng(1)
     prompts = [draw.integers(3, 384, 5)] * 3 + [draw.integers(3, 384, 9)] * 3
@@ -378,16 +352,7 @@ def test_what_is_sampled_at_once_fits_the_plan_with_the_choice_of_tokens(tokens)
 
 
 def test_tokens_come_by_their_probability(tmp_path):
-    spec = TrainSpec(
-        "j",
-        str(make_model_dir(tmp_path / "b", dtype=torch.float32)),
-        "",
-        "",
-        "",
-        "o",
-        precision="fp32",
-        device_kind="cpu",
-    )
+    spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
     model = load_model(spec)
     prompt = np.arange(3, 9)
     whole = load_model(spec)
