@@ -89,14 +89,12 @@ class BusClient:
 
     async def _parsed(self, message: dict[str, Any]) -> Table:
         """The loop is free after every few rows; the old table is in force until all are read. Raises TableInvalid."""
-        steps = parsing(message, default_hold_s=self._gateway.config.holds.hold_s)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                table: Table = end.value
-                return table
-            await asyncio.sleep(0)
+        table: Table | None = None
+        for table in parsing(message, default_hold_s=self._gateway.config.holds.hold_s):
+            if table is None:
+                await asyncio.sleep(0)
+        assert table is not None, "the table is what comes last"
+        return table
 
     def changed(self, urgent: bool) -> None:
         """Schedule a report: now if urgent, else within the report interval."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,21 +73,10 @@ class Table:
     sessions: Mapping[str, Session] = field(default_factory=dict)
 
 
-def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
-    """As `parsing`, in one go."""
-    steps = parsing(data, default_hold_s=default_hold_s)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            table: Table = end.value
-            return table
-
-
-def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Generator[None, None, Table]:
-    """Check a "table" message, ROWS_AT_ONCE rows in each step: 50,000 names in one go held the loop that sends tokens
-    for a quarter of a second. An error in one row skips only that row: the others, and above all the removal of keys,
-    take effect. Raises TableInvalid if the message has no usable rows.
+def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Iterator[Table | None]:
+    """Check a "table" message: None after every ROWS_AT_ONCE rows, at last the table. 50,000 names in one go held the
+    loop that sends tokens for a quarter of a second. An error in one row skips only that row: the others, and above all
+    the removal of keys, take effect. Raises TableInvalid if the message has no usable rows.
     """
     generation = data.get("generation")
     if not isinstance(generation, int) or isinstance(generation, bool):
@@ -101,7 +90,7 @@ def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Generator[None
     for name, row in models.items():
         seen += 1
         if seen % ROWS_AT_ONCE == 0:
-            yield
+            yield None
         try:
             rows.append(_model(name, row, default_hold_s, refused, audiences))
         except TableInvalid as error:
@@ -111,13 +100,13 @@ def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Generator[None
     for digest, row in keys.items():
         seen += 1
         if seen % ROWS_AT_ONCE == 0:
-            yield
+            yield None
         try:
             callers[digest] = caller = _caller(digest, row)
             sessions |= _sessions(f"keys.{digest[:8]}….sessions", row.get("sessions"), caller)
         except TableInvalid as error:
             refused.append(_shown(error))
-    return Table(
+    yield Table(
         generation,
         tuple(rows),
         callers,

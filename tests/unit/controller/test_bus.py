@@ -18,9 +18,9 @@ from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.load import ModelLoad, ReplicaLoad, of_model, parse_report, total
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
-from appliance.gateway.routing.table import parse_table
 from appliance.store.database import Database
 from runtime.background_tasks import BackgroundTasks
+from tests.unit.gateway.tables import parse_table
 
 QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
 

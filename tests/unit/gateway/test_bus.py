@@ -17,8 +17,9 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.observe.metrics import RECENT_S
-from appliance.gateway.routing.table import ROWS_AT_ONCE, parse_table
+from appliance.gateway.routing.table import ROWS_AT_ONCE
 from appliance.gateway.state.reports import Told, load_report
+from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_answer
@@ -118,9 +119,11 @@ async def test_a_table_of_many_names_is_read_with_the_loop_free_in_between(
     def heard(*message: Any, **how: Any) -> Any:
         nonlocal reading
         reading = True
-        made = yield from steps_of(parsed(*message, **how), lambda: steps.append(turns))
+        for found in parsed(*message, **how):
+            if found is None:
+                steps.append(turns)
+            yield found
         reading = False
-        return made
 
     monkeypatch.setattr(bus_module, "parsing", heard)
     await bus.push({"type": "table", "generation": wanted, "models": models, "audiences": [["ann"]]})
@@ -130,16 +133,6 @@ async def test_a_table_of_many_names_is_read_with_the_loop_free_in_between(
             await asyncio.sleep(0)
     assert len(steps) == len(set(steps)) == 20, "each of them in a turn of the loop of its own"
     assert len(state.router.models) == len(models)
-
-
-def steps_of(steps: Any, on_step: Any) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-        on_step()
-        yield
 
 
 async def test_after_its_first_report_a_gateway_says_of_models_what_changed(

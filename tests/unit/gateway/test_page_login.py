@@ -17,8 +17,8 @@ from appliance.gateway.access.spending import LOGINS_PER_MINUTE_OF_ONE
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.http.client import network_of
-from appliance.gateway.routing.table import parse_table
 from appliance.ui.site import STATIC
+from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
