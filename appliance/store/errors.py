@@ -47,7 +47,10 @@ class NoRoomForCopy(StoreError):
         )
 
 
-class RowNotFound(StoreError):
+class RowNotFound(StoreError, LookupError):
+    """A LookupError as well, which is what the scheduler's ports may raise for what is gone: a job whose row had been
+    taken away ended the scheduler's loop."""
+
     def __init__(self, table: str, row_id: str):
         super().__init__(f"no row {row_id!r} in {table}")
         self.table = table

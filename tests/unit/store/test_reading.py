@@ -259,11 +259,12 @@ def test_readings_without_a_gap_do_not_have_the_log_grow(
             db.execute("DELETE FROM sums WHERE length(name) > 1000")
             longest = max(longest, (tmp_path / "appliance.db-wal").stat().st_size)
     assert longest < 60 << 20, "120 MB were written"
-    for _ in range(3):
+    until_s = time.monotonic() + 10
+    while (tmp_path / "appliance.db-wal").stat().st_size > 8 << 20:  # readers make room every 50 ms at most
+        assert time.monotonic() < until_s, "the log stays as long as it was"
         with db.reading():
             pass
         db.execute("UPDATE sums SET value = 1 WHERE name = 'commits'")
-    assert (tmp_path / "appliance.db-wal").stat().st_size <= 8 << 20
 
 
 def test_nor_where_the_writer_takes_longer_than_a_moment(db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -408,3 +408,16 @@ async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store
     monkeypatch.setattr("appliance.models.opening.may_open", refuse)
     with pytest.raises(LookupError, match="config.json: has 'auto_map'.*appliance model verify starter"):
         await runs.prepare("ftjob-1")
+
+
+async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs, tmp_path):
+    """Between the decision to start it and its start: what was raised was none of the scheduler's, and ended its
+    loop."""
+    folder = tmp_path / "jobs" / "ftjob-gone"
+    folder.mkdir(parents=True)
+    EventLog(folder, lambda event, **data: None)("general", when="before", asked=1, right=1)
+    for ask in (runs.catch_up, runs.prepare):
+        with pytest.raises(LookupError, match="ftjob-gone"):
+            await ask("ftjob-gone")
+    with pytest.raises(LookupError, match="ftjob-gone"):
+        runs.spec("ftjob-gone", "cpu")
