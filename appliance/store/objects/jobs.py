@@ -20,6 +20,11 @@ _TABLE = Table("jobs", JobRow)
 insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
 
 
+class JobCount(NamedTuple):
+    code: str | None
+    count: int
+
+
 class JobData(NamedTuple):
     """The files of which a job has copies, or will have. id, phase: the job's."""
 
@@ -159,6 +164,12 @@ def has_made(db: Database, owner: str, name: str) -> bool:
 
 def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
     return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
+
+
+def failed_by_code(db: Database) -> dict[str, int]:
+    """How many of the jobs that are kept failed, by the code of their error."""
+    asked = "SELECT error ->> '$.code' AS code, count(*) AS count FROM jobs WHERE phase = 'failed' GROUP BY code"
+    return {row.code or "": row.count for row in db.all(JobCount, asked)}
 
 
 def models_sampled(db: Database) -> list[str]:

@@ -23,6 +23,7 @@ from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
+from appliance.store.rows import EvalRunRow
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
@@ -282,6 +283,25 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert control.context.batch_engines.wanted == []
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the run", "its eval"])
+async def test_a_run_that_is_deleted_while_it_is_prepared_ends_without_a_word(
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whole: bool
+):
+    """Its next items broke a foreign key, which was logged as a bug, and tried again."""
+    eval_id = await made(control)
+
+    def gone(_: EvalRunner, row: EvalRunRow) -> None:
+        evals.delete(control.db, [eval_id if whole else row.id])
+        while evals.delete_some(control.db):
+            pass
+
+    monkeypatch.setattr(EvalRunner, "_check_may_go_on", gone)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "c")))
+    await control.app.state.evaluations.tasks.idle()
+    assert control.context.background.degraded() == [] and "FOREIGN KEY" not in caplog.text
+    assert (await control.http.get(f"/v1/evals/{eval_id}/runs/{run.id}")).status_code == 404
 
 
 async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeypatch: pytest.MonkeyPatch):
