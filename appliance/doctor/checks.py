@@ -264,6 +264,9 @@ def _box(facts: Facts) -> Iterator[Finding]:
             "`appliance status` says since when; the logs in `logs` of the data directory have the traceback",
             "warn",
         )
+    elif facts.ended:
+        remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
+        yield Finding("box", "warn", f"does not run: {facts.ended}", "runs, or ended in order", remedy)
     else:
         yield Finding("box", "skip", "does not run")
     if facts.backup is None:

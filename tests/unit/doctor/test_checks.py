@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.boot.box_state import read_end
 from appliance.config import load_config
 from appliance.doctor import facts as facts_module
 from appliance.doctor.checks import exit_code, findings
@@ -47,6 +49,23 @@ WELL = Facts(
 
 def wrong(facts: Facts) -> dict[str, str]:
     return {one.check: one.state for one in findings(facts) if one.state in ("warn", "fail")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"state": "failed", "message": "port 8000 is in use"}, "it did not start: port 8000 is in use"),
+        ({"state": "stopped", "message": "the disk is full"}, "it ended: the disk is full"),
+        ({"state": "stopped", "message": ""}, ""),
+        ({"state": "ready"}, "it was killed while ready"),
+        ({}, ""),
+    ],
+)
+def test_a_box_that_ended_by_itself_is_said_to_have_with_the_reason(tmp_path, fields, told):
+    (tmp_path / "box.json").write_text(json.dumps(fields))
+    assert read_end(tmp_path / "box.json") == told and read_end(tmp_path / "none") == ""
+    (found,) = [one for one in findings(replace(WELL, ended=told)) if one.check == "box"]
+    assert (found.state, found.found) == (("warn", f"does not run: {told}") if told else ("skip", "does not run"))
 
 
 def test_what_is_to_be_typed_is_there():
