@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -24,6 +25,7 @@ from appliance.store.records import energy, handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from scheduler.core.workload import POLICIES
+from scheduler.handover.journal import HandoverState
 
 
 def registry_of(collector: ControllerCollector) -> CollectorRegistry:
@@ -71,8 +73,12 @@ class ControllerCollector:
             mode.add_metric([policy], float(policy == holds))
         yield mode
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        for total in handovers.totals(self._db):
-            ended.add_metric([total.state], total.count, total.seconds)
+        totals = {total.state: total for total in handovers.totals(self._db)}
+        for state in get_args(HandoverState):
+            # A series that begins with its first failure has had no increase for Prometheus.
+            if state != "running":
+                total = totals.get(state)
+                ended.add_metric([state], total.count if total else 0, total.seconds if total else 0.0)
         yield ended
         running = float(len(handovers.list_open(self._db)))
         yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs in progress.", running)

@@ -33,6 +33,10 @@ async def test_box_at_rest(control: Control) -> None:
     assert found["appliance_tier_bytes", (("tier", "disk"),)] == 10
     assert found["appliance_job_queue_length", ()] == 0
     assert found["appliance_scheduler_plan_seconds", ()] == 0.001
+    ended = {
+        dict(labels)["outcome"]: n for (name, labels), n in found.items() if name == "appliance_handover_seconds_count"
+    }
+    assert ended == {"done": 0, "undone": 0, "failed": 0}, "there before the first one fails"
 
 
 async def test_jobs_devices_and_handovers(control: Control) -> None:
