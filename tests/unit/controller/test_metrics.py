@@ -33,9 +33,8 @@ async def test_box_at_rest(control: Control) -> None:
     assert found["appliance_tier_bytes", (("tier", "disk"),)] == 10
     assert found["appliance_job_queue_length", ()] == 0
     assert found["appliance_scheduler_plan_seconds", ()] == 0.001
-    ended = {
-        dict(labels)["outcome"]: n for (name, labels), n in found.items() if name == "appliance_handover_seconds_count"
-    }
+    counted = "appliance_handover_seconds_count"
+    ended = {dict(labels)["outcome"]: count for (name, labels), count in found.items() if name == counted}
     assert ended == {"done": 0, "undone": 0, "failed": 0}, "there before the first one fails"
 
 
