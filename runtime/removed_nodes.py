@@ -14,7 +14,7 @@ import math
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,13 @@ class RemovedNodes:
             before_s = max(now_s, self._given().get(name, 0.0))
             self._write({**self._read(), name: {"before_s": before_s, "out": True}})
 
-    def give(self, name: str) -> float:
+    def give(self, name: str, may: Callable[[], None] = lambda: None) -> float:
         """The Unix time of a certificate that is to be given out for this name now: later than its removal, whatever
-        the clock says. It is noted, beside the list."""
+        the clock says. It is noted, beside the list.
+
+        may: raises what refuses; no removal comes between it and the certificate."""
         with self._alone():
+            may()
             entry = self._read().get(name)
             given_s = max(time.time(), 0.0 if entry is None else math.floor(entry["before_s"]) + 1)
             self._write({**self._given(), name: given_s}, self._given_file)
