@@ -29,13 +29,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import _peers  # noqa: E402 - the path comes first
 from benchmarks._claims import record, stated  # noqa: E402
+from benchmarks._processor_time import cpu_of  # noqa: E402
 from tests.e2e.box_support import WholeBox, wait_for, whole_box  # noqa: E402
 from tests.e2e.test_box_rewards import GRADER, steps_of, sums  # noqa: E402
 
@@ -92,18 +91,6 @@ def by_the_box(box: WholeBox, way: str, asked: argparse.Namespace, seed: int) ->
         list(accumulate(one["completion_tokens_mean"] * GROUP * asked.prompts for one in ordered)),
         cpu_s,
     )
-
-
-def cpu_of(box: WholeBox) -> float:
-    """Seconds that the processes of a box have computed, and those of them that have ended, which whoever waited for
-    them counts."""
-    spent_s = 0.0
-    for pid in [*box.running(), box.main_pid()]:
-        try:
-            spent_s += sum(psutil.Process(pid).cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue
-    return spent_s
 
 
 def by_trl(model: Path, asked: argparse.Namespace, seed: int) -> Curve:
