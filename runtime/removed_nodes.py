@@ -66,6 +66,14 @@ class RemovedNodes:
         """Names that have a certificate which counts, the box's own among them, whether they are nodes now or not."""
         return frozenset(self._given()) - self.out()
 
+    def changed(self) -> tuple[int, int] | None:
+        """What is another after each removal; None before the first."""
+        try:
+            status = self.file.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def any(self) -> bool:
         return bool(self._read())
 
