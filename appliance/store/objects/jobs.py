@@ -20,11 +20,6 @@ _TABLE = Table("jobs", JobRow)
 insert, find, find_visible = _TABLE.insert, _TABLE.find, _TABLE.find_visible
 
 
-class JobCount(NamedTuple):
-    code: str | None
-    count: int
-
-
 class JobData(NamedTuple):
     """The files of which a job has copies, or will have. id, phase: the job's."""
 
@@ -169,7 +164,7 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
 def failed_by_code(db: Database) -> dict[str, int]:
     """How many of the jobs that are kept failed, by the code of their error."""
     asked = "SELECT error ->> '$.code' AS code, count(*) AS count FROM jobs WHERE phase = 'failed' GROUP BY code"
-    return {row.code or "": row.count for row in db.all(JobCount, asked)}
+    return {str(code or ""): int(count) for code, count in db.execute(asked)}
 
 
 def models_sampled(db: Database) -> list[str]:
