@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -73,6 +83,11 @@ def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
             config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
         )
     model.tie_weights()
+    # What loading leaves for whoever writes the model back (train.state.stored_names), for experts are stored one by
+    # one, and for whoever has it answer.
+    model._weight_conversions = get_model_conversion_mapping(model)
+    with suppress(OSError):  # the directory has none
+        model.generation_config = GenerationConfig.from_pretrained(spec.base_path, local_files_only=True)
     persistent = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return None if persistent else model
 
