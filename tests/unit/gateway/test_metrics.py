@@ -118,6 +118,23 @@ def test_label_sets_stay_bounded() -> None:
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
 
 
+def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
+    metrics, scopes = Metrics(), (frozenset({"inference"}), frozenset({"admin"}))
+    combined = [(model, version, whose) for model in "ab" for version in ("v1", "v2") for whose in scopes]
+    for model, version, whose in (*combined, *reversed(combined)):
+        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request.model, request.model_version, request.status = model, version, 200
+        request.caller = Caller("key", "key", whose, b"")
+        metrics.first_byte(request, 1.0)
+        metrics.finished(request, 1.0)
+    found = {key: series for of_model in metrics.models.values() for key, series in of_model.items()}
+    assert found.keys() == {(model, version, next(iter(whose))) for model, version, whose in combined}
+    assert {series.statuses[200] for series in found.values()} == {sum(s.ttft.counts) for s in found.values()} == {2}
+    metrics.forget_models(["b"])
+    metrics.finished(request, 1.0)
+    assert metrics.models["a"]["a", "v1", "inference"].statuses[200] == 1
+
+
 def asked(metrics: Metrics, owner: str, model: str) -> None:
     request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
     request.model, request.model_version = model, "v1"
