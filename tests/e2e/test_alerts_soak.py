@@ -103,6 +103,7 @@ def test_each_alert_fires_where_its_cause_is_made_and_says_what_to_do(tmp_path: 
         )
         box = WholeBox(data_dir)
         try:
+            (tmp_path / "backups").mkdir()
             box.run("up", "--detach", "--port", str(box.port))
             box.run("backup", "make", str(tmp_path / "backups"))  # so that none is due
             with prometheus(tmp_path / "prometheus", box) as address:
