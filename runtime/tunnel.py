@@ -101,7 +101,6 @@ class TunnelServer:
         self._address, self._shared, self._sockets, self._folders = address, shared, sockets, folders
         self._newcomers: Newcomers | None = None
         self._at = ("", 0)
-        self.bytes_sent = 0
 
     async def start(self) -> tuple[str, int]:
         """Returns address and port, the same on every call. Raises TunnelRefused off loopback without certificates."""
@@ -179,7 +178,6 @@ class TunnelServer:
                     writer.write(chunk)
                     await writer.drain()
                     left -= len(chunk)
-                self.bytes_sent += size - left
 
 
 class Tunnels:

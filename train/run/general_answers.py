@@ -190,15 +190,15 @@ def _common(rows: list[list[int]]) -> int:
 
 
 class Prefix:
-    """What all rows begin with, computed once. `rows`: of all prompts; `room`: tokens that may follow the longest."""
+    """What all rows begin with, computed once. `rows`: of all prompts."""
 
-    def __init__(self, model: Any, rows: list[list[int]], device: torch.device, room: int = 4 * NEW_TOKENS):
+    def __init__(self, model: Any, rows: list[list[int]], device: torch.device):
         config = model.config.get_text_config()
         self.device, self.common, self._cache = device, _common(rows), DynamicCache(config=config)
         window = getattr(config, "sliding_window", None)
         if keeps_state(model):
             self.common = 0  # transformers repeats no state (DynamicCache.batch_repeat_interleave)
-        elif window and window < max(map(len, rows)) + room:
+        elif window and window < max(map(len, rows)) + 4 * NEW_TOKENS:
             self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
         if self.common:
             begun = torch.tensor([rows[0][: self.common]], device=device)
