@@ -105,7 +105,7 @@ class Tiers:
         *,
         jobs_dir: Path,
     ) -> None:
-        self.store = store
+        self.store, self.clock = store, time.time
         self.loop: asyncio.AbstractEventLoop | None = None
         self.all = [Tier(level, ThreadPoolExecutor(1, f"tier-{level.name}", initializer=_be_nice)) for level in levels]
         self._db, self._jobs_dir = db, jobs_dir
@@ -121,7 +121,7 @@ class Tiers:
 
     def note(self, tier: Tier, text: str) -> None:
         """Notes an error of a tier, which `status` shows until its next one."""
-        tier.last_error, tier.last_error_s = text, time.time()
+        tier.last_error, tier.last_error_s = text, self.clock()
         log.error("tier %s: %s", tier.level.name, text)
 
     def found_damaged(self, name: str, text: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from deepspeed import comm
 
 from runtime.devices.kinds import in_host_memory
-from train.control.rank_messages import told_by_first
+from train.control.rank_messages import broadcast_json
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import TrainSpec
 from train.state import fragments
@@ -190,7 +190,7 @@ def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Lay
             outcome = {"draft": str(draft.path)}
         except StoreError as error:
             outcome = {"error": error_as_json(error)}
-    outcome = told_by_first(outcome)
+    outcome = broadcast_json(outcome)
     if "error" in outcome:
         raise error_from_json(outcome["error"])
     return draft if draft is not None else store.attach(outcome["draft"], layout)
