@@ -115,7 +115,7 @@ class GeneralQuestions:
         return looked
 
     def _share(self, count: int) -> list[int]:
-        """This rank's share of `count` questions. All shares are of one size, so that all ranks compute the same shapes;
+        """This rank's share of `count` questions. All shares have one size, so that all ranks compute the same shapes;
         `_together` counts a question that two ranks asked once."""
         size, at = self._grid.data_size, self._grid.data_rank
         return [(at + turn * size) % count for turn in range(-(-count // size))]
@@ -136,9 +136,7 @@ class GeneralQuestions:
         spec, path = self._spec, Path(self._spec.run_dir) / _BEFORE
         if self._grid.rank != 0:
             return None
-        before = Answers(
-            spec.general_known, spec.general_begun
-        )  # the file may lie on another node, where the first step ran
+        before = Answers(spec.general_known, spec.general_begun)  # the file may lie on the node of the first step
         if path.exists():
             said = json.loads(path.read_text())
             before = Answers(tuple(said["known"]), tuple(said["begun"]))

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 class Profiling:
     """Profiles one rank. collectives: the name of the collectives' library in the names of torch's operations. folder:
-    where trace files go. rows: how many this rank has in each step. At most MOST_ROWS are profiled: of a longer step the
-    last ones, with the optimizer step."""
+    where trace files go. rows: how many this rank has in each step. At most MOST_ROWS are profiled: of a longer step
+    the last ones, with the optimizer step."""
 
     def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress, rows: int = 1):
         self._folder, self._collectives, self._emit, self._progress = folder, collectives, emit, progress
@@ -105,7 +105,7 @@ class Profiling:
             log.warning("the profiler did not stop", exc_info=error)
 
     def _write(self, profiler: Any, step: int) -> tuple[str | None, int]:
-        """Write the trace in place of the job's last one; returns its path and size, (None, 0) if it would be too long."""
+        """Write the trace in place of the job's last one; returns path and size, (None, 0) if it would be too long."""
         for left in self._folder.glob("trace-*.json.gz"):
             left.unlink()
         if len(profiler.events()) > MOST_EVENTS:
