@@ -99,7 +99,9 @@ def create(
     ] = None,
     owner: Annotated[
         str | None,
-        typer.Option("--owner", help="Whose is what it makes, and whose part of the devices it shares. Default: NAME."),
+        typer.Option(
+            "--owner", help="Who owns what the key makes, and whose share of the devices it uses. Default: NAME."
+        ),
     ] = None,
     *,
     limits: dict[str, Any],
@@ -141,7 +143,7 @@ def limit(
 
 @box_command(app, "appliance key list", "appliance key list --all -o json", name="list")
 def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False) -> None:
-    """Every key by name, scopes and first characters; the key itself is known only to its owner."""
+    """List keys by name, scopes and first characters. Only its owner knows the key itself."""
     answer = session.client.get("/admin/v1/keys")
     shown = [key for key in answer["data"] if all_ or key["revoked_s"] is None]
     session.show({**answer, "data": shown}, _table)
@@ -149,7 +151,7 @@ def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help
 
 @box_command(app, "appliance key revoke alice", "appliance key revoke key_4f2a81")
 def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")]) -> None:
-    """Make a key worthless at once: its requests, batches and responses in background end, its jobs are paused."""
+    """Revoke a key at once: its requests, batches and background responses end, its jobs are paused."""
     answer = session.client.delete(f"/admin/v1/keys/{segment(key)}")
     session.show(answer, _revoked)
 

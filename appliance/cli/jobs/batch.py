@@ -35,7 +35,7 @@ def create(
     session: Session,
     path: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True)],
     endpoint: Annotated[str, typer.Option("--endpoint", help="What the lines ask.")] = "/v1/chat/completions",
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if badly.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if it failed.")] = False,
     timeout: TIMEOUT = None,
 ) -> None:
     """Upload FILE and start a batch of its lines, which is done within 24 hours or expires."""
@@ -53,19 +53,19 @@ def create(
 
 @box_command(app, "appliance batch list", "appliance batch list -o json | jq -r .data[0].id", name="list")
 def list_batches(session: Session) -> None:
-    """Every batch, the newest first."""
+    """List batches, the newest first."""
     session.show(session.client.get("/v1/batches", limit=100), _table)
 
 
 @box_command(app, "appliance batch show batch_abc123")
 def show(session: Session, batch_id: BATCH) -> None:
-    """How far a batch is, what it waits for, and which files it left."""
+    """Show how far a batch is, what it waits for, and its files."""
     session.show(session.client.get(paths.batch(batch_id)), _fields)
 
 
 @box_command(app, "appliance batch cancel batch_abc123")
 def cancel(session: Session, batch_id: BATCH) -> None:
-    """End a batch. What was answered until now is kept in its output file."""
+    """Cancel a batch. Its output file keeps the answers so far."""
     session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
 
 

@@ -20,7 +20,7 @@ app = group("The queue of fine-tuning jobs; `appliance job` takes these commands
 
 @box_command(app, "appliance job queue", "appliance job queue --watch", "appliance job queue -o json")
 def queue(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """The jobs in the order in which they get devices, with why each of them waits, as Slurm shows it."""
+    """List jobs in the order in which they get devices, each with why it waits, as Slurm does."""
     session.follow(lambda: session.client.get("/admin/v1/queue"), queue_table, watch, every)
 
 
@@ -40,7 +40,7 @@ def update(
     deadline: DEADLINE = None,
     preemptible: PREEMPTIBLE = None,
 ) -> None:
-    """Change how a job that is not over may use the devices; it takes effect at once."""
+    """Change how an unfinished job may use the devices. It takes effect at once."""
     cleared = {field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE}
     fields = device_fields(
         None if sizes in _NONE else sizes, priority, None if deadline in _NONE else deadline, preemptible
@@ -60,7 +60,7 @@ def hold(session: Session, job_id: JOB) -> None:
 
 @box_command(app, "appliance job release ftjob-abc123")
 def release(session: Session, job_id: JOB) -> None:
-    """Let a job that was held have devices again, in its turn."""
+    """Release a held job: it gets devices again in its turn."""
     _set_held(session, job_id, "release", "is released")
 
 

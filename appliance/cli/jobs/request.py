@@ -21,7 +21,11 @@ SIZES = Annotated[
 PRIORITY = Annotated[int | None, typer.Option("--priority", help="Higher goes first; default 0.")]
 DEADLINE = Annotated[
     str | None,
-    typer.Option("--deadline", metavar="TIME", help="8h from now, or 2026-11-22T06:00; it goes first when it presses."),
+    typer.Option(
+        "--deadline",
+        metavar="TIME",
+        help="8h from now, or 2026-11-22T06:00; the job goes first when the deadline is near.",
+    ),
 ]
 PREEMPTIBLE = Annotated[
     bool | None,

@@ -40,21 +40,22 @@ def deploy(
     model: MODEL,
     min_replicas: Annotated[int | None, typer.Option("--min-replicas", metavar="N", min=0)] = None,
     max_replicas: Annotated[
-        str | None, typer.Option("--max-replicas", metavar="N|none", help="none: [serve] max_replicas.")
+        str | None,
+        typer.Option("--max-replicas", metavar="N|none", help="The most replicas; none: [serve] max_replicas."),
     ] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices of one replica.")
     ] = None,
     ttft_p95_s: Annotated[
         str | None,
-        typer.Option("--ttft-p95-s", metavar="SECONDS|none", help="Target: time to first token, 95 of 100 requests."),
+        typer.Option("--ttft-p95-s", metavar="SECONDS|none", help="Target: time to first token of 95 % of requests."),
     ] = None,
     tpot_p95_ms: Annotated[
         str | None, typer.Option("--tpot-p95-ms", metavar="MS|none", help="Target: time per further token.")
     ] = None,
     idle_sleep_s: Annotated[
         str | None,
-        typer.Option("--idle-sleep-s", metavar="SECONDS|none", help="Stays awake for this long unasked, then sleeps."),
+        typer.Option("--idle-sleep-s", metavar="SECONDS|none", help="Sleep after this long without a request."),
     ] = None,
     pin: Annotated[
         bool | None, typer.Option("--pin/--unpin", help="Its replicas come first and are never given to training.")
@@ -103,7 +104,7 @@ def deploy(
     settings_number: Annotated[
         int | None,
         typer.Option(
-            "--settings", metavar="N", min=0, help="Go back to these settings; 0: to none.", rich_help_panel=ENGINE
+            "--settings", metavar="N", min=0, help="Go back to settings number N; 0: to none.", rich_help_panel=ENGINE
         ),
     ] = None,
 ) -> None:
