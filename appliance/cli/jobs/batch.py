@@ -70,8 +70,8 @@ def cancel(session: Session, batch_id: BATCH) -> None:
 
 
 def begun_before(session: Session, mark: str, key: str, done_too: bool = True) -> dict[str, Any] | None:
-    """The batch that an earlier command has begun for the same (`begin`), unless it came to nothing. done_too: also one
-    that is answered, else one that is on its way alone."""
+    """The batch that an earlier command began with this mark and key (`begin`), unless it failed. done_too: a completed
+    one counts as well."""
     good = ("validating", "in_progress", "finalizing", *(["completed"] if done_too else []))
     for batch in session.client.listed("/v1/batches")["data"]:
         if batch["status"] in good and (batch.get("metadata") or {}).get(mark) == key:
@@ -80,7 +80,7 @@ def begun_before(session: Session, mark: str, key: str, done_too: bool = True) -
 
 
 def begin(session: Session, endpoint: str, bodies: Iterable[tuple[str, Any]], mark: str, key: str) -> dict[str, Any]:
-    """A batch of requests, each with its custom id, that `begun_before` finds again by the mark and its key."""
+    """Begin a batch of (custom id, body) requests. `begun_before` finds it again by its mark and key."""
     with tempfile.TemporaryDirectory() as folder, kept_if_taken(session) as uploaded:
         path = Path(folder, "questions.jsonl")
         with open(path, "w") as file:

@@ -200,14 +200,14 @@ def prepare(
 
 
 def _there(session: Session, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the box, which reads whole files for it. Raises CliError."""
+    """Ask the box, which reads whole files for its answer. Raises CliError."""
     from appliance.cli.client import WORK_TIMEOUT_S  # fenced: HTTP would add to the time of every `--help`
 
     return session.client.send("POST", path, body=body, timeout_s=WORK_TIMEOUT_S)
 
 
 def _here(request: dict[str, Any], message: str) -> dict[str, Any]:
-    """The answer of a process of our own. Raises BadUsage, CommandFailed."""
+    """Ask a process of this command. Raises BadUsage, CommandFailed."""
     command = python("train.data_checks.process", json.dumps(request | {"niceness": 0}))
     with output.progress(message):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -34,7 +34,7 @@ PREEMPTIBLE = Annotated[
 
 
 def json_file(option: str, path: Path) -> Any:
-    """What a file has as JSON. Raises BadUsage."""
+    """Read a JSON file. Raises BadUsage."""
     try:
         return json.loads(path.expanduser().read_text())
     except OSError as error:
@@ -44,7 +44,7 @@ def json_file(option: str, path: Path) -> Any:
 
 
 def table_file(option: str, path: Path) -> Any:
-    """What a file has as TOML, or as JSON if its name ends so. Raises BadUsage."""
+    """Read a TOML file, or a JSON file if its name ends in .json. Raises BadUsage."""
     if path.suffix == ".json":
         return json_file(option, path)
     import tomllib  # fenced, for the time of `--help`
@@ -58,7 +58,7 @@ def table_file(option: str, path: Path) -> Any:
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:
-    """NAME=VALUE as names and values. Raises BadUsage."""
+    """Split texts of the form NAME=VALUE into names and values. Raises BadUsage."""
     found = []
     for text in texts:
         name, equals, value = text.partition("=")
@@ -90,7 +90,7 @@ def _sizes(text: str) -> list[int]:
 def _to_come(option: str, text: str) -> float:
     moment = moment_of(option, text)
     if moment <= time.time():
-        raise BadUsage(f"{option} is {text!r}, which is over; expected a time to come, such as 8h from now")
+        raise BadUsage(f"{option} is {text!r}, which is past; expected a future time, such as 8h from now")
     return moment
 
 

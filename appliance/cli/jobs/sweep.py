@@ -91,7 +91,7 @@ def _known(trial: dict[str, Any]) -> list[float]:
 
 
 def _rank(trial: dict[str, Any]) -> tuple[int, float]:
-    """Those that came furthest first, and of these the least loss."""
+    """Sort key: the trials that came furthest first, the least loss first among them."""
     known = _known(trial)
     return -len(known), known[-1] if known else 0.0
 
@@ -102,7 +102,7 @@ def _ends(trials: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _bar(trial: dict[str, Any], lowest: float, highest: float) -> str:
-    """From the best loss of all, which has one cell, to the worst."""
+    """A bar for the trial's last loss: one cell for the best of all trials, _BAR_CELLS for the worst."""
     known = _known(trial)
     if not known:
         return ""
