@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Command, Session, box_command, given, group
+from appliance.cli.command import Session, box_command, given, group, with_options
 from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
 
@@ -52,24 +50,11 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def with_limits(command: Command) -> Command:
-    """Gives a command an option for each of LIMITS; it gets those that were given as `limits`."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "limits"]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        for name, option in LIMITS.items()
-    ]
+NO_LIMITS: dict[str, Any] = {}
 
-    @functools.wraps(command)
-    def with_options(session: Session, **options: Any) -> None:
-        chosen = {name: options.pop(name) for name in LIMITS}
-        limits = given(**chosen | {"models": chosen["models"] or None, "bounds": _bounds(chosen["bounds"])})
-        command(session, limits=limits, **options)
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
-    setattr(with_options, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
-    return with_options
+def _limits_given(models: list[str] | None = None, bounds: list[str] | None = None, **numbers: Any) -> dict[str, Any]:
+    return given(models=models or None, **numbers, bounds=_bounds(bounds))
 
 
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
@@ -85,7 +70,7 @@ app = group("API keys: who may use the box over the network. Commands on the box
     "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
     "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
 )
-@with_limits
+@with_options("limits", LIMITS, _limits_given)
 def create(
     session: Session,
     name: Annotated[str, typer.Option("--name", help="Whose key it is; shown in lists and in the audit log.")],
@@ -103,8 +88,7 @@ def create(
             "--owner", help="Who owns what the key makes, and whose share of the devices it uses. Default: NAME."
         ),
     ] = None,
-    *,
-    limits: dict[str, Any],
+    limits: dict[str, Any] = NO_LIMITS,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
     body = given(name=name, scopes=scope or None, owner=owner) | limits
@@ -121,7 +105,7 @@ def create(
     "appliance key limit alice --lift tokens_per_minute --lift models",
     "appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10",
 )
-@with_limits
+@with_options("limits", LIMITS, _limits_given)
 def limit(
     session: Session,
     key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")],
@@ -129,8 +113,7 @@ def limit(
         list[str] | None,
         typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
     ] = None,
-    *,
-    limits: dict[str, Any],
+    limits: dict[str, Any] = NO_LIMITS,
 ) -> None:
     """Change what a key may use and spend; limits that are not named stay. It holds from the next request on."""
     unknown = [name for name in lift or () if name not in LIMITS]
