@@ -337,6 +337,25 @@ async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later
     await server.stop()
 
 
+async def test_what_a_node_has_open_ends_when_it_is_removed(there, nodes, tmp_path, monkeypatch):
+    """Over a tunnel that it had opened before, it went on talking to an engine."""
+    monkeypatch.setattr("runtime.tunnel.LOOK_S", 0.01)
+    home, joined, _ = nodes
+    server = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=())
+    tunnels, local = Tunnels(joined), tmp_path / "local.sock"
+    await tunnels.open(local, await server.start(), tmp_path / "run" / "engine.sock")
+    reader, writer = await asyncio.open_unix_connection(local)
+    home.certificate.removed.remove("n2")
+    writer.write(b"one\n")
+    assert await reader.readline() == b"ONE\n", "another node was"
+    home.certificate.removed.remove("n1", time.time())
+    async with asyncio.timeout(20):
+        assert await reader.read() == b""
+    writer.close()
+    await tunnels.close(local)
+    await server.stop()
+
+
 async def test_a_list_of_removed_nodes_that_cannot_be_read_lets_nobody_in(there, nodes, tmp_path):
     home, joined, _ = nodes
     server = TunnelServer("127.0.0.1", home, sockets=(), folders=(tmp_path / "store",))
