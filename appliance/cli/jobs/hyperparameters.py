@@ -110,8 +110,8 @@ def with_training(command: Command) -> Command:
             chosen[name] = options[name].read(value)
         return Training(method, chosen, tuple(set_ or ()))
 
-    annotations = {"method": _METHOD} | {name: option.annotation for name, option in options.items()}
-    return with_options("training", annotations, training, method=DEFAULT.name)(command)
+    annotations: dict[str, Any] = {name: option.annotation for name, option in options.items()}
+    return with_options("training", {"method": _METHOD, **annotations}, training, method=DEFAULT.name)(command)
 
 
 def _own(name: str, by_method: dict[str, Option]) -> _Option:

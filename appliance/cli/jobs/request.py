@@ -14,7 +14,7 @@ from appliance.cli.command import given
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
 
-DEVICES = {
+DEVICES: dict[str, Any] = {
     "min_devices": Annotated[int | None, typer.Option("--min-devices", metavar="N", min=1, help="Never on fewer.")],
     "max_devices": Annotated[int | None, typer.Option("--max-devices", metavar="N", min=1, help="Never on more.")],
     "sizes": Annotated[

@@ -47,7 +47,7 @@ def _option(of_type: Any, flag: str, metavar: str, text: str | None, least: int 
     ]
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     **{name: _option(str, _flag(name), row[0], row[1]) for name, row in (_SETTINGS | _SAMPLING).items()},
     "engine_arg": _option(list[str], "--engine-arg", "KEY=VALUE|KEY=none", "One of vLLM's arguments; may be repeated."),
     "number": _option(int, "--settings", "N", "Go back to settings number N; 0: to none.", 0),
