@@ -79,6 +79,7 @@ class JobRuns:
         in between. Called before ranks start again."""
         left = deque(await self._db.read(BOX, self._missed, job_id))
         await little_by_little(partial(self._ingest_some, job_id, left))
+        await self._snapshots.removed(job_id)
 
     def _missed(self, job_id: str) -> list[dict[str, Any]]:
         """The events that the store may lack: steps, and what is told once. Call it within a reading, because a job may
@@ -341,9 +342,8 @@ class JobRuns:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
         drop the snapshots of jobs that are over on their own."""
         try:
-            for stored in self._store.list("snapshot"):
-                if stored.model == job_id:
-                    self._store.remove(stored)
+            for stored in self._store.list("snapshot", job_id):
+                self._store.remove(stored)
         except VersionLeased:
             return False
         except VersionNotFound:

@@ -9,6 +9,7 @@ from typing import Any
 
 from appliance.controller.devices import cordons, night_round
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
+from appliance.controller.interfaces.ports import TRAINING_FAILED
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
@@ -143,7 +144,7 @@ class SqliteStateStore:
                 self._events.succeeded(job_id)
                 self._models_changed()  # its model must be callable as soon as the job is reported as done
             case "failed":
-                self._events.failed(job_id, "training_failed", error)
+                self._events.failed(job_id, TRAINING_FAILED, error)
             case "cancelled":
                 self._events.cancelled(job_id)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weights.format.errors import StoreFull
 from weights.format.manifest import KINDS
+from weights.format.names import encode_name
 from weights.memory.locks import DirectoryLock, StoreMutex
 from weights.memory.pool import Pool
 from weights.memory.removal import dismantle, hide
@@ -41,9 +42,11 @@ class Evictor:
             budget_bytes=self.budget_bytes,
         )
 
-    def committed(self, kind: str) -> list[Path]:
-        """Directories of all versions of `kind`."""
-        return [path for model in directories(self.root / f"{kind}s") for path in directories(model)]
+    def committed(self, kind: str, model: str | None = None) -> list[Path]:
+        """Directories of all versions of `kind`, or of those of one model."""
+        of_kind = self.root / f"{kind}s"
+        models = directories(of_kind) if model is None else [of_kind / encode_name(model)]
+        return [path for folder in models for path in directories(folder)]
 
     def all_committed(self) -> list[Held]:
         """Sizes of every version and snapshot."""

@@ -211,10 +211,11 @@ class WeightStore:
                 raise
             return None  # removed while we read it
 
-    def list(self, kind: str) -> list[StoredVersion]:
-        """All readable versions of `kind`, oldest first. Damaged ones are reported by `sweep`, not here."""
+    def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
+        """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
+        not here."""
         found = []
-        for path in self._evictor.committed(_check_kind(kind)):
+        for path in self._evictor.committed(_check_kind(kind), model):
             try:
                 found.append(StoredVersion.read(path))
             except IntegrityError:

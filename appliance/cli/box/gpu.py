@@ -12,6 +12,7 @@ from appliance.cli.operations import CHECK_TIMEOUT_S, TIMEOUT, Patience
 from appliance.cli.paths import segment
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
+_OUT_OF_USE = {"box": "cordoned", "check": "in check"}
 DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` names it, e.g. n0/3.")]
 
 
@@ -88,8 +89,10 @@ def holder(device: dict[str, Any]) -> str:
 
 
 def health(device: dict[str, Any]) -> str:
-    """As the box says it, but "drained" once nobody holds a device that drains."""
-    return "drained" if device["health"] == "draining" and device.get("holder") is None else device["health"]
+    """As the box says it; of a device that drains and that nobody holds, what it is instead."""
+    if device["health"] != "draining" or device.get("holder") is not None:
+        return device["health"]
+    return _OUT_OF_USE.get(device.get("cordon"), "drained")
 
 
 def _until_free(session: Session, device_id: str, device: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:

@@ -129,5 +129,5 @@ def _packed(target: Path, manifest: dict[str, Any]) -> Any:
         output.table(("FILE", ">BYTES", "FROM"), rows, empty="nothing"),
         left_out or None,
         f"replaced: {replaced}",
-        f"{target} ({formats.size(target.stat().st_size)}): look at it before you send it",
+        f"{target} ({formats.size(target.stat().st_size)}): look at it before you send it, `tar -xzf {target}`",
     )

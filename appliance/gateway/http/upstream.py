@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import Final
 
 import httptools
@@ -115,7 +115,7 @@ class UpstreamConnection(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
-        self.read_s = time.monotonic()
+        self.read_s = monotonic()
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -125,10 +125,10 @@ class UpstreamConnection(Connection):
             self.abort()
             return
         self.answered = True
-        self.read_s = time.monotonic()
+        self.read_s = monotonic()
         if not self._head_done:
             if not self._head_bytes:
-                if data.startswith(OK) and self._whole(listener, data):
+                if self._whole(listener, data):
                     return
                 self.headers = {}
             self._head_bytes += len(data)
@@ -165,7 +165,7 @@ class UpstreamConnection(Connection):
         """
         last = self._last
         body = None if last is None else last.body_of(data)
-        if body is None:
+        if body is None and data[: len(OK)] == OK:
             last = self._last = plain_head(data)
             body = None if last is None else last.body_of(data)
         if last is None or body is None:
@@ -279,7 +279,7 @@ class UpstreamPool:
 
     async def _connect(self, path: str, done: Callable[[UpstreamConnection | OSError], None], wait_s: float) -> None:
         loop = asyncio.get_running_loop()
-        started = time.monotonic()
+        started = monotonic()
         pause_s = FULL_BACKLOG_RETRY_S
         while True:
             try:
@@ -288,7 +288,7 @@ class UpstreamPool:
                         lambda: UpstreamConnection(self, path), path
                     )
             except OSError as error:
-                waited = time.monotonic() - started
+                waited = monotonic() - started
                 # A full listen backlog (EAGAIN) is a busy server, not a dead one.
                 patience = CONNECT_TIMEOUT_S if error.errno == errno.EAGAIN else wait_s
                 if waited >= patience:

@@ -33,6 +33,7 @@ ERROR_BODY_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a token-counting request.
 TOKEN_IDS_BYTES: Final = 64 << 20
 _JSON: Final = b"application/json"
+_EVENT_STREAM: Final = b"text/event-stream"
 
 
 class InferenceHandler(Placement):
@@ -118,7 +119,7 @@ class InferenceHandler(Placement):
             # The engine knows the version of its first token; the table may lag behind a swap.
             self.request.model_version = named.decode("latin-1")
         status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
-        if status == 200 and kind.startswith(b"text/event-stream"):
+        if status == 200 and kind[: len(_EVENT_STREAM)] == _EVENT_STREAM:
             self._first_of_stream(body, done, now)
             return
         if done and status < 400 and attempt.kept is None:

@@ -53,7 +53,7 @@ class State:
         self.limits: Limits = config.limits
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.connections: set[Client] = set()
-        self.metrics = Metrics(config.name if config.workers > 1 else "")
+        self.metrics = Metrics(config.name if config.workers > 1 else "", config.workers)
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.outbox = Outbox()

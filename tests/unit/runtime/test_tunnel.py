@@ -327,6 +327,7 @@ async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later
         await fetch_directory(address, joined, source, tmp_path / "stolen")
     assert not (tmp_path / "stolen").exists() and removed.file.stat().st_mode & 0o777 == 0o600
     assert removed.out() == {"n1", "n2"}
+    removed.give("n1")
     removed.joined_anew("n1")
     assert removed.out() == {"n2"}
     with pytest.raises(TunnelRefused, match="removed from the box"):
