@@ -90,9 +90,9 @@ def _loose(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tens
     seen = {id(holder) for _, holder in holders}
     while holders:
         place, holder = holders.pop()
-        for name, value in getattr(holder, "__dict__", {}).items():
+        for name, value in [*getattr(holder, "__dict__", {}).items()]:  # other threads write meanwhile
             if isinstance(value, torch.Tensor):
-                if 0 < value.nbytes <= MOST_BYTES and not isinstance(value, torch.nn.Parameter):
+                if not isinstance(value, torch.nn.Parameter) and 0 < value.nbytes <= MOST_BYTES:
                     yield f"{place}.{name}", value
             elif _of_vllm(value) and id(value) not in seen:
                 seen.add(id(value))
