@@ -32,11 +32,13 @@ class NotInstalled(Exception):
 
 def path(name: str) -> Path:
     """The folder to put on the import path for this peer, made where it is not there. Raises NotInstalled."""
-    home = FOLDER / name
+    home = (
+        FOLDER / name / "site-packages"
+    )  # dill takes what does not lie in a folder of this name for the user's own code
     if home.is_dir():
         return home
     print(f"installing {' '.join(PACKAGES[name])} into {home}", flush=True)
-    unfinished = home.with_name(f"{name}.unfinished")
+    unfinished = home.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished)]
     done = subprocess.run([*command, *PACKAGES[name]], capture_output=True, text=True)

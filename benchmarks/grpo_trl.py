@@ -120,7 +120,7 @@ def by_trl(model: Path, asked: argparse.Namespace, seed: int) -> Curve:
         }
         script = [sys.executable, str(Path(__file__).with_name("_grpo_by_trl.py"))]
         done = subprocess.run(script, input=json.dumps(wanted), capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr[-6000:]
         ended_s, rewards, lengths, cpu_s = zip(*json.loads(out.read_text()), strict=True)
         tokens = list(accumulate(length * GROUP * asked.prompts for length in lengths))
         return Curve(list(ended_s), list(rewards), tokens, (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1))

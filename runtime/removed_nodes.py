@@ -52,10 +52,11 @@ class RemovedNodes:
         return given_s
 
     def joined_anew(self, name: str) -> None:
-        """A machine has this name again, with a new certificate; older ones of the name stay removed."""
+        """A machine has this name again, with a new certificate; older ones of the name stay removed. Nothing happens
+        if it was removed since it was given that one."""
         with self._alone():
             there = self._read()
-            if name in there:
+            if name in there and self._given().get(name, 0.0) > there[name]["before_s"]:
                 self._write({**there, name: {**there[name], "out": False}})
 
     def out(self) -> frozenset[str]:

@@ -289,6 +289,19 @@ async def test_a_node_that_is_removed_between_the_lines_of_its_talk_gets_nothing
     assert removed.out() == {"n1"} and removed.certified() == {"n0"}
 
 
+async def test_who_is_removed_before_he_has_heard_of_his_certificate_stays_removed(home, mine, monkeypatch):
+    """His name was noted as one that has joined again: his Ray was not ended any more."""
+    removed, takes = home.credentials.files.removed, Tokens.take
+
+    def removed_meanwhile(self, token_id):
+        removed.remove("n1")
+        return takes(self, token_id)
+
+    monkeypatch.setattr(Tokens, "take", removed_meanwhile)
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    assert removed.out() == {"n1"}
+
+
 async def test_no_removal_comes_between_the_look_at_a_certificate_and_another_one_for_it(home, mine, monkeypatch):
     """Who renewed his without end had one that was given out after his removal, and tunnels with it."""
     await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")

@@ -23,6 +23,7 @@ from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
+from appliance.store.rows import EvalRunRow
 from appliance.store.upkeep import retention
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control
@@ -282,6 +283,25 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     assert control.context.batch_engines.wanted == []
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the run", "its eval"])
+async def test_a_run_that_is_deleted_while_it_is_prepared_ends_without_a_word(
+    control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whole: bool
+):
+    """Its next items broke a foreign key, which was logged as a bug, and tried again."""
+    eval_id = await made(control)
+
+    def gone(_: EvalRunner, row: EvalRunRow) -> None:
+        evals.delete(control.db, [eval_id if whole else row.id])
+        while evals.delete_some(control.db):
+            pass
+
+    monkeypatch.setattr(EvalRunner, "_check_may_go_on", gone)
+    run = await control.sdk.evals.runs.create(eval_id, data_source=given(("a", "a"), ("b", "c")))
+    await control.app.state.evaluations.tasks.idle()
+    assert control.context.background.degraded() == [] and "FOREIGN KEY" not in caplog.text
+    assert (await control.http.get(f"/v1/evals/{eval_id}/runs/{run.id}")).status_code == 404
 
 
 async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeypatch: pytest.MonkeyPatch):
@@ -689,6 +709,18 @@ async def test_what_the_data_has_is_not_written_again(control: Control):
     assert row is not None and requests.ROW_BYTES < row.bytes < requests.ROW_BYTES + 2 * len(text)
     item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
     assert item.sample.output[0].content == text
+
+
+async def test_the_row_of_a_run_is_no_longer_than_its_body(control: Control):
+    """With \\u00e9 for each of its characters a body of 3 MiB was a row of 9, which held the loop for 55 ms."""
+    control.context.batch_engines.lines = 0
+    eval_id = await made(control)
+    await control.sdk.evals.runs.create(eval_id, data_source=asked())  # the next one waits for its turn
+    items = given(*(("\u00e9" * 500, "b") for _ in range(10)))
+    run = await control.sdk.evals.runs.create(eval_id, data_source=items)
+    row = control.db.execute("SELECT * FROM eval_runs WHERE id = ?", [run.id]).fetchone()
+    assert len(row["data_source"].encode()) == len(orjson.dumps(items))
+    assert evals.find_run(control.db, run.id).data_source == items
 
 
 async def test_of_what_one_key_asks_a_model_few_wait_for_it(control: Control, monkeypatch: pytest.MonkeyPatch):
