@@ -110,7 +110,6 @@ class TunnelServer:
         self._certificates: dict[asyncio.Task[Any], Mapping[str, Any]] = {}  # of connections that were let in
         self._background = BackgroundTasks()
         self._looking: asyncio.Task[None] | None = None
-        self.bytes_sent = 0
 
     async def start(self) -> tuple[str, int]:
         """Returns address and port, the same on every call. Raises TunnelRefused off loopback without certificates."""
@@ -208,7 +207,6 @@ class TunnelServer:
                     writer.write(chunk)
                     await writer.drain()
                     left -= len(chunk)
-                self.bytes_sent += size - left
 
 
 class Tunnels:

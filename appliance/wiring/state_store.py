@@ -41,10 +41,10 @@ class BoxSize:
 class Live:
     """Input for a scheduling round that is not in the store.
 
-    demands: made once for a round, says what is wanted of each model. job_lacks: why a job cannot begin now, in a
-    sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
-    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; not
-    in it: the configured number. keep_jobs: hears of the unfinished ones, for what is kept of others goes."""
+    demands: called once a round; what it returns tells the demand of each model. job_lacks: why a job cannot begin now,
+    in a sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
+    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; a
+    node that it lacks has the configured number. keep_jobs: told the unfinished jobs, so that it forgets all others."""
 
     demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
@@ -68,7 +68,7 @@ class SqliteStateStore:
         models_changed: Callable[[], Any],
         names: CallableNames | None = None,
     ):
-        """names: of whoever else asks for them."""
+        """names: shared with others that read them."""
         self._db, self._events, self._size, self._live = db, events, size, live
         self._names = names or CallableNames(db)
         self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
@@ -206,8 +206,8 @@ class SqliteStateStore:
         )
 
     def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
-        """A checkpoint can be called by its name; it has an engine only while it is in use. There may be thousands of
-        them: nothing is asked of those that are adapters, whose hosts' engines serve them."""
+        """Deployments of checkpoints, which have an engine only while they are in use. Adapters among the thousands
+        that there may be need none: their hosts' engines serve them."""
         return [
             DeploymentView(
                 row.name,

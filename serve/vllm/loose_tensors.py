@@ -26,15 +26,15 @@ from vllm import device_allocator
 from runtime.devices.kinds import HOST
 
 MOST_BYTES = 1 << 20
-"""The size of one of them. Larger ones are workspaces, which are written before they are read."""
+"""The largest loose tensor. Larger ones are workspaces, which are written before they are read."""
 
 Spans = Collection[tuple[int, int]]
 """Addresses on the device: (first, bytes)."""
 
 
 class LooseTensors:
-    """The loose tensors of one model, as it was loaded first. They stay the same tensors: captured graphs read them
-    where they are."""
+    """The loose tensors of one model after its first load. They must stay the same tensors, because captured graphs
+    read them at their addresses."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._first = dict(_loose(model.named_modules()))
@@ -42,21 +42,22 @@ class LooseTensors:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, on the host
 
     def keep(self, discarded: Spans) -> None:
-        """Copy to the host what lies in the memory that is about to be discarded."""
+        """Copy to the host the tensors in the memory that is about to be discarded."""
         every = {id(tensor): tensor for tensor in chain(self._first.values(), self._for_all)}.values()
         found = [tensor for tensor in every if _lies_in(tensor, discarded)]
         self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Once the memory is there again and before weights are loaded: a load makes again what follows from them."""
+        """Copy them back. Call it once the memory is mapped again and before weights are loaded: the load computes anew
+        what follows from the weights."""
         for tensor, copy in self._kept:
             tensor.copy_(copy)
         self._kept = []
 
     @torch.no_grad()
     def follow(self, model: torch.nn.Module) -> None:
-        """After a load by vLLM's own way: the first tensors become what those say that it made in their place."""
+        """After a load by vLLM's own way, copy each tensor that it made into the first one in the same place."""
         for place, tensor in _loose(model.named_modules()):
             first = self._first.get(place)
             if first is not None and first is not tensor and _alike(first, tensor):
@@ -64,14 +65,14 @@ class LooseTensors:
 
 
 def spans_of_weights() -> Spans:
-    """What vLLM's allocator discards with the weights."""
+    """The memory that vLLM's allocator discards with the weights."""
     allocator: Any = device_allocator.get_mem_allocator_instance()
     allocations = allocator.pointer_to_data.items()
     return [(first, data.handle[1]) for first, data in allocations if data.tag == "weights"]
 
 
 def _held_for_all() -> Iterator[tuple[str, Any]]:
-    """What vLLM's modules hold themselves, or in a table of theirs."""
+    """The objects of vLLM's that its modules hold themselves or in a table, by name."""
     for module in [module for name, module in [*sys.modules.items()] if name.startswith("vllm.") and module]:
         for name, value in [*vars(module).items()]:
             held = [*value.values()] if isinstance(value, dict) else [value]
@@ -83,15 +84,15 @@ def _of_vllm(value: Any) -> bool:
 
 
 def _loose(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Plain attributes of layers, and of vLLM's objects that layers hold, such as an attention's implementation or the
-    kernel of a quantisation's method, and of those that these hold; each with the names that lead to it."""
+    """Tensors that are plain attributes of these holders, or of vLLM's objects that they hold directly or indirectly,
+    such as an attention's implementation or a quantisation's kernel; each with the names that lead to it."""
     holders = list(holding)
     seen = {id(holder) for _, holder in holders}
     while holders:
         place, holder = holders.pop()
-        for name, value in getattr(holder, "__dict__", {}).items():
+        for name, value in [*getattr(holder, "__dict__", {}).items()]:  # other threads write meanwhile
             if isinstance(value, torch.Tensor):
-                if 0 < value.nbytes <= MOST_BYTES and not isinstance(value, torch.nn.Parameter):
+                if not isinstance(value, torch.nn.Parameter) and 0 < value.nbytes <= MOST_BYTES:
                     yield f"{place}.{name}", value
             elif _of_vllm(value) and id(value) not in seen:
                 seen.add(id(value))

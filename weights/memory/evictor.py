@@ -100,9 +100,9 @@ class Evictor:
         finally:
             lock.close()
 
-    def sweep_drafts(self) -> tuple[list[Path], int]:
-        """Removes everything unlocked in staging; returns the paths and the bytes freed."""
-        removed, freed = [], 0
+    def sweep_drafts(self) -> list[Path]:
+        """Removes everything unlocked in staging; returns the paths."""
+        removed = []
         for entry in list(os.scandir(self.staging)):
             path = Path(entry.path)
             if not entry.is_dir(follow_symlinks=False):
@@ -112,14 +112,12 @@ class Evictor:
             lock = DirectoryLock.try_exclusive(path)
             if lock is None:
                 continue
-            held = held_at(path)
             try:
                 dismantle(path, None)
             finally:
                 lock.close()
             removed.append(path)
-            freed += held.nbytes if held is not None else 0
-        return removed, freed
+        return removed
 
     def trim(self, upcoming_bytes: int) -> None:
         """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be

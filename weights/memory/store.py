@@ -45,7 +45,6 @@ class SweepReport:
     """Paths that a sweep removed, and committed versions it found damaged (left in place)."""
 
     removed: tuple[Path, ...]
-    freed_bytes: int
     damaged: tuple[IntegrityError, ...]
 
 
@@ -310,7 +309,7 @@ class WeightStore:
         It never touches anything that a live process holds, nor a committed version.
         """
         with self._evictor.mutex():
-            removed, freed = self._evictor.sweep_drafts()
+            removed = self._evictor.sweep_drafts()
         damaged = []
         for kind in KINDS:
             for path in self._evictor.committed(kind):
@@ -324,7 +323,7 @@ class WeightStore:
                 except IntegrityError as error:
                     if path.exists():
                         damaged.append(error)
-        return SweepReport(tuple(removed), freed, tuple(damaged))
+        return SweepReport(tuple(removed), tuple(damaged))
 
     def trim_pool(self, keep_bytes: int = 0) -> int:
         """Returns freed segments to the system until the pool holds at most `keep_bytes`; returns the bytes freed."""

@@ -17,7 +17,7 @@ from appliance.cli.locate import BoxFile
 from appliance.cli.operations import CHECK_TIMEOUT_S
 from appliance.cli.own_process import python
 
-app = group("Is this machine fit for the box, and is the box well?")
+app = group("Check whether this machine is fit for the box, and whether the box is well.")
 _REMEDIES = {
     "fail": "it stays out of use: docs/gpu.md has what to do; then `appliance gpu undrain {} --check`",
     "warn": "`appliance doctor --deep {}` again when the machine is quiet",
@@ -52,7 +52,7 @@ def doctor(
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
-    """Is this machine fit for the box, and is the box well?"""
+    """Check whether this machine is fit for the box, and whether the box is well."""
     if deep:
         session = open_session(ctx, None, None, data_dir, output_format)
         _show(_deep(session, devices or [], new_baseline), all_checks, output_format)

@@ -21,7 +21,7 @@ from appliance.cli.own_process import python
 if TYPE_CHECKING:
     from appliance.cli.client import Client
 
-app = group("What somebody else needs to see what is wrong with a box.")
+app = group("Collect what somebody else needs to see what is wrong with a box.")
 # Name in the bundle -> what the box is asked for it.
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "status.json": ("/admin/v1/status", {}),
@@ -35,7 +35,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @app.callback()
 def support() -> None:
-    """What somebody else needs to see what is wrong with a box."""
+    """Collect what somebody else needs to see what is wrong with a box."""
 
 
 @app.command(

@@ -23,6 +23,8 @@ CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
 CHUNKED: Final = -1
+IDLE_S: Final = 4.0
+MOST_IDLE: Final = 256
 
 
 # Test doubles are not compiled; allowing them costs compiled classes nothing.
@@ -246,12 +248,10 @@ def cancel(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | Non
 
 
 class UpstreamPool:
-    """Idle connections by socket path, youngest first; the server's keep-alive must be longer than `idle_s`."""
+    """Idle connections by socket path, youngest first; the server's keep-alive must be longer than IDLE_S."""
 
-    def __init__(self, outbox: Outbox, *, idle_s: float = 4.0, max_idle: int = 256) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
-        self._idle_s = idle_s
-        self._max_idle = max_idle
         self._idle: dict[str, list[UpstreamConnection]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -304,7 +304,7 @@ class UpstreamPool:
         idle = self._idle.get(conn.path)
         if idle is None:
             idle = self._idle[conn.path] = []
-        if len(idle) >= self._max_idle:
+        if len(idle) >= MOST_IDLE:
             conn.abort()
             return
         idle.append(conn)
@@ -318,7 +318,7 @@ class UpstreamPool:
         """Close connections that are idle for too long or lead to sockets no longer in use."""
         for path in list(self._idle):
             idle = self._idle[path]
-            keep = [c for c in idle if path in wanted and now_s - c.read_s < self._idle_s]
+            keep = [c for c in idle if path in wanted and now_s - c.read_s < IDLE_S]
             gone = [c for c in idle if c not in keep] if len(keep) != len(idle) else []
             self._idle[path] = keep
             for conn in gone:

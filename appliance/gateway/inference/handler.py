@@ -23,7 +23,7 @@ from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
 from appliance.gateway.inference.placement import Placement
-from appliance.gateway.inference.retry import TRIAL_S, Verdict, is_suspect, may_retry
+from appliance.gateway.inference.retry import TRIAL_S, Verdict, is_suspect, verdict_on
 from appliance.gateway.payload.request_check import with_fields
 from appliance.gateway.routing.router import Model
 
@@ -208,7 +208,7 @@ class InferenceHandler(Placement):
         self._drop_upstream(failed=blame)
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
-        verdict = may_retry(
+        verdict = verdict_on(
             attempt.number + 1,
             deaths,
             attempt.echoes,
