@@ -5,8 +5,9 @@ late now, and after a surge the half hour that the allowance of late requests is
 memory of `standby.py` fades by a share: a hundred times the allowance is above it for two hours and a half.
 
 A surge is over once for half an hour no five minutes brought a third of the work that some five minutes of the three
-hours before did. Ordinary swings, bursts and clients that come and go hardly ever fall as far for as long. A surge that returns later is
-met as the first one was. A restart in that half hour loses sight of the surge: what it made late then fades.
+hours before did. Ordinary swings, bursts and clients that come and go hardly ever fall as far for as long. A surge that
+returns later is met as the first one was. A restart in that half hour loses sight of the surge: what it made late then
+fades.
 """
 
 from __future__ import annotations
