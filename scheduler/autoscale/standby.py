@@ -19,7 +19,8 @@ The model does not see everything (the time of decoding, full caches, slow engin
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
 they use up the allowance, but for a tenth of it that is always left. While all replicas together make too many late
 the box's setting `when_late` decides; what they make late then counts against no choice. What came before and in a
-surge is forgotten half an hour after it (`surges.py`). trials.py has the bound.
+surge is forgotten half an hour after it (`surges.py`), unless all replicas together were too late in it: where it
+returns, whatever is not awake yet makes requests late until its end. trials.py has the bound.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.autoscale.shadow import Costs, Seen, Shadow
-from scheduler.autoscale.surges import Step, Surges
+from scheduler.autoscale.surges import REMEMBERED, STEP_S, Step, Surges
 from scheduler.autoscale.trials import Awake, Bars, Bursts, Stint
 from scheduler.core.config import WhenLate
 from scheduler.core.workload import FULL, PATIENT, Standby
@@ -119,7 +120,7 @@ class StandbyLearner:
         self._when_late = next((one for one in self._constants if one.choice.replicas >= served), self._all)
         # Faded sums of the requests that came, and of those late with all replicas awake.
         self._came, self._late_on_all = 0.0, 0.0
-        self._all_late_s, self._overload = -math.inf, False
+        self._all_late_s, self._overload, self._overload_s = -math.inf, False, -math.inf
         # How full replicas are when what comes is late.
         self._full = FULL
         self._in_force = self._early[0]
@@ -170,7 +171,7 @@ class StandbyLearner:
             self._late_on_all += self._all.late - before_all
             self._all_late_s = now_s
         surge = self._surges.over(now_s, sum(seen.works_s), self._of_traffic)
-        if surge is not None:
+        if surge is not None and now_s - self._overload_s > REMEMBERED * STEP_S:
             self._forget(surge, now_s)
         self._choose(now_s, seen.load)
         return self.best
@@ -379,6 +380,8 @@ class StandbyLearner:
             for shadow in self._shadows:
                 shadow.late = max(shadow.late - common, 0.0)
         self._overload = lasts
+        if lasts:
+            self._overload_s = now_s
 
     def _gives_way(
         self, constants: list[Shadow], now: Shadow, load: float, now_s: float, allowed: float, found: float

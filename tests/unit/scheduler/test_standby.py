@@ -100,14 +100,14 @@ def test_what_was_learned_fades() -> None:
     assert best.replicas <= 2
 
 
-def after_a_surge(minutes: int, per_s: int) -> tuple[StandbyLearner, list[Standby]]:
-    """Twenty minutes of 40 requests a second, half of them late with six devices awake, after half an hour of 6. Then
+def after_a_surge(minutes: int, per_s: int, awake_then: int = 6) -> tuple[StandbyLearner, list[Standby]]:
+    """Twenty minutes of 40 requests a second, half of them late with this many awake, after half an hour of 6. Then
     `per_s` come; the choice in each minute of that."""
     found, chosen = learner(), []
     for second in range(60 * (50 + minutes)):
         in_surge = 1800 <= second < 3000
         requests = 40 if in_surge else 6 if second < 3000 else per_s
-        awake = 6 if in_surge else found.best.replicas
+        awake = awake_then if in_surge else found.best.replicas
         best = found.seen(second, Seen([0.05] * requests, late=requests // 2 if in_surge else 0, awake=awake))
         if second >= 3000 and second % 60 == 0:
             chosen.append(best)
@@ -120,6 +120,11 @@ def test_what_a_surge_made_late_is_forgotten_half_an_hour_after_it() -> None:
     assert chosen[-1].replicas == 1, "what faded by half an hour's constant was above the allowance for hours more"
     assert found._requests < 6 * 1800, "the surge's requests give no allowance either"
     assert found._constants[0].late < 0.01 * found._requests
+
+
+def test_a_surge_that_all_devices_together_make_late_is_not_forgotten() -> None:
+    found, _ = after_a_surge(60, 6, awake_then=8)
+    assert found._requests > 6 * 1800
 
 
 def test_a_silence_after_a_surge_is_not_traffic_to_learn_from() -> None:
