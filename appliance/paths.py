@@ -12,7 +12,6 @@ from pathlib import Path
 from runtime.replace_file import replace_file
 
 SHM_MOUNT = Path("/dev/shm")
-UNIX_PATH_LIMIT_BYTES = 107
 
 
 class UnsafeFolder(RuntimeError):

@@ -1,4 +1,4 @@
-"""GRPO by TRL, for `grpo_trl.py`, which starts it with an interpreter that has TRL: what is asked as JSON on stdin, and
+"""GRPO by TRL, for `grpo_trl.py`, which starts it with TRL on its path: what is asked as JSON on stdin, and
 [seconds since training began, mean reward of the step, mean tokens of its answers, seconds of CPU since this process
 began] of each step as JSON in the file that it names, which is there from the first step on."""
 

@@ -300,16 +300,19 @@ def stored_as(path: Path, dtype: str) -> Path:
     import torch
     from safetensors.torch import load_file
 
-    file = path / "model.safetensors"
+    file, unfinished = path / "model.safetensors", path / "model.safetensors.unfinished"
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
     order = sorted(tensors, key=lambda name: [name.rsplit(".", 2)[0], "qkvogud".find(name.rsplit(".", 2)[1][0])])
     code = dtype_code(getattr(torch, dtype))
     layout = Layout.plan([TensorSpec(name, code, tuple(tensors[name].shape)) for name in order])
-    with open(file, "wb") as stream:
+    with open(
+        unfinished, "wb"
+    ) as stream:  # the tensors that keep their type are read from the file as they are written
         stream.write(layout.file(file.name).header)
         for placed in layout:
             stream.seek(placed.start)
             stream.write(tensors[placed.spec.name].contiguous().view(torch.uint8).numpy())
+    unfinished.rename(file)
     return path
 
 

@@ -1,10 +1,10 @@
 """GRPO by TRL and by a box: the same model, prompts, rewards, settings and cores, and how soon the reward is there.
 
-    python benchmarks/grpo_trl.py --trl PYTHON [--steps N] [--prompts N] [--tokens N] [--ways WAY ...] [--seeds N ...]
-                                  [--starter DIRECTORY] [--json FILE]
+    python benchmarks/grpo_trl.py [--steps N] [--prompts N] [--tokens N] [--ways WAY ...] [--seeds N ...]
+                                  [--trl-threads N] [--starter DIRECTORY] [--json FILE]
 
-PYTHON: an interpreter of an environment with TRL, transformers and peft (`python -m venv trl; trl/bin/pip install trl
-peft datasets`). A starter (of DIRECTORY, which is made where it is not there, so that several runs have the same), LoRA
+TRL is no dependency of the box: it is installed under build/peers at the first run. A starter (of DIRECTORY, which is
+made where it is not there, so that several runs have the same), LoRA
 of rank 8, sums, eight answers of each prompt in a step. A way is `ranks` (two ranks sample and learn), `engine-N` (an
 engine samples, one rank learns, for a staleness of N) or `trl` (its GRPOTrainer, transformers' `generate`). TRL runs
 when the box is down. Seconds count from the first step's begin, so that neither the start of a box nor imports do.
@@ -29,12 +29,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from benchmarks._claims import record, stated  # noqa: E402 - the path comes first
+from benchmarks import _peers  # noqa: E402 - the path comes first
+from benchmarks._claims import record, stated  # noqa: E402
+from benchmarks._processor_time import cpu_of  # noqa: E402
 from tests.e2e.box_support import WholeBox, wait_for, whole_box  # noqa: E402
 from tests.e2e.test_box_rewards import GRADER, steps_of, sums  # noqa: E402
 
@@ -93,18 +93,6 @@ def by_the_box(box: WholeBox, way: str, asked: argparse.Namespace, seed: int) ->
     )
 
 
-def cpu_of(box: WholeBox) -> float:
-    """Seconds that the processes of a box have computed, and those of them that have ended, which whoever waited for
-    them counts."""
-    spent_s = 0.0
-    for pid in [*box.running(), box.main_pid()]:
-        try:
-            spent_s += sum(psutil.Process(pid).cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue
-    return spent_s
-
-
 def by_trl(model: Path, asked: argparse.Namespace, seed: int) -> Curve:
     rows = []
     for line in sums(1, asked.steps * asked.prompts).splitlines():
@@ -125,10 +113,14 @@ def by_trl(model: Path, asked: argparse.Namespace, seed: int) -> Curve:
             "seed": seed,
             "out": str(out),
         }
-        environment = {**os.environ, "OMP_NUM_THREADS": str(asked.trl_threads)}
-        script = [asked.trl, str(Path(__file__).with_name("_grpo_by_trl.py"))]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(asked.trl_threads),
+            "PYTHONPATH": str(_peers.path("trl")),
+        }
+        script = [sys.executable, str(Path(__file__).with_name("_grpo_by_trl.py"))]
         done = subprocess.run(script, input=json.dumps(wanted), capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stderr[-6000:]
         ended_s, rewards, lengths, cpu_s = zip(*json.loads(out.read_text()), strict=True)
         tokens = list(accumulate(length * GROUP * asked.prompts for length in lengths))
         return Curve(list(ended_s), list(rewards), tokens, (cpu_s[-1] - cpu_s[0]) / (len(cpu_s) - 1))
@@ -181,7 +173,6 @@ def keep(file: Path | None, found: dict[str, Curve]) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--trl", required=True, metavar="PYTHON")
     options.add_argument("--trl-threads", type=int, default=1, help="more wait for each other where cores are shared")
     options.add_argument("--ways", nargs="+", default=["ranks", "engine-1", "trl"])
     options.add_argument("--steps", type=int, default=24)

@@ -10,8 +10,7 @@ real ones, not padding, of the steps after the first two. Ratios and shares are 
 other work on the machine disturbs little; with one thread that is the speed of an idle machine. The matrix rate is
 measured before and after every run, in the same type; the share of it is 6 * parameters * tokens/s over that rate.
 
-TRL is not a dependency: install it anywhere and point --trl-path there, e.g.
-    uv pip install --target trl-env --no-deps trl datasets pyarrow pandas multiprocess dill xxhash fsspec
+TRL is no dependency of the box: it is installed under build/peers at the first run, unless --trl-path says where it is.
 Needs GSM8K under ../shared/data or $APPLIANCE_TEST_DATA.
 """
 
@@ -30,6 +29,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import _peers
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -70,6 +71,11 @@ def main() -> int:
 
         options.precision = "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
     print(f"{options.size}, {options.precision}, {options.steps} steps a side", flush=True)
+    if options.trl_path is None and options.sides != ["ours"]:
+        try:
+            options.trl_path = str(_peers.path("trl"))
+        except _peers.NotInstalled as error:
+            print(error, flush=True)
 
     data = Path(os.environ.get("APPLIANCE_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
     source = data / "finetune" / "gsm8k_train.jsonl.gz"

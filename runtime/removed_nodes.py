@@ -14,7 +14,7 @@ import math
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,24 @@ class RemovedNodes:
             before_s = max(now_s, self._given().get(name, 0.0))
             self._write({**self._read(), name: {"before_s": before_s, "out": True}})
 
-    def give(self, name: str) -> float:
+    def give(self, name: str, may: Callable[[], None] = lambda: None) -> float:
         """The Unix time of a certificate that is to be given out for this name now: later than its removal, whatever
-        the clock says. It is noted, beside the list."""
+        the clock says. It is noted, beside the list.
+
+        may: raises what refuses; no removal comes between it and the certificate."""
         with self._alone():
+            may()
             entry = self._read().get(name)
             given_s = max(time.time(), 0.0 if entry is None else math.floor(entry["before_s"]) + 1)
             self._write({**self._given(), name: given_s}, self._given_file)
         return given_s
 
     def joined_anew(self, name: str) -> None:
-        """A machine has this name again, with a new certificate; older ones of the name stay removed."""
+        """A machine has this name again, with a new certificate; older ones of the name stay removed. Nothing happens
+        if it was removed since it was given that one."""
         with self._alone():
             there = self._read()
-            if name in there:
+            if name in there and self._given().get(name, 0.0) > there[name]["before_s"]:
                 self._write({**there, name: {**there[name], "out": False}})
 
     def out(self) -> frozenset[str]:
@@ -62,6 +66,14 @@ class RemovedNodes:
     def certified(self) -> frozenset[str]:
         """Names that have a certificate which counts, the box's own among them, whether they are nodes now or not."""
         return frozenset(self._given()) - self.out()
+
+    def changed(self) -> tuple[int, int] | None:
+        """What is another after each removal; None before the first."""
+        try:
+            status = self.file.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
     def any(self) -> bool:
         return bool(self._read())

@@ -11,6 +11,8 @@ the sender's role, which prevents replay of an old line or of the other side's l
 - "directory": the files follow in the order of the answer, `{"ok": [[name, bytes], ...]}`; with `"names": [...]` in the
   greeting, only those of them that exist.
 
+What a node has open ends when it is removed from the box.
+
 The server serves only directories below its configured ones, and sockets that are configured or lie in a configured
 folder, not deeper: there engines keep those of their own processes. It follows no symbolic link out of them.
 """
@@ -29,9 +31,11 @@ import socket
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.background_tasks import BackgroundTasks
 from runtime.errors import TunnelRefused
 from runtime.newcomers import Newcomers, talk
 from runtime.removed_nodes import RemovedNodes
@@ -42,6 +46,8 @@ GREETING_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 5.0
 """How long a client waits for a connection and the answer to its greeting."""
 CHUNK_BYTES = 1 << 20
+LOOK_S = 1.0
+"""How often a tunnel server looks whether nodes were removed whose connections it carries."""
 UNREACHED = b"x-appliance-unreached"
 UNREACHED_HEAD = b"HTTP/1.1 502 Bad Gateway\r\n%b: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % UNREACHED
 """What a tunnel to an HTTP server answers while it does not get there: no byte of the request has reached anybody."""
@@ -101,7 +107,9 @@ class TunnelServer:
         self._address, self._shared, self._sockets, self._folders = address, shared, sockets, folders
         self._newcomers: Newcomers | None = None
         self._at = ("", 0)
-        self.bytes_sent = 0
+        self._certificates: dict[asyncio.Task[Any], Mapping[str, Any]] = {}  # of connections that were let in
+        self._background = BackgroundTasks()
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, int]:
         """Returns address and port, the same on every call. Raises TunnelRefused off loopback without certificates."""
@@ -115,13 +123,30 @@ class TunnelServer:
             )
             self._at = await newcomers.listen(self._address, 0)
             self._newcomers = newcomers
+            if certificate is not None:
+                looks = partial(self._look_for_removals, certificate.removed)
+                self._looking = self._background.keep("connections of removed nodes", looks)
         return self._at
 
     async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         if self._newcomers is not None:
             await self._newcomers.stop()
 
+    async def _look_for_removals(self, removed: RemovedNodes) -> None:
+        seen = None
+        while True:
+            if (changed := removed.changed()) != seen:
+                for task, certificate in list(self._certificates.items()):
+                    if removed.has(certificate):
+                        task.cancel()
+                seen = changed
+            await asyncio.sleep(LOOK_S)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         try:
             _end_if_missed(writer)
             async with asyncio.timeout(GREETING_TIMEOUT_S):
@@ -134,8 +159,10 @@ class TunnelServer:
                 if not hmac.compare_digest(str(greeting.get("proof")).encode(), proof.encode()):
                     raise TunnelRefused("the proof of the token is wrong")
             certificate, connection = self._shared.certificate, writer.get_extra_info("ssl_object")
-            if certificate is not None and certificate.removed.has(connection.getpeercert()):
-                raise TunnelRefused("this node was removed from the box")
+            if certificate is not None:
+                if certificate.removed.has(shown := connection.getpeercert()):
+                    raise TunnelRefused("this node was removed from the box")
+                self._certificates[task] = shown
             if self._newcomers is not None:
                 self._newcomers.is_known()
             path, nonces = Path(str(greeting["path"])), (nonce, str(greeting["nonce"]))
@@ -149,6 +176,7 @@ class TunnelServer:
             if not writer.is_closing():
                 writer.write(_line({"error": f"{type(error).__name__}: {error}"}))
         finally:
+            self._certificates.pop(task, None)
             writer.close()
 
     def _ok(self, value: Any, nonces: tuple[str, str]) -> bytes:
@@ -179,7 +207,6 @@ class TunnelServer:
                     writer.write(chunk)
                     await writer.drain()
                     left -= len(chunk)
-                self.bytes_sent += size - left
 
 
 class Tunnels:

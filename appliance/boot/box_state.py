@@ -47,6 +47,20 @@ class BoxState:
             log.warning("%s could not be written: %s", self._path, error)
 
 
+def read_end(path: Path) -> str:
+    """Why a box that does not run now ended, if not in order; "" if nothing is known of it."""
+    try:
+        fields = json.loads(path.read_text())
+        state, message = str(fields.get("state", "stopped")), str(fields.get("message") or "")
+    except (OSError, json.JSONDecodeError, AttributeError):
+        return ""
+    if state == "failed":
+        return f"it did not start: {message}"
+    if state == "stopped":
+        return f"it ended: {message}" if message else ""
+    return f"it was killed while {state}"
+
+
 def read_troubles(path: Path) -> list[dict[str, Any]]:
     """Troubles of the processes that the main process supervises; the controller reads them for `status`."""
     try:

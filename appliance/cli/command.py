@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -99,6 +99,33 @@ def box_command(
         return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command, boxless))
 
     return add
+
+
+def with_options(
+    parameter: str, annotations: Mapping[str, Any], collect: Callable[..., Any], **defaults: Any
+) -> Callable[[Command], Command]:
+    """Puts options in place of a parameter of a command, which gets what `collect` makes of their values. annotations,
+    defaults: by name; None where no default is named."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [
+        inspect.Parameter(name, kind, default=defaults.get(name), annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+
+    def wrap(command: Command) -> Command:
+        @functools.wraps(command)
+        def collecting(session: Any, **values: Any) -> None:
+            own = {name: values.pop(name) for name in annotations if name in values}
+            command(session, **{parameter: collect(**own)}, **values)
+
+        signature = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for one in signature.parameters.values():
+            parameters += added if one.name == parameter else [one]
+        setattr(collecting, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
+        return collecting
+
+    return wrap
 
 
 def given(**fields: Any) -> dict[str, Any]:

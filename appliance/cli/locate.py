@@ -81,7 +81,8 @@ class BoxFile:
         if self.state == "failed":
             return f"the box on {self.data_dir} did not start: {self.message}"
         if self.state == "stopped":
-            return f"the box on {self.data_dir} is stopped; {start}"
+            why = f", not in order: {self.message}" if self.message else ""
+            return f"the box on {self.data_dir} is stopped{why}; {start}"
         return f"the box on {self.data_dir} was killed while {self.state}; {start} and continues its work"
 
 

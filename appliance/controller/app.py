@@ -49,7 +49,14 @@ from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.oidc import routes as oidc_routes
 from appliance.controller.oidc.provider import Provider
-from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
+from appliance.controller.openai import (
+    batch_routes,
+    checkpoint_permissions,
+    job_routes,
+    method_routes,
+    model_routes,
+    response_routes,
+)
 from appliance.controller.pipelines import pipeline_routes
 from appliance.controller.pipelines.runner import LOOK_EVERY_S as PIPELINES_EVERY_S
 from appliance.controller.pipelines.runner import PipelineRunner
@@ -189,6 +196,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
         job_routes.routes(context, validation),
+        method_routes.routes(),
         grader_routes.routes(context, graders, answers),
         eval_routes.routes(context, evaluations),
         gate_routes.routes(context, gates),

@@ -148,14 +148,15 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
     adapters = AdapterSource(paths.adapter_socket, db, store, back)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
-    model_ops = LibraryOps(ModelLibrary(paths.models, hub_settings=hub), store, tiers, flow, opening, provider.let_go)
+    library = ModelLibrary(paths.models, hub_settings=hub)
+    node_config = node_config_of(config, paths, devices)
+    removed = NodeCertificate.below(paths.certificates).removed
+    nodes = Nodes(node_config, signals.node_changed, removed.out)
+    model_ops = LibraryOps(library, store, tiers, flow, opening, provider.let_go, nodes.forget)
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, opening, signals.published)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
-    node_config = node_config_of(config, paths, devices)
-    removed = NodeCertificate.below(paths.certificates).removed
-    nodes = Nodes(node_config, signals.node_changed, removed.out)
     effects = RayEffects(nodes, routing, provider, runs, config.serve)
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     job_memory = JobMemory(db, store, _facts(devices, store, config.scheduler))

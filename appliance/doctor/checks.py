@@ -61,7 +61,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         memory.available >= memory.total // 20,
         f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})",
         "a twentieth of it",
-        "end other programs on the machine, or give the box less to do",
+        "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's, or give it less to do",
         "warn",
     )
     yield _judged(
@@ -69,7 +69,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         memory.stalled < STALLED_PERCENT,
         f"all processes stalled for {memory.stalled:.0f} % of the last ten seconds",
         f"less than {STALLED_PERCENT:.0f} %",
-        "end other programs on the machine",
+        "`ps -eo pid,rss,comm --sort=-rss | head` names who has the memory: end what is not the box's",
         "warn",
     )
     yield _judged(
@@ -109,7 +109,8 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         share >= DISK_SHARE,
         f"{gb(facts.disk_free_bytes)} of {gb(facts.disk_bytes)} ({share:.0%})",
         f"at least {DISK_SHARE:.0%}",
-        "delete models and files, shorten [controller.retention], or move the data directory to a larger disk",
+        "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
+        "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk",
     )
     remote = facts.file_system.startswith(REMOTE_FILE_SYSTEMS)
     yield _judged(
@@ -118,7 +119,7 @@ def _disk(facts: Facts) -> Iterator[Finding]:
         facts.file_system,
         "one of this machine",
         "the database's log wants shared memory of one host: put the data directory on a local disk, and copy it "
-        "away with `appliance backup`",
+        "away with `appliance backup make PLACE`",
     )
     slow = sorted(facts.sync_s)[-2] if len(facts.sync_s) > 1 else None
     yield _judged(
@@ -136,8 +137,18 @@ def _limits(facts: Facts) -> Iterator[Finding]:
         found = "unlimited" if bound is None else f"{bound:,}"
         return _judged(check, bound is None or bound >= wanted, found, f"{wanted:,}", remedy, "warn")
 
-    yield at_least("open files", facts.open_files, OPEN_FILES, "LimitNOFILE in the unit, or `ulimit -n`")
-    yield at_least("processes", facts.processes, PROCESSES, "TasksMax in the unit, --pids-limit, kernel.pid_max")
+    yield at_least(
+        "open files",
+        facts.open_files,
+        OPEN_FILES,
+        f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`",
+    )
+    yield at_least(
+        "processes",
+        facts.processes,
+        PROCESSES,
+        "TasksMax=infinity in the unit, --pids-limit=-1 of the container, `sysctl kernel.pid_max=4194304`",
+    )
     if facts.map_count is not None:
         yield at_least("memory maps", facts.map_count, MAP_COUNT, f"`sysctl vm.max_map_count={MAP_COUNT}`")
     if facts.locks_pages:
@@ -181,7 +192,7 @@ def _kernel(facts: Facts) -> Iterator[Finding]:
         facts.clock_synchronised,
         "synchronised" if facts.clock_synchronised else "nothing synchronises it",
         "synchronised",
-        "install chrony or systemd-timesyncd: certificates, quotas and other nodes go by it",
+        "`apt-get install chrony`, or another that synchronises it: certificates, quotas and other nodes go by it",
         "warn",
     )
 
@@ -192,7 +203,8 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     yield _judged("devices", not facts.refused, facts.refused or count, "devices that can be used", facts.refused)
     for device in facts.devices:
         if device.unfit:
-            yield Finding(f"device {device.id}", "fail", device.unfit, "", "see docs/gpu.md")
+            remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id} --check`"
+            yield Finding(f"device {device.id}", "fail", device.unfit, "", remedy)
     for reading in facts.readings or ():
         wrong = [reason for reason in (reading.lost, reading.unfit, *reading.faults) if reason]
         hot = None
@@ -202,8 +214,13 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         errors = f"{reading.ecc_uncorrected} uncorrected memory errors" if reading.ecc_uncorrected else ""
         found = "; ".join([*wrong, *filter(None, (errors, heat))]) or "answers"
         state: State = "fail" if wrong else "warn" if hot or errors else "ok"
-        remedy = "" if state == "ok" else "drain it (`appliance gpu drain`), then reset it (docs/gpu.md)"
-        yield Finding(f"device {reading.device_id}", state, found, "no fault, cool", remedy)
+        name = reading.device_id
+        remedy = (
+            f"`appliance gpu drain {name}`; cool or reset it (docs/gpu.md); `appliance gpu undrain {name} --check`"
+            if state != "ok"
+            else ""
+        )
+        yield Finding(f"device {name}", state, found, "no fault, cool", remedy)
 
 
 def _endpoint(facts: Facts) -> Iterator[Finding]:
@@ -214,8 +231,9 @@ def _endpoint(facts: Facts) -> Iterator[Finding]:
         "free, or the box's",
         facts.port_taken,
     )
+    pair = "put a chain and its key into the files that [gateway] tls_cert_path and tls_key_path name"
     if facts.certificate_fault:
-        yield Finding("certificate", "fail", facts.certificate_fault, "a PEM chain and its key", "make a new pair")
+        yield Finding("certificate", "fail", facts.certificate_fault, "a PEM chain and its key", pair)
     elif facts.certificate_expires_s is not None:
         left_s = facts.certificate_expires_s - facts.now_s
         yield _judged(
@@ -223,7 +241,7 @@ def _endpoint(facts: Facts) -> Iterator[Finding]:
             left_s > SAID_BEFORE_S,
             f"{left_s / 86_400:.0f} days left" if left_s > 0 else "has expired",
             "more than 14 days",
-            "put a new one into the same files: it is loaded without a restart",
+            f"{pair}: they are loaded without a restart",
             "fail" if left_s <= 0 else "warn",
         )
     yield _judged(
@@ -239,8 +257,16 @@ def _endpoint(facts: Facts) -> Iterator[Finding]:
 def _box(facts: Facts) -> Iterator[Finding]:
     if facts.runs:
         yield _judged(
-            "box", not facts.troubles, "; ".join(facts.troubles) or "runs", "nothing degraded", "see the logs", "warn"
+            "box",
+            not facts.troubles,
+            "; ".join(facts.troubles) or "runs",
+            "nothing degraded",
+            "`appliance status` says since when; the logs in `logs` of the data directory have the traceback",
+            "warn",
         )
+    elif facts.ended:
+        remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
+        yield Finding("box", "warn", f"does not run: {facts.ended}", "runs, or ended in order", remedy)
     else:
         yield Finding("box", "skip", "does not run")
     if facts.backup is None:

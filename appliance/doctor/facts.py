@@ -13,7 +13,7 @@ from pathlib import Path
 
 from appliance import last_backup
 from appliance.boot import endpoint
-from appliance.boot.box_state import read_troubles
+from appliance.boot.box_state import read_end, read_troubles
 from appliance.config import BoxConfig
 from appliance.gateway import compiled
 from appliance.gateway.core.errors import ConfigInvalid
@@ -36,7 +36,7 @@ _STA_UNSYNC = 0x0040  # adjtimex(2)
 class Facts:
     """Bytes, seconds and counts as their names say. refused: why the devices cannot be used. readings: None for devices
     that report nothing. clock_synchronised: by the kernel's own flag. oom_kills: since the machine began. troubles: of
-    a running box."""
+    a running box. ended: why one that does not run ended, if not in order."""
 
     memory: MemoryReading
     shm_bytes: int
@@ -65,6 +65,7 @@ class Facts:
     runs: bool = False
     port_taken: str = ""
     troubles: tuple[str, ...] = ()
+    ended: str = ""
     backup: LastBackup | None = None
     backup_every_s: float = 0.0
     compiled: bool = True
@@ -107,6 +108,7 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
         runs=runs,
         port_taken="" if runs else endpoint.why_not(config.box.host, config.box.port),
         troubles=tuple(f"{one['name']}: {one['why']}" for one in read_troubles(paths.state_file)) if runs else (),
+        ended="" if runs else read_end(paths.state_file),
         backup=last_backup.read(paths.last_backup),
         backup_every_s=config.backup.every_hours * 3600,
         compiled=compiled.directory().is_dir(),

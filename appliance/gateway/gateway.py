@@ -9,7 +9,6 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Callable
 from typing import Any
 
 from appliance.gateway.core import errors
@@ -30,11 +29,11 @@ log = logging.getLogger("appliance.gateway")
 
 
 class Gateway:
-    """One process's worth. `on_change(urgent)` is called when a load report is due."""
+    """One process's worth."""
 
-    def __init__(self, config: GatewayConfig, *, on_change: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.state = State(config, on_change)
+        self.state = State(config)
         self.copies = ResponseCopies(self.state)
         self.dispatch = Dispatch(self.state, self.copies)
         self.secure: Newcomers | None = None

@@ -1,13 +1,15 @@
 """The models on disk: `<models>/<name>/<version>/`, each a checkpoint directory with a sealed manifest.
 
 Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
-are on the medium. What a crash leaves is in `.staging`, and the next import removes it.
+are on the medium. What a crash leaves is in `.staging`, and the next import removes it. The number of a version never
+comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from appliance.models.checkpoint import Files, Task, choose_files, examine, regu
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.folder_trial import try_folder
 from appliance.models.recorded import check_same, recorded
+from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
 from weights.checkpoint.errors import NotACheckpoint, UnsafeLink
 from weights.checkpoint.folder import read_json
@@ -314,10 +317,12 @@ class ModelLibrary:
         check: Callable[[Manifest], None],
     ) -> ModelVersion:
         while True:
-            version = self._next_version(family)
+            number = self._next_number(name, family)
+            version = f"v{number}"
             check(copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta))
             for file in staging.iterdir():
                 _sync(file)
+            replace_file(self._given(name), str(number).encode(), durable=True)
             try:
                 os.rename(staging, family / version)
             except OSError as error:
@@ -332,9 +337,16 @@ class ModelLibrary:
             told = f"the same bytes are here as {twin}: this import made the next version, {version}, of them"
             return replace(made, warnings=(*made.warnings, told))
 
-    def _next_version(self, family: Path) -> str:
+    def _next_number(self, name: str, family: Path) -> int:
         numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
-        return f"v{max(numbers, default=0) + 1}"
+        with contextlib.suppress(FileNotFoundError):
+            numbers.append(int(self._given(name).read_text()))
+        return max(numbers, default=0) + 1
+
+    def _given(self, name: str) -> Path:
+        """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
+        name."""
+        return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def list(self) -> list[ModelVersion]:
         """Every version on disk, by name and version number. Damaged ones are left out; `verify` names them."""

@@ -13,6 +13,7 @@ import hashlib
 import ipaddress
 import socket
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -128,9 +129,9 @@ class Authority:
             self.home.keep(self.home.files.authority.read_bytes(), self.sign(request, name, address))
         return self.home
 
-    def sign(self, request_pem: bytes, name: str, address: str) -> bytes:
-        """A certificate of the request's key for this node; ignores whatever else the request asks for. Raises
-        Unfit."""
+    def sign(self, request_pem: bytes, name: str, address: str, may: Callable[[], None] = lambda: None) -> bytes:
+        """A certificate of the request's key for this node; ignores whatever else the request asks for. may: as
+        `RemovedNodes.give` has it. Raises Unfit, and what `may` raises."""
         try:
             request = x509.load_pem_x509_csr(request_pem)
         except ValueError as error:
@@ -141,8 +142,9 @@ class Authority:
         key = serialization.load_pem_private_key(self._key.read_bytes(), None)
         both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key())
+        given_s = self.home.files.removed.give(name, may)
         made = (
-            _unsigned(_name(name), issuer.subject, request.public_key(), NODE_LIFE, self.home.files.removed.give(name))
+            _unsigned(_name(name), issuer.subject, request.public_key(), NODE_LIFE, given_s)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(both_ends, critical=False)

@@ -168,10 +168,14 @@ class EnrolmentServer:
         token_id, theirs = str(hello["id"]), str(hello["nonce"])
         shared = token_id == _SHARED
         removed = self._authority.home.files.removed
-        if shared and removed.any():
-            raise NotEnrolled(
-                "a node was removed from this box, and it had ray.token too: use a token of `appliance node token`"
-            )
+
+        def check() -> None:
+            if shared and removed.any():
+                raise NotEnrolled(
+                    "a node was removed from this box, and it had ray.token too: use a token of `appliance node token`"
+                )
+
+        check()
         key = _key_of(self._ray_token) if shared else self._tokens.key(token_id)
         if key is None:
             raise NotEnrolled("the token is unknown, used or too old; `appliance node token` on the box makes another")
@@ -184,7 +188,8 @@ class EnrolmentServer:
             raise NotEnrolled("the proof of the token is wrong")
         if not NODE_NAME.fullmatch(name) or name == "n0":
             raise NotEnrolled(f"{name!r} is not a name for a node")
-        certificate = self._authority.sign(request.encode(), name, address)
+        # Once more: between the lines of one who takes his time a node may be removed.
+        certificate = self._authority.sign(request.encode(), name, address, check)
         if not shared and not self._tokens.take(token_id):
             raise NotEnrolled("the token was used just now by somebody else")
         removed.joined_anew(name)
@@ -196,12 +201,15 @@ class EnrolmentServer:
         """Another certificate for who showed this one (as `getpeercert` gives it), for a key of his."""
         if not shown:
             raise NotEnrolled("a node renews a certificate over a connection that shows it")
-        if self._authority.home.files.removed.has(shown):
-            raise NotEnrolled("this node was removed from the box")
+
+        def check() -> None:
+            if self._authority.home.files.removed.has(shown):
+                raise NotEnrolled("this node was removed from the box")
+
         (name,) = (value for part in shown["subject"] for key, value in part if key == "commonName")
         # A node that gave a name has it first, and the numbers behind the name after it.
         addresses = sorted(shown["subjectAltName"], key=lambda one: one[0] != "DNS")
-        certificate = self._authority.sign(request.encode(), name, addresses[0][1])
+        certificate = self._authority.sign(request.encode(), name, addresses[0][1], check)
         log.info("%s has another certificate", name)
         return self._signed(certificate)
 

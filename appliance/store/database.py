@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import orjson
+
 from appliance.store.errors import (
     DatabaseUnusable,
     NoRoomForCopy,
@@ -96,9 +98,10 @@ def sql_list(words: Iterable[str]) -> str:
     return ", ".join(f"'{word}'" for word in words)
 
 
-def json_column(**kwargs: Any) -> Any:
-    """A dataclass field that is stored as JSON text (NULL stays None)."""
-    return dataclasses.field(metadata={"json": True}, **kwargs)
+def json_column(*, of_a_body: bool = False, **kwargs: Any) -> Any:
+    """A dataclass field that is stored as JSON text (NULL stays None). of_a_body: it is of a request's body and may be
+    as long, so that it is stored as it came: with \\u00e9 for é three times as much was written."""
+    return dataclasses.field(metadata={"json": True, "of_a_body": of_a_body}, **kwargs)
 
 
 class Database:
@@ -333,6 +336,8 @@ def owned_by(viewer: str | None) -> dict[str, str]:
 def encode(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value as its column has it."""
     if field.metadata.get("json") and value is not None:
+        if field.metadata["of_a_body"]:
+            return orjson.dumps(value).decode()
         return json.dumps(value, separators=(",", ":"))
     return value
 

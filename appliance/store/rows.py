@@ -473,7 +473,7 @@ class EvalRunRow:
     owner: str = ""
     status: EvalRunStatus = "queued"
     model: str = ""
-    data_source: dict[str, Any] = json_column(default_factory=dict)
+    data_source: dict[str, Any] = json_column(of_a_body=True, default_factory=dict)
     metadata: dict[str, str] | None = json_column(default=None)
     total: int = 0
     results: dict[str, dict[str, float]] = json_column(default_factory=dict)

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [
         *(Part(f"box/{name}", text, "the box") for name, text in answers["parts"].items()),
         *(Missing(f"box/{name}", why) for name, why in answers["missing"].items()),
+        sources.state(paths),
         *sources.machine(config, runs=options.runs),
         *sources.logs(paths.logs, since_s=now_s - options.hours * 3600),
     ]

@@ -48,6 +48,11 @@ def secrets_of(paths: BoxPaths) -> Iterator[str]:
             continue
 
 
+def state(paths: BoxPaths) -> Part | Missing:
+    """What the main process last said of itself: of a box that does not run any more, why."""
+    return _file("box.json", paths.state_file)
+
+
 def machine(config: BoxConfig, *, runs: bool) -> Iterator[Part | Missing]:
     """runs: the box of this configuration is up."""
     yield Part("config.json", config.model_dump_json(indent=1), "the configuration as it was resolved")

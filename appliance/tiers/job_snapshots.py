@@ -5,6 +5,7 @@ One that broke again as soon as a job had gone back to it is given up, with all 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -15,7 +16,7 @@ from appliance.store.database import Database
 from appliance.store.records import tier_removals
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
-from weights.format.errors import StoreFull, VersionLeased, VersionNotFound
+from weights.format.errors import StoreFull, VersionLeased, VersionNotFound, WeightsError
 from weights.format.names import step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
@@ -32,6 +33,7 @@ class JobSnapshots:
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
         self._tiers, self._back = tiers, back
         self._given_up: dict[str, tuple[int, float]] = {}
+        self._removing: dict[str, asyncio.Task[None]] = {}
 
     def newest(self, job_id: str) -> StoredVersion | None:
         """From shared memory or beside the job, or else read in from the nearest tier. Callable from any thread."""
@@ -61,22 +63,42 @@ class JobSnapshots:
         self._give_up(job_id, step)
         return event | {"back_to": {"step": max(older), "path": older[max(older)]}}
 
+    async def removed(self, job_id: str) -> None:
+        """Returns when what was given up has left memory: the job makes snapshots of the same steps."""
+        if (removing := self._removing.get(job_id)) is not None:
+            await asyncio.wait([removing])
+            if self._removing.get(job_id) is removing:
+                del self._removing[job_id]
+
     def forget(self, job_id: str) -> None:
         """The job is over."""
         self._given_up.pop(job_id, None)
 
     def _give_up(self, job_id: str, step: int) -> None:
-        for store in self._stores(job_id):
-            for stored in store.list("snapshot"):
-                if stored.model == job_id and step_of(stored.version) >= step:
-                    with contextlib.suppress(VersionLeased, VersionNotFound):  # a tier copies it: it is passed over
-                        store.remove(stored)
         self._given_up[job_id] = (step, time.time())
+        before = self._removing.get(job_id)
+        self._removing[job_id] = asyncio.create_task(self._remove(before, job_id, step), name=f"snapshots of {job_id}")
         for tier in self._tiers.all:
             for name in tier.here:
                 if name.kind == "snapshot" and name.model == job_id and step_of(name.version) >= step:
                     tier_removals.insert(self._db, tier.level.name, *name)
         self._tiers.nudge()
+
+    async def _remove(self, before: asyncio.Task[None] | None, job_id: str, step: int) -> None:
+        """On a thread: it waits for whoever frees memory just now, and may free some itself, for seconds."""
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            await asyncio.to_thread(self._remove_now, job_id, step)
+        except (WeightsError, OSError) as error:
+            log.error("a broken snapshot is passed over, and not removed: %s", error, extra={"job_id": job_id})
+
+    def _remove_now(self, job_id: str, step: int) -> None:
+        for store in self._stores(job_id):
+            for stored in store.list("snapshot", job_id):
+                if step_of(stored.version) >= step:
+                    with contextlib.suppress(VersionLeased, VersionNotFound):  # a tier copies it: it is passed over
+                        store.remove(stored)
 
     def _is_usable(self, name: Name, made_s: float) -> bool:
         """Steps are done again after one is given up, and snapshots of them made anew."""
@@ -97,9 +119,8 @@ class JobSnapshots:
         return [
             stored
             for store in self._stores(job_id)
-            for stored in store.list("snapshot")
-            if stored.model == job_id
-            and self._is_usable(Name("snapshot", job_id, stored.version), stored.manifest.created_s)
+            for stored in store.list("snapshot", job_id)
+            if self._is_usable(Name("snapshot", job_id, stored.version), stored.manifest.created_s)
         ]
 
     def _stores(self, job_id: str) -> list[WeightStore]:

@@ -104,9 +104,8 @@ class Tiers:
         levels: Iterable[Level],
         *,
         jobs_dir: Path,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.store, self.clock = store, clock
+        self.store, self.clock = store, time.time
         self.loop: asyncio.AbstractEventLoop | None = None
         self.all = [Tier(level, ThreadPoolExecutor(1, f"tier-{level.name}", initializer=_be_nice)) for level in levels]
         self._db, self._jobs_dir = db, jobs_dir

@@ -41,12 +41,13 @@ CONNECT_S = 5.0
 _DEAD, _MOVED = "EngineCore", "The model "
 _KEPT = "the model's engine is kept for one line, whose last engine died"
 _LONG_BYTES = 64 << 10
-"""An answer of as many takes the loop a millisecond; one with all log-probabilities that a request may ask for, 40."""
+"""Reading an answer of this size takes the loop a millisecond; one with all log-probabilities that a request may ask
+for takes 40."""
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """policy and floor (devices that serving keeps): in force. free_devices: that nobody holds."""
+    """policy, floor (devices that serving keeps): those in force. free_devices: how many nobody holds."""
 
     policy: str
     jobs_want_devices: bool
@@ -156,7 +157,7 @@ class SocketEngines:
             log.info("an engine was not told to interrupt %d rollouts: %s", len(request_ids), error)
 
     def _check(self, url: str, content: bytes) -> bytes:
-        """What is added to its fields. Raises HttpError."""
+        """Return the fields that the box adds to a line. Raises HttpError."""
         if len(content) > self._limits.inference_body_bytes:
             # Conversations of background responses are assembled behind the gateways, which enforce the size limit.
             raise gateway_errors.body_too_large(self._limits.inference_body_bytes)
@@ -202,8 +203,8 @@ class SocketEngines:
         return replace(await self._read(asking), version=version)
 
     async def _read(self, asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
-        """Long answers one after the other, with the loop free for as long in between: sixteen lines of one engine that
-        end with the same step held it for more than a second. Raises LineReturned."""
+        """Read long answers one after the other and leave the loop free for as long in between: sixteen lines of one
+        engine that ended with the same step held it for more than a second. Raises LineReturned."""
         if asking.cancelled() or asking.exception() is not None or len(asking.result().content) <= _LONG_BYTES:
             return _answer(asking)
         async with self._reading_turn:
@@ -235,8 +236,8 @@ class SocketEngines:
         self._changed.set()
 
     def demands(self) -> Callable[[str, Demand], Demand]:
-        """For one round of the scheduler: makes of a model's demand that gateways report that of batches and rollouts
-        too, where it is in nobody's way. There are thousands of models, and what all need is made once."""
+        """Return, for one round of the scheduler, a function that adds batches and rollouts to the demand that gateways
+        report of a model, where they are in nobody's way. What all of the thousands of models need is computed once."""
         lines: dict[str, str] = {}
         for name in (name for asker, models in self._wanted.items() if asker != SAMPLING for name in models):
             lines.setdefault(self._hosts(name), name)
@@ -302,7 +303,7 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
     if isinstance(failure, httpx.ConnectError):
         raise LineReturned(f"the engine is gone: {failure}", yielded=True) from failure
     if isinstance(failure, httpx.ReadTimeout):
-        # No death: taken for one, a long answer went to a second engine, alone there, and was paid for by nobody.
+        # The engine lives. When this counted as its death, a long answer was sent to a second engine and never billed.
         return EngineAnswer(504, orjson.loads(gateway_errors.engine_failed(504).body()), silent=True)
     if isinstance(failure, httpx.TransportError):
         raise LineReturned(f"{type(failure).__name__} {failure}".strip(), yielded=False) from failure
@@ -311,7 +312,7 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
         try:
             return EngineAnswer(200, orjson.loads(response.content))
         except orjson.JSONDecodeError:
-            # An exception here would lose the line: neither answered nor paid for.
+            # An exception here would lose the line: it would be neither answered nor billed.
             return EngineAnswer(502, orjson.loads(gateway_errors.engine_failed().body()))
     error = gateway_errors.from_upstream(response.status_code, response.content)
     if error.status == 404 and error.message.startswith(_MOVED):

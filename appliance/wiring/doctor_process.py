@@ -15,8 +15,8 @@ KEPT_S = 30.0
 
 
 class DoctorProcess:
-    """One look at a time, and what came of it for `KEPT_S`: whoever asks meanwhile gets the same, also of one that
-    failed, or whoever may read could have processes started without end."""
+    """Runs one look at a time and answers with its result for `KEPT_S`, a failure too: otherwise anybody who may read
+    could start processes without end."""
 
     def __init__(self, command: Sequence[str], clock: Callable[[], float] = time.time) -> None:
         self._command, self._clock = command, clock

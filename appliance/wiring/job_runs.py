@@ -79,10 +79,11 @@ class JobRuns:
         in between. Called before ranks start again."""
         left = deque(await self._db.read(BOX, self._missed, job_id))
         await little_by_little(partial(self._ingest_some, job_id, left))
+        await self._snapshots.removed(job_id)
 
     def _missed(self, job_id: str) -> list[dict[str, Any]]:
-        """Steps that the store has not, and what is told once; within a reading, because a job may have 100,000
-        steps."""
+        """The events that the store may lack: steps, and what is told once. Call it within a reading, because a job may
+        have 100,000 steps."""
         known = job_records.steps_of(self._db, job_id)
         return [
             event
@@ -91,7 +92,7 @@ class JobRuns:
         ]
 
     def _ingest_some(self, job_id: str, left: deque[dict[str, Any]]) -> bool:
-        """False: none is left."""
+        """Ingest a few events; returns whether any are left."""
         with self._db.transaction():
             for _ in range(min(_EVENTS_AT_ONCE, len(left))):
                 if self._is_new(job_id, event := left.popleft()):
@@ -100,7 +101,7 @@ class JobRuns:
 
     def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
         """Whether an event that `_missed` found was not ingested since."""
-        if event["event"] == "anomaly":  # what they say of the learning rate has to be known before ranks start
+        if event["event"] == "anomaly":  # ranks start with the learning rate that these tell
             known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
             cuts = len(event["cuts"]) + (event["action"] == "rollback")
             return event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
@@ -113,8 +114,8 @@ class JobRuns:
         self._can_answer.set()
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """What a job's ranks ask: their samples, and the rewards of them. Ranks that outlived a controller may ask
-        before there is anybody who answers."""
+        """Answer a job's ranks, which ask for samples and for their rewards. Ranks that outlived a controller may ask
+        before anybody can answer."""
         await self._can_answer.wait()
         answer = self._answers[question["kind"]]
         if question["kind"] != "sample":
@@ -184,7 +185,7 @@ class JobRuns:
                 "output_model": row.output_model,
                 "version_prefix": version_prefix(row),
                 "seed": row.seed,
-                # Asked of a job that has gone back alone: others need not wait for the listing.
+                # Only a job that has gone back to an older snapshot needs them; others need not wait for the listing.
                 "older_snapshots": self._snapshots.older(job_id) if row.resolved.get("rate_cuts") else 0,
             }
         )
@@ -265,12 +266,12 @@ class JobRuns:
         return str(stored.path)
 
     def _hold(self, job_id: str, stored: StoredVersion) -> bool:
-        """Whether it is still there: then it stays until `taken`."""
+        """Hold a version until `taken`; returns False if it is gone."""
         try:
             lease = self._store.lease(stored)
         except VersionNotFound:
             return False
-        except IntegrityError:  # who reads it says what is wrong with it
+        except IntegrityError:  # its reader says what is wrong with it
             return True
         self._leases.setdefault(job_id, []).append(lease)
         return True
@@ -319,7 +320,7 @@ class JobRuns:
     async def will_succeed(self, job_id: str) -> None:
         try:
             await self._events.will_succeed(job_id)
-        except (OSError, sqlite3.Error, ReadingEnded) as error:  # no reason to keep the end of the job from being told
+        except (OSError, sqlite3.Error, ReadingEnded) as error:  # the end of the job is told all the same
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
     def on_stopped(self, job_id: str) -> None:
@@ -341,9 +342,8 @@ class JobRuns:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
         drop the snapshots of jobs that are over on their own."""
         try:
-            for stored in self._store.list("snapshot"):
-                if stored.model == job_id:
-                    self._store.remove(stored)
+            for stored in self._store.list("snapshot", job_id):
+                self._store.remove(stored)
         except VersionLeased:
             return False
         except VersionNotFound:

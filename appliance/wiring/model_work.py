@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
+KINDS_OF_MODELS = ("version", "adapter")
 READERS_LEAVE_S = 30.0  # for an engine that is unloading an adapter, or a copy to a tier that was just stopped
 
 
 class LibraryOps:
-    """Implements `ModelOps` of the controller's ports. `let_go` gives up the box's own leases on a model."""
+    """Implements `ModelOps` of the controller's ports. `let_go` gives up the box's own leases on a model;
+    `elsewhere` has other nodes remove their copies of what is deleted."""
 
     def __init__(
         self,
@@ -39,9 +41,10 @@ class LibraryOps:
         flow: TierFlow,
         opening: Opening,
         let_go: Callable[[str], None],
+        elsewhere: Callable[[list[Name]], Awaitable[None]] | None = None,
     ):
         self._library, self._store, self._tiers, self._flow, self._let_go = library, store, tiers, flow, let_go
-        self._opening = opening
+        self._opening, self._elsewhere = opening, elsewhere
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
@@ -100,14 +103,17 @@ class LibraryOps:
 
     async def remove(self, name: str, paths: list[VersionPaths]) -> None:
         self._let_go(name)
-        for one in paths:
-            names = [Name(kind, name, one.version) for kind in ("version", "adapter")]
+        everywhere = [Name(kind, name, one.version) for one in paths for kind in KINDS_OF_MODELS]
+        for path in paths:
+            names = [Name(kind, name, path.version) for kind in KINDS_OF_MODELS]
             for one in names:
                 self._flow.stop_copying(one)
-            await _thread(self._library.remove, name, one.version)
+            await _thread(self._library.remove, name, path.version)
             for one in names:
                 await self._forget(one)
                 self._flow.forget(one)
+        if self._elsewhere is not None:
+            await self._elsewhere(everywhere)
 
     def let_go(self, name: str) -> None:
         self._let_go(name)

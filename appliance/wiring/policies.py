@@ -34,7 +34,7 @@ class Policies:
 
     @contextmanager
     def sampled(self, job_id: str, version: str) -> Iterator[None]:
-        """The job samples from this version now, and within it goes on to, though it may sample from a newer one."""
+        """The job samples from this version now; the version is kept within this context, even if a newer one comes."""
         self._newest[job_id] = version
         self._sampled[job_id, version] += 1
         try:
@@ -43,7 +43,8 @@ class Policies:
             self._sampled -= Counter([(job_id, version)])
 
     async def tidy(self) -> None:
-        """Remove what is older than the newest of a job, or of none that may still train; what is in use, next time."""
+        """Remove versions older than the newest of their job, and all of a job that no longer trains. A version in use
+        is removed next time."""
         self._newest = {job: version for job, version in self._newest.items() if self._is_unfinished(job)}
         for stored in await asyncio.to_thread(self._store.list, "adapter"):
             job_id = policy_of(stored.model)
@@ -51,7 +52,7 @@ class Policies:
                 await self._remove(stored)
 
     def _is_wanted(self, job_id: str, stored: StoredVersion) -> bool:
-        # Its ranks write one before they ask for it.
+        # Ranks write a version before they sample from it: a newer one than the newest sampled is wanted.
         newest = self._newest.get(job_id, "")
         sampled = stored.version == newest or (job_id, stored.version) in self._sampled
         return self._is_unfinished(job_id) and (sampled or _step(stored.version) >= _step(newest))
@@ -64,9 +65,9 @@ class Policies:
         except (OperationFailed, VersionLeased) as error:
             log.info("the model in training %s %s stays for now: %s", stored.model, stored.version, error)
         except VersionNotFound:
-            return  # its ranks were first
+            return  # its ranks removed it
 
 
 def _step(version: str) -> int:
-    """-1 for none."""
+    """The step in a version's name; -1 if it has none."""
     return step_of(version.partition(".")[0])

@@ -68,18 +68,18 @@ class BusRouting:
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
         names: CallableNames | None = None,
     ):
-        """tokens: that a request to a model's engines may have, and that the cache of one of them holds; None where the
-        model does not say. trouble: what keeps engines of a model's version from starting. names: of whoever else asks
-        for them."""
+        """tokens: how many a request to a model's engines may have, and how many the cache of one of them holds; None
+        where the model does not say. trouble: what keeps engines of a model's version from starting. names: shared with
+        others that read them."""
         self._bus, self._db, self._hold_s, self._tokens = bus, db, hold_s, tokens
         self._trouble = trouble
         self._names = names or CallableNames(db)
         self._replicas: dict[str, _Served] = {}
         self._kv_tokens: dict[str, int | None] = {}
         self._said: set[str] = set()  # names already logged as unusable at the gateways
-        self._avoided: set[str] = set()  # also before they are open: a controller that starts finds engines that hang
+        self._avoided: set[str] = set()  # not only open ones: a controller may start beside engines that hang
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
-        self._host_of: dict[str, str] = {}  # of these names
+        self._host_of: dict[str, str] = {}  # adapter name -> host name
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
         found = resolve(self._db, model)
@@ -97,11 +97,11 @@ class BusRouting:
         await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
 
     def offer_adapters(self, replica_id: str) -> None:
-        """Its weights stayed the same: adapters may use it again."""
+        """Send adapter requests to this replica again, whose weights stayed the same."""
         self._change(replica_id, takes_adapters=True)
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
-        """Its engine gives no sign of life, or does so again: gateways prefer other replicas meanwhile."""
+        """Have gateways prefer other replicas while this one's engine gives no sign of life; False ends that."""
         (self._avoided.add if avoided else self._avoided.discard)(replica_id)
         served = self._replicas.get(replica_id)
         if served is not None and served.avoided != avoided:
@@ -219,7 +219,7 @@ class BusRouting:
         return self._printable(found)
 
     def _add_aliases(self, found: dict[str, _Callable], deployed: list[ModelRow]) -> None:
-        """Each asks the engines of another name: the model's own, its canary's, or that of a checkpoint."""
+        """Add the names that lead to the engines of another name: the model's own, its canary's or a checkpoint's."""
         challengers = models.challengers(self._db)
         for model in deployed:
             if has_aliases(model) or model.id in challengers:
@@ -284,7 +284,7 @@ class BusRouting:
 
 
 def _computed(row: ModelLoad, tokens: int) -> float:
-    """How many of these prompt tokens engines compute: those that a cache of prefixes has fill no further one."""
+    """How many of these prompt tokens engines compute; the prefix cache has the others."""
     return tokens if row.computed_part is None else tokens * row.computed_part
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from appliance.controller.devices import cordons, night_round
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
+from appliance.controller.interfaces.ports import TRAINING_FAILED
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
@@ -40,10 +41,10 @@ class BoxSize:
 class Live:
     """Input for a scheduling round that is not in the store.
 
-    demands: made once for a round, says what is wanted of each model. job_lacks: why a job cannot begin now, in a
-    sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
-    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; not
-    in it: the configured number. keep_jobs: hears of the unfinished ones, for what is kept of others goes."""
+    demands: called once a round; what it returns tells the demand of each model. job_lacks: why a job cannot begin now,
+    in a sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
+    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; a
+    node that it lacks has the configured number. keep_jobs: told the unfinished jobs, so that it forgets all others."""
 
     demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
@@ -67,7 +68,7 @@ class SqliteStateStore:
         models_changed: Callable[[], Any],
         names: CallableNames | None = None,
     ):
-        """names: of whoever else asks for them."""
+        """names: shared with others that read them."""
         self._db, self._events, self._size, self._live = db, events, size, live
         self._names = names or CallableNames(db)
         self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
@@ -143,7 +144,7 @@ class SqliteStateStore:
                 self._events.succeeded(job_id)
                 self._models_changed()  # its model must be callable as soon as the job is reported as done
             case "failed":
-                self._events.failed(job_id, "training_failed", error)
+                self._events.failed(job_id, TRAINING_FAILED, error)
             case "cancelled":
                 self._events.cancelled(job_id)
 
@@ -205,8 +206,8 @@ class SqliteStateStore:
         )
 
     def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
-        """A checkpoint can be called by its name; it has an engine only while it is in use. There may be thousands of
-        them: nothing is asked of those that are adapters, whose hosts' engines serve them."""
+        """Deployments of checkpoints, which have an engine only while they are in use. Adapters among the thousands
+        that there may be need none: their hosts' engines serve them."""
         return [
             DeploymentView(
                 row.name,

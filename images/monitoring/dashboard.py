@@ -26,10 +26,10 @@ class Panel:
     text: str = ""
 
 
-def _quantiles(series: str, by: str = "model") -> tuple[tuple[str, str], ...]:
-    rate = f'sum by (le, {by}) (rate({series}_bucket{{model=~"$model"}}[$__rate_interval]))'
+def _quantiles(series: str) -> tuple[tuple[str, str], ...]:
+    rate = f'sum by (le, model) (rate({series}_bucket{{model=~"$model"}}[$__rate_interval]))'
     return tuple(
-        (f"histogram_quantile({share}, {rate})", f"p{round(share * 100)} {{{{{by}}}}}") for share in (0.5, 0.95)
+        (f"histogram_quantile({share}, {rate})", f"p{round(share * 100)} {{{{model}}}}") for share in (0.5, 0.95)
     )
 
 

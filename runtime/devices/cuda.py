@@ -217,7 +217,7 @@ def _broken(error: pynvml.NVMLError) -> str:
 
 
 def _close() -> None:
-    """Give up every GPU that this process opened through NVML, by whatever handle on its library."""
+    """Close every GPU that this process opened through NVML, by whichever handle on the library."""
     try:
         pynvml.nvmlInit()  # without it pynvml says that nothing is open
     except pynvml.NVMLError:
@@ -225,7 +225,7 @@ def _close() -> None:
     while True:
         try:
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError:  # it counts its users, and this was the last
+        except pynvml.NVMLError:  # NVML counts its users; this was the last one
             return
 
 
@@ -371,17 +371,17 @@ def _ask(question: Callable[[], Any]) -> Any:
 class _Watch:
     """Reads on demand. The driver collects Xids (`xids`) from the first `read` on, of each GPU that answers then.
 
-    Whose handle was asked for is open until NVML is closed, and the driver resets no GPU that somebody has open
-    (nvidia-smi, --gpu-reset: not even a monitoring application may). So NVML is opened again to let one go.
+    A GPU whose handle was asked for stays open until NVML is closed, and the driver resets no GPU that a process has
+    open, not even for monitoring (nvidia-smi, --gpu-reset). So letting one go means to close NVML and open it again.
     """
 
     def __init__(self, devices: Mapping[int, str]):
         self._devices = dict(devices)
-        self._watched: tuple[int, ...] = ()  # of whom the driver collects Xids in `_events`
+        self._watched: tuple[int, ...] = ()  # indices of the GPUs whose Xids the driver collects in `_events`
         self._events: Any = None
 
     def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
-        """One reading per GPU but of those to let go, by id."""
+        """One reading of each GPU except those to let go, which are given by id."""
         kept = tuple(index for index, device_id in self._devices.items() if device_id not in let_go)
         faults = {} if self._events is None else self._new_faults()
         if self._events is None or kept != self._watched:
@@ -449,14 +449,15 @@ class _Watch:
 
 
 def _heat(handle: Any) -> int | None:
-    """In °C. Drivers of CUDA 14 only answer the second (nvidia-ml-py says so of the first)."""
+    """The temperature in °C. Drivers of CUDA 14 only answer the second call (nvidia-ml-py, about the first)."""
     heat = _ask(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
     return _ask(lambda: pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU)) if heat is None else heat
 
 
 def _slowdown(handle: Any, heat: int | None) -> int | None:
-    """From how many °C on it slows down. GPUs from Ada and Hopper on may only tell how far their limit is, and how far
-    beyond it they slow down (NVML API, nvmlDeviceGetTemperatureThreshold; "T.Limit" in nvidia-smi)."""
+    """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only tell how far it is from
+    its limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold; "T.Limit" in
+    nvidia-smi)."""
     told: int | None = _ask(
         lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
     )
@@ -470,8 +471,8 @@ def _slowdown(handle: Any, heat: int | None) -> int | None:
 
 
 def _meters(handle: Any) -> dict[str, Any]:
-    """What it draws and does now: NVML's milliwatts, millijoules, percent and MHz in base units. What it does not tell,
-    for whatever reason, is not known: a meter that fails is no reason to take a GPU for lost."""
+    """What the GPU draws and does now, in base units. A value that NVML does not tell, for whatever reason, is None: a
+    meter that fails does not make a GPU count as lost."""
 
     def ask(question: Callable[..., Any], *more: Any) -> Any:
         try:

@@ -64,7 +64,7 @@ ordered. `power_cap`: at its power limit, which is no fault."""
 
 @dataclass(frozen=True, slots=True)
 class PowerLimits:
-    """Of one device, in watts: the power limit as it is set, and between which it may be set."""
+    """A device's power limit in watts, and the least and the most that it may be set to."""
 
     limit_w: float
     least_w: float
@@ -72,7 +72,7 @@ class PowerLimits:
 
 
 class PowerRefused(RuntimeError):
-    """The driver does not do it; the message says why."""
+    """The driver refuses to set a limit; the message says why."""
 
 
 class PowerControl(Protocol):
@@ -80,23 +80,24 @@ class PowerControl(Protocol):
     PowerRefused."""
 
     def code(self) -> list[str]:
-        """Files that are run to do it."""
+        """Files of the code that sets them."""
 
     def limits(self) -> dict[str, PowerLimits]:
-        """Of every device whose limit can be set."""
+        """The power limits of every device whose limit can be set."""
 
     def set_limit(self, uuid: str, limit_w: float) -> None:
-        """Of its power."""
+        """Set the power limit of a device."""
 
     def set_clock(self, uuid: str, most_mhz: int | None) -> None:
-        """Bound the clock of its processors; None: no bound but the driver's own."""
+        """Bound the clock of a device's processors; None: no bound but the driver's own."""
 
 
 class PageLock(Protocol):
     """Locks pages of the host's memory for copies to a device. Ranges may not overlap."""
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Whether it could; if not, copies from there are only slower, and no later call is blamed for it."""
+        """Lock a range; returns False if that failed. Copies from there are then only slower, and no later call raises
+        for it."""
 
     def unlock(self, address: int) -> None:
         """Unlock the range that begins there."""
@@ -215,9 +216,9 @@ class DeviceKind(ABC):
         return {}
 
     def told_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
-        """While it is open, modules that ask what the device is as they are imported are told so and touch none, as a
-        process that forks requires. `device`: tells its compute capability and name, and is not asked in a process
-        that has begun to compute."""
+        """Return a context in which modules that ask for the device at import are told what it is without touching it,
+        which a process that forks must not do. `device` returns its compute capability and name; it is not called in a
+        process that has begun to compute."""
         return nullcontext()
 
     @abstractmethod
@@ -241,7 +242,7 @@ class DeviceKind(ABC):
         return ""
 
     def foreign(self) -> dict[int, str]:
-        """What processes hold of each device, in words, by index. Asked before the box starts any: they are others'."""
+        """What others' processes hold of each device, in words, by index. Called before the box starts its own."""
         return {}
 
     # -- in processes that compute: with torch -----------------------------------------------------------------

@@ -21,7 +21,7 @@ class _Zone:
 
 
 class HostEnergy:
-    """Of all processor packages and their memory, where the kernel counts it apart."""
+    """Counts the energy of all processor packages, and of their memory where the kernel counts it apart."""
 
     def __init__(self, zones: list[_Zone]):
         self._zones = zones
@@ -42,8 +42,8 @@ class HostEnergy:
         return cls(found) if has_package else None
 
     def joules(self) -> float | None:
-        """Drawn since this was made; each counter begins again at its `max_energy_range_uj`, after some minutes at full
-        load at the least, so it has to be asked more often. None: one cannot be read any more."""
+        """Joules drawn since this object was made; None if a counter cannot be read any more. Each counter begins again
+        at its `max_energy_range_uj`, at full load after some minutes, so call this more often than that."""
         try:
             for zone in self._zones:
                 now_uj = _number(zone.folder / "energy_uj")

@@ -134,11 +134,11 @@ def group_alive(pgid: int) -> bool:
     return bool(group_pids(pgid))
 
 
-def tail(path: str | Path, limit_bytes: int = 2000) -> str:
-    """The last bytes of a log as plain text, empty if there is no log."""
+def tail(path: str | Path) -> str:
+    """The last 2,000 bytes of a log as plain text, empty if there is no log."""
     try:
         with open(path, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - limit_bytes))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             return readable(log.read().decode(errors="replace").strip())
     except FileNotFoundError:
         return ""

@@ -15,6 +15,8 @@ from runtime.devices.kinds import HOST
 from scheduler.core.errors import DeviceHeld, InvalidWorkload, LeaseMismatch, UnknownDevice
 
 Health = Literal["ok", "draining"]
+CORDONED = "cordoned"
+"""Why a device drains whose cordon the loop has read; who cordoned it is in the store."""
 NodeChange = Literal["joined", "left", "lost"]
 """What happened to a node with its devices. left: in order, when nobody held them any more."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Failures, first_line
-from scheduler.core.inventory import Device, Holder
+from scheduler.core.inventory import CORDONED, Device, Holder
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
@@ -57,7 +57,7 @@ def plan_input(
 
 def _device(device: Device, cordoned: frozenset[str]) -> Device:
     if device.id in cordoned and device.health == "ok":
-        return replace(device, health="draining", health_reason="cordoned")
+        return replace(device, health="draining", health_reason=CORDONED)
     return device
 
 

@@ -3,7 +3,7 @@
 Rules
 - A copy is verified against its checksums before it can be found.
 - It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
-  one or releases it.
+  one or releases it, or home has deleted what it is a copy of.
 - What another node is copying from here is leased meanwhile, so that its segments are not overwritten during the copy.
 - What is copied home is pinned until a tier has it. A node may evict its copy of what home has.
 """
@@ -119,6 +119,20 @@ class NodeCopies:
             return
         await asyncio.to_thread(_forget_snapshots, self._store(), job_id, 0)
         await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
+
+    async def forget(self, names: list[Name]) -> None:
+        """Remove this node's copies of what home has deleted, whoever they were made for. What is still read stays
+        until its last reader has left, and may be evicted then."""
+        async with self._copying:
+            store = self._store()
+            for name in names:
+                stored = await asyncio.to_thread(store.find, *name)
+                if stored is None:
+                    continue
+                for holder in [holder for holder, lease in self._held.items() if lease.path == stored.path]:
+                    self._held.pop(holder).release()
+                with contextlib.suppress(StoreError):
+                    await asyncio.to_thread(store.remove, stored)
 
     async def idle_bytes(self) -> tuple[int, int]:
         """Bytes of freed segments, and of copies that nobody reads and that may be evicted."""

@@ -37,6 +37,7 @@ NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
+FORGET_S = 10.0  # how long a deletion waits for another node; it may be in the midst of a copy, and deletes after it
 SILENT_LOOKS = 3  # a node that misses this many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
@@ -216,6 +217,20 @@ class Nodes:
 
     async def evict(self, name: str, nbytes: int) -> int:
         return await self._asked(name, "evict", nbytes)
+
+    async def forget(self, names: Collection[Name]) -> None:
+        """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
+        the log, and has them until it needs the room or ends."""
+        away = {name: known.actor for name, known in self._known.items() if name != self.home.name}
+        told = (
+            within("forget", name, ask("forget", name, actor.forget.remote(list(names))), FORGET_S)
+            for name, actor in away.items()
+        )
+        for name, answer in zip(away, await asyncio.gather(*told, return_exceptions=True), strict=True):
+            if isinstance(answer, EffectFailed):
+                log.warning("copies of what was deleted may stay there: %s", answer.reason, extra={"node": name})
+            elif isinstance(answer, BaseException):
+                raise answer
 
     async def _asked(self, name: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent about its host's memory."""

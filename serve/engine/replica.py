@@ -1,7 +1,8 @@
 """Supervises one forked engine (a replica), without torch.
 
 Runs inside a Ray actor (wrapped in scheduler.ray.replicas) or in any asyncio program. It asks the node's warm parent
-for an engine process, holds its lifeline, and forwards calls. The engine dies with it.
+for an engine process, holds its lifeline, and forwards calls. The engine dies with it; of an engine that died,
+`wait_dead` says why.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ GPUs. This module corrects three CPU bugs in it, each reproduced on vLLM 0.32:
 - an output head that shares the input embedding silently keeps its packed copy of the old weights;
 - MoE experts are left unpacked although their kernel reads packed ones;
 - an error in the middle leaves half of the layers on the meta device, where every later reload fails.
+And one on any device: what a whole model makes of its weights once they are loaded (DeepSeek V4) stayed the first
+version's, because the first load alone calls for it (process_weights_after_loading in
+vllm/model_executor/model_loader/utils.py).
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ def load_layerwise(
         raise
     if of_torch(device).on_host:
         _repack(model)
+    if hasattr(model, "process_weights_after_loading"):
+        with torch.no_grad():
+            model.process_weights_after_loading()
 
 
 def _put_back(model: torch.nn.Module) -> None:

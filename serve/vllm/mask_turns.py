@@ -27,7 +27,7 @@ STEP_S = 0.05
 SHORT_S = 0.0005
 _OWNERS = 4096
 MASK = "shm_mask_s"
-"""Attribute of a grammar: what its masks take, from the last ones."""
+"""Attribute of a grammar: the seconds that one of its masks takes, estimated from the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Candidate:
 
 
 class MaskTurns:
-    """Who is next: of the owner who waits longest, the request that does."""
+    """Chooses the next request: that which waits longest, of the owner who waits longest."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -50,8 +50,8 @@ class MaskTurns:
         self._rests_until_s = 0.0
 
     def chosen(self, candidates: list[tuple[str, int, float]], now_s: float, *, others: bool) -> set[str]:
-        """Names of those that are in this step. candidates: (name, owner's mark, what its mask takes in seconds).
-        others: whether the step has requests without such a mask; else one is chosen at least."""
+        """Names of the requests that are in this step. candidates: (name, owner's mark, seconds of its mask). others:
+        whether the step has requests without such a mask; if not, at least one is chosen."""
         self._step += 1
         self._served = {name: self._served.get(name, -1) for name, _, _ in candidates}
         queues: dict[int, list[Candidate]] = {}
@@ -124,8 +124,8 @@ def _in_turns(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _adapters_kept(scheduler: Scheduler, hidden: list[Request]) -> Iterator[None]:
-    """Adapters that the hidden requests alone use keep their places in a batch meanwhile. Given to new requests, they
-    were too many once all were in one step again, and vLLM's scheduler died of it ("scheduled_loras")."""
+    """Reserve the places in a batch of adapters that only hidden requests use. When new requests got these places, one
+    step had too many adapters once all requests were back, and vLLM's scheduler died ("scheduled_loras")."""
     config = scheduler.lora_config
     if not config:
         yield
@@ -143,7 +143,7 @@ def _adapters_kept(scheduler: Scheduler, hidden: list[Request]) -> Iterator[None
 
 
 def _later(scheduler: Scheduler) -> set[str]:
-    """Names of those whose masks this step has no time for."""
+    """Names of the requests for whose masks this step has no time."""
     slow: list[tuple[str, int, float]] = []
     spent_s = 0.0
     # A heap gives its items in order, which takes longer and means nothing here.
@@ -160,7 +160,7 @@ def _later(scheduler: Scheduler) -> set[str]:
 
 
 def _cost_s(request: Request) -> float:
-    """0 for a request whose prompt is not computed yet, though it runs: it gets no mask before."""
+    """Seconds of the request's mask; 0 while its prompt is not computed, because it gets no mask before."""
     form = request.structured_output_request
     if form is None or 0 < request.num_computed_tokens < request.num_tokens - 1:
         return 0.0

@@ -22,8 +22,8 @@ from serve.api.turns import number, owner_in, place_in
 from serve.cpu.finishing_scheduler import may_run
 
 AGAIN_S = 0.5
-"""Room is not made for one owner more often: who asks one short question after the other would have another's answer
-computed again for each."""
+"""Room is made for one owner at most this often. Otherwise an owner who asks one short question after the other would
+have another's answer computed again for each."""
 
 
 def apply() -> None:
@@ -42,7 +42,7 @@ def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_room(scheduler: Scheduler, now_s: float) -> None:
-    """For one waiting request, if its owner has no place and another has several. now_s: monotonic."""
+    """Make room for one waiting request, if its owner has no place and another owner has several. now_s: monotonic."""
     waiting = scheduler.waiting
     if not isinstance(waiting, PriorityRequestQueue):  # a deployment's own arguments may say so
         return
@@ -67,15 +67,15 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
     made[owner_in(first.priority)] = now_s
     scheduler.running.remove(newest)
     _move(scheduler, first, place_in(scheduler.waiting.peek_request().priority) - 1)
-    # Behind the one that takes its place; else it would take that itself.
+    # It is queued behind the request that takes its place; otherwise it would take the place itself.
     newest.priority = number(max(place_in(newest.priority), place_in(first.priority) + 1), greatest)
     scheduler._preempt_request(newest, now_s)
     scheduler.prev_step_scheduled_req_ids.discard(newest.request_id)
 
 
 def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request) -> bool:
-    """Whether the batch without `gone` has room for the adapter of `request`; else the scheduler would pass it over,
-    and `gone` would have given its place for nothing."""
+    """Whether the batch without `gone` has room for the adapter of `request`. Without room the scheduler would pass it
+    over, and `gone` would have given up its place for nothing."""
     if not scheduler.lora_config or not request.lora_request:
         return True
     there = {one.lora_request.lora_int_id for one in scheduler.running if one is not gone and one.lora_request}

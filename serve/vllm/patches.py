@@ -77,11 +77,11 @@ log = logging.getLogger(__name__)
 
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
-"""What the other workers have to reply once one has failed: they may wait for it in a collective, for ever."""
+"""How long the other workers have to reply once one has failed: they may wait for it in a collective for ever."""
 OUT_OF_STEP = 70
 """Exit code of a worker that failed in a step to which another one replies."""
 OWED = "shm_owed"
-"""Attribute of a worker's queue: how many replies are to come that nobody waits for any more."""
+"""Attribute of a worker's queue: how many replies will come that nobody waits for any more."""
 FP8_FROM = DeviceCapability(8, 9)
 """Triton's kernels compute in FP8 from Ada on."""
 _applied: list[bool] = []
@@ -324,8 +324,8 @@ def with_every_reply(rpc):
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
-    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Replies that an earlier call
-    did not wait for come first in their queues, and are nobody's any more."""
+    """One reply of each worker. Discards replies that an earlier call did not wait for: they come first in the queues.
+    Raises RuntimeError with the first failure, TimeoutError."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     found: list[Any] = []
     failed: RuntimeError | None = None
@@ -438,8 +438,8 @@ def _load(
 
 
 def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
-    """Whatever fails, every worker can begin another transfer: those that had no part in the failure are in the midst
-    of this one, and vLLM refuses a second (start_weight_update in vllm/v1/worker/gpu_worker.py)."""
+    """Transfer on every worker. After a failure it ends the transfer of the workers that did not fail, because vLLM
+    refuses to begin another one in its midst (start_weight_update in vllm/v1/worker/gpu_worker.py)."""
     try:
         core.collective_rpc("start_weight_update")
         core.collective_rpc("update_weights", kwargs={"update_info": update})

@@ -1,5 +1,6 @@
 """What a box does by itself at night, on real devices of this machine: a job whose loss is no number any more goes back
-to its snapshot with half the rate and is done by the morning; the doctor measures every device at the hour that is set.
+to its snapshot with half the rate, past one that is broken already, and is done by the morning; the doctor measures
+every device at the hour that is set.
 """
 
 from __future__ import annotations
@@ -26,6 +27,46 @@ def anomalies(box: WholeBox, job_id: str) -> list[dict[str, Any]]:
     return [event.data["anomaly"] for event in reversed(events) if event.data and "anomaly" in event.data]
 
 
+def import_tiny(box: WholeBox, folder: Path) -> None:
+    tiny = make_model_dir(folder / "tiny", hidden_size=128, intermediate_size=256)
+    assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
+
+
+def submit(box: WholeBox, folder: Path, **more: Any) -> str:
+    """A job that diverges. more: further hyperparameters."""
+    train = folder / "train.jsonl"
+    train.write_bytes(gsm8k("train", 32 * STEPS))
+    sets = {
+        "learning_rate": 1,
+        "warmup_ratio": 0.66,
+        "lr_scheduler": "constant",
+        "weight_decay": 0,
+        "precision": "fp32",
+        "max_length": 256,
+        "packing": "false",
+        "snapshot_every_s": 0,
+        **more,
+    }
+    options = "--full --epochs 1 --batch-size 32 --learning-rate-multiplier " + str(RATE)
+    return box.submit(
+        "tiny", train, options, *(part for one in sets.items() for part in ("--set", "=".join(map(str, one))))
+    )
+
+
+def ended(box: WholeBox, job_id: str) -> dict[str, Any]:
+    return wait_for(
+        lambda: (now := box.admin(f"jobs/{job_id}"))["phase"] in ("succeeded", "failed") and now, "its end", 600
+    )
+
+
+def pause_after(box: WholeBox, job_id: str, step: int) -> int:
+    """The step of the snapshot of a job that is paused as soon as it has done `step`: it leaves the next one."""
+    wait_for(lambda: max(box.losses(job_id), default=0) >= step, f"step {step}", 300)
+    box.client().fine_tuning.jobs.pause(job_id)
+    paused = wait_for(lambda: (now := box.admin(f"jobs/{job_id}"))["phase"] == "paused" and now, "a snapshot", 120)
+    return paused["snapshot"]["step"]
+
+
 def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) -> None:
     data_dir = tmp_path / "box"
     data_dir.mkdir()
@@ -33,34 +74,12 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
     at = time.strftime("%H:%M", time.localtime(due_s))
     with whole_box(data_dir, f'[box]\ndevices = 2\n[doctor]\ndeep_at = "{at}"\n') as box:
         wait_for(lambda: (data_dir / "last-checkup.json").exists(), "the doctor's look after the start", 120)
-        tiny = make_model_dir(tmp_path / "tiny", hidden_size=128, intermediate_size=256)
-        assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
-        train = tmp_path / "train.jsonl"
-        train.write_bytes(gsm8k("train", 32 * STEPS))
-        options = "--full --epochs 1 --batch-size 32 --learning-rate-multiplier " + str(RATE)
-        sets = {
-            "learning_rate": 1,
-            "warmup_ratio": 0.66,
-            "lr_scheduler": "constant",
-            "weight_decay": 0,
-            "precision": "fp32",
-            "max_length": 256,
-            "packing": "false",
-            "snapshot_every_s": 0,
-            "on_loss_spike": "rollback",
-        }
-        job_id = box.submit(
-            "tiny", train, options, *(part for one in sets.items() for part in ("--set", f"{one[0]}={one[1]}"))
-        )
-        wait_for(lambda: box.losses(job_id), "a step", 300)
-        box.run("job", "pause", job_id)
-        paused = wait_for(lambda: (now := box.admin(f"jobs/{job_id}"))["phase"] == "paused" and now, "a snapshot", 120)
-        kept = paused["snapshot"]["step"]
+        import_tiny(box, tmp_path)
+        job_id = submit(box, tmp_path, on_loss_spike="rollback")
+        kept = pause_after(box, job_id, 1)
         assert 1 <= kept <= 3, f"the machine was too fast: the snapshot is of step {kept}"
         box.run("job", "resume", job_id)
-        done = wait_for(
-            lambda: (now := box.admin(f"jobs/{job_id}"))["phase"] in ("succeeded", "failed") and now, "its end", 600
-        )
+        done = ended(box, job_id)
         told = anomalies(box, job_id)
         rates = {row["step"]: row["learning_rate"] for row in box.steps(job_id)}
         print(f"snapshot of step {kept}; {told}; rates {rates}; losses {box.losses(job_id)}", flush=True)
@@ -94,3 +113,36 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
         assert {"sleep_replica", "wake_replica"} <= {step["verb"] for step in told}
         answered = box.client().completions.create(model="tiny", prompt="Hello", max_tokens=4)
         assert answered.choices[0].text is not None
+
+
+def test_a_rollback_passes_over_a_snapshot_that_is_broken_already(tmp_path: Path) -> None:
+    """It is made by a pause: a snapshot that a run makes by itself is whole after its next step alone, and of a step
+    without a number nothing is kept."""
+    data_dir = tmp_path / "box"
+    data_dir.mkdir()
+    with whole_box(data_dir, "[box]\ndevices = 2\n[weights.disk.snapshots]\nkeep_last = 2\n") as box:
+        import_tiny(box, tmp_path)
+        failed = ended(box, submit(box, tmp_path))
+        assert failed["phase"] == "failed"
+        (fault,) = anomalies(box, failed["id"])
+        breaks = fault["step"]
+        assert fault["action"] == "fail" and 4 < breaks < STEPS, fault
+
+        job_id = submit(box, tmp_path, on_loss_spike="rollback")
+        good = pause_after(box, job_id, 1)
+        box.run("job", "resume", job_id)
+        broken = pause_after(box, job_id, breaks - 1)
+        assert good <= 3 and broken == breaks - 1, f"the machine was too fast: snapshots of steps {good} and {broken}"
+        box.run("job", "resume", job_id)
+        done = ended(box, job_id)
+        told = anomalies(box, job_id)
+        rates = {row["step"]: row["learning_rate"] for row in box.steps(job_id)}
+        print(f"breaks in step {breaks}; snapshots of {good}, {broken}; {told}; rates {rates}", flush=True)
+        assert done["phase"] == "succeeded", done["error"]
+        assert [(one["step"], one["action"], one["poisoned"]) for one in told] == [
+            (breaks, "rollback", None),
+            (breaks, "rollback", broken),
+        ]
+        assert done["resolved"]["rate_cuts"] == [broken, good]
+        assert len(box.losses(job_id)) == len(rates) == STEPS
+        assert box.client().completions.create(model=done["fine_tuned_model"], prompt="2+2", max_tokens=4).choices

@@ -168,7 +168,7 @@ class SimulatedModelOps:
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         report(Progress(1, 2, "bytes", "copying"))
         if source == "broken":
-            raise OperationFailed("the header of model.safetensors overlaps", code="invalid_checkpoint", param="source")
+            raise OperationFailed("the header of model.safetensors overlaps", code="invalid_checkpoint")
         if source == "bug":
             raise ZeroDivisionError("simulated bug")
         return ModelStats(

@@ -14,7 +14,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 
 
-def told_by_first(value: Any) -> Any:
+def broadcast_json(value: Any) -> Any:
     """`value` of rank 0, on every rank; it must be plain JSON. Collective; it ignores the values of other ranks."""
     device = torch.device(get_accelerator().current_device_name())
     written = json.dumps(value).encode() if comm.get_rank() == 0 else b""

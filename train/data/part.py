@@ -28,10 +28,10 @@ class NoPart(Exception):
     """No part was made; the text says why, for whoever asked for it."""
 
 
-def write_apart(source: Path, target: Path, share: float, least: int, seed: int = 0) -> int:
+def write_apart(source: Path, target: Path, share: float, least: int) -> int:
     """Bytes of the new file `target`: a share of the examples (0 to 1), `least` of them at least, one a line and in
     their order; a larger share has those of a smaller one. Raises NoPart; blocks until it is done."""
-    command = [sys.executable, "-P", "-m", "train.data.part", source, target, str(share), str(least), str(seed)]
+    command = [sys.executable, "-P", "-m", "train.data.part", source, target, str(share), str(least)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         said = json.loads(done.stdout)
@@ -42,20 +42,20 @@ def write_apart(source: Path, target: Path, share: float, least: int, seed: int 
     return int(said["bytes"])
 
 
-def chosen(count: int, share: float, least: int, seed: int) -> np.ndarray:
+def chosen(count: int, share: float, least: int) -> np.ndarray:
     """(count,) bool: which of `count` examples are in the part."""
     wanted = min(count, max(least, math.ceil(share * count)))
-    drawn = np.random.Generator(np.random.PCG64(seed)).random(count)
+    drawn = np.random.Generator(np.random.PCG64(0)).random(count)
     return drawn <= np.partition(drawn, wanted - 1)[wanted - 1]
 
 
-def write(source: Path, target: Path, share: float, least: int, seed: int) -> int:
+def write(source: Path, target: Path, share: float, least: int) -> int:
     """In this process. Raises NoPart, OSError; `target` must not be there."""
     with open(source, "rb") as file:
         count = sum(1 for _ in examples(file))
         if count == 0:
             raise NoPart("the data has no examples")
-        taken, size = chosen(count, share, least, seed), 0
+        taken, size = chosen(count, share, least), 0
         file.seek(0)
         with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             for example, wanted in zip(examples(file), taken, strict=True):
@@ -73,9 +73,9 @@ def write(source: Path, target: Path, share: float, least: int, seed: int) -> in
 def main() -> None:
     BOUNDS.hold()
     os.nice(_NICENESS)
-    source, target, share, least, seed = sys.argv[1:]
+    source, target, share, least = sys.argv[1:]
     try:
-        print(json.dumps({"bytes": write(Path(source), Path(target), float(share), int(least), int(seed))}))
+        print(json.dumps({"bytes": write(Path(source), Path(target), float(share), int(least))}))
     except NoPart as error:
         print(json.dumps({"error": str(error)}))
     except OSError as error:  # without the path, which is the box's

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -27,16 +37,17 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UnsupportedModel(f"{path} has no tokenizer that can be loaded: {error}") from error
 
 
-def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
+def load_model(spec: TrainSpec, *, weights: bool = True, sent: bool = False) -> PreTrainedModel:
     """The base model in the precision to train in, on the CPU, with what is trained marked `requires_grad`.
 
     The bytes are equal on every rank: LoRA starts from `spec.seed`. With `weights=False` trained parameters are
-    undefined: a snapshot sets them. Raises UnsupportedModel.
+    undefined: a snapshot sets them. With `sent` all are: another rank sends them. Raises UnsupportedModel.
     """
     attention.register()
     transformers_logging.disable_progress_bar()
     try:
-        model = None if weights or not spec.full else _without_weights(spec)
+        model = _without_weights(spec, sent) if sent or (spec.full and not weights) else None
+        empty = model is not None
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(
                 spec.base_path,
@@ -50,7 +61,7 @@ def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
     _choose_experts(model)
-    if spec.base_adapter is not None:
+    if spec.base_adapter is not None and not empty:
         merge_into(model, spec.base_adapter)
     model.config.use_cache = False
     if spec.activation_checkpointing:
@@ -65,14 +76,23 @@ def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
     return model
 
 
-def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
-    """The architecture with uninitialised parameters; None if it has more state than its parameters."""
+def _without_weights(spec: TrainSpec, sent: bool) -> PreTrainedModel | None:
+    """The architecture with uninitialised parameters; None if it has more state than its parameters. If they are sent,
+    also where loading has a say in which there are or of what precision: the sender has them as loaded."""
     config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
         )
+    # (Those that are to be tied are not where a checkpoint has them apart.)
+    if sent and (model._keep_in_fp32_modules_strict or model.get_expanded_tied_weights_keys(all_submodels=True)):
+        return None
     model.tie_weights()
+    # What loading leaves for whoever writes the model back (train.state.stored_names), for experts are stored one by
+    # one, and for whoever has it answer.
+    model._weight_conversions = get_model_conversion_mapping(model)
+    with suppress(OSError):  # the directory has none
+        model.generation_config = GenerationConfig.from_pretrained(spec.base_path, local_files_only=True)
     persistent = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return None if persistent else model
 

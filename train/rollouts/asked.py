@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.rank_messages import told_by_first
+from train.control.rank_messages import broadcast_json
 from train.plan.spec import TrainSpec
 from train.rollouts.sampler import Answers
 from train.state.fragments import Grid
@@ -47,7 +47,7 @@ class Policy:
     def version(self, step: int) -> str:
         """Collective: the model as it is after this many steps is in shared memory under this version. Raises
         StoreFull, on every rank."""
-        self._world = self._world or told_by_first(uuid.uuid4().hex[:8])
+        self._world = self._world or broadcast_json(uuid.uuid4().hex[:8])
         version = f"{version_name(step)}.{self._world}"
         if self._there != step:
             began_s = time.perf_counter()

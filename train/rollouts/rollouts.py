@@ -30,7 +30,7 @@ import torch
 from deepspeed import comm
 
 from train.control.progress import ControlSignals, Events, Progress
-from train.control.rank_messages import told_by_first
+from train.control.rank_messages import broadcast_json
 from train.data.packing import RolloutRow, Row, StepPlan, build_row
 from train.data.token_set import TokenSet
 from train.methods.method import Method
@@ -307,7 +307,7 @@ class Rollouts:
             answered, answer = self._hearing.heard(f"{name}-{wanted.before + start}", asked)
             if not answered:
                 return None
-            judged = told_by_first(answer)
+            judged = broadcast_json(answer)
             if judged.get("failed"):
                 raise NothingGraded(judged["failed"])
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
@@ -354,13 +354,13 @@ class Rollouts:
         """Collective: what an earlier world has sampled and had judged for this step."""
         shape = n, self._samples.room
         kept = _read(self._file, step, shape, self._staleness) if self._grid.rank == 0 else None
-        there = told_by_first(kept is not None)
+        there = broadcast_json(kept is not None)
         if not there:
             return None, None
         made = Answers.empty(*shape, staleness=self._staleness)
         if kept is not None:
             made = Answers(*(torch.from_numpy(kept[name]) for name in ("ids", "log_probs", "sizes", "older")))
-        self._by_engine, verdict = told_by_first(kept and [int(kept.get("engine", 0)), kept["verdict"]])
+        self._by_engine, verdict = broadcast_json(kept and [int(kept.get("engine", 0)), kept["verdict"]])
         return shared(made, self._engine.device), verdict
 
 

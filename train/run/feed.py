@@ -12,10 +12,10 @@ from train.state.fragments import Grid
 
 
 class Feed(Protocol):
-    """Feeds the steps of one rank. After `ready` all else is about that step."""
+    """Feeds the steps of one rank. The other methods are about the step of the last `ready`."""
 
     def ready(self, step: int) -> bool:
-        """Collective: what this step learns from is there; False if the devices were wanted before."""
+        """Collective: fetch what this step learns from. False if the devices were wanted before it was there."""
 
     def rows(self) -> list[tuple[int, Row]]:
         """(number within the step, row) of this rank's micro-batches."""
@@ -24,17 +24,17 @@ class Feed(Protocol):
         """What the loss of the step is divided by, the same on every rank."""
 
     def tokens(self) -> int:
-        """That the step reads, over all ranks."""
+        """How many tokens the step reads, over all ranks."""
 
     def told(self) -> dict[str, Any]:
-        """Further data of the step's event, the same on every rank."""
+        """Return further data of the step's event, the same on every rank."""
 
     def seconds(self) -> dict[str, float]:
-        """What making it ready took, by part."""
+        """How many seconds `ready` took, by part."""
 
 
 class DataFeed:
-    """Learns what the data has."""
+    """Feeds the rows of the data."""
 
     def __init__(self, method: Method, plan: StepPlan, tokens: TokenSet, grid: Grid):
         self._method, self._plan, self._tokens, self._grid = method, plan, tokens, grid

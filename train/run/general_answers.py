@@ -22,7 +22,7 @@ from deepspeed import comm
 from transformers import DynamicCache
 
 from train.control.progress import Events, Progress
-from train.control.rank_messages import told_by_first
+from train.control.rank_messages import broadcast_json
 from train.data.general_questions import (
     LEAST_KNOWN,
     NEW_TOKENS,
@@ -44,7 +44,7 @@ Wanted = Callable[[], bool]
 
 
 class Prompt(NamedTuple):
-    """Tokens of a question as the model is asked it, of the beginning of its answer, and those that may come next."""
+    """Tokens: `asked` of a question, `begun` of the beginning of its answer, `right` and `wrong` for the next one."""
 
     asked: list[int]
     begun: list[int]
@@ -71,15 +71,15 @@ class GeneralQuestions:
         self._trained_tokens, self._emit, self._progress = trained_tokens, emit, progress
 
     def ask(self, when: str, wanted: Wanted = lambda: False) -> bool:
-        """Collective. wanted: whether the devices are, the same on every rank; then the rest is left, and False
-        returned."""
+        """Collective. wanted: whether the devices are wanted, the same on every rank; if so, returns False and leaves
+        the remaining questions."""
         before = self._heard_before() if when == "after" else None
-        if not told_by_first(self._spec.general_questions and (when == "before" or before is not None)):
+        if not broadcast_json(self._spec.general_questions and (when == "before" or before is not None)):
             return True
         self._progress.enter("asking")
         began_s = time.perf_counter()
         tokenizer = load_tokenizer(self._spec.base_path) if self._grid.rank == 0 else None
-        told = told_by_first(None if tokenizer is None else self._prompts(tokenizer))
+        told = broadcast_json(None if tokenizer is None else self._prompts(tokenizer))
         prompts = [Prompt(*prompt) for prompt in told]
         if when == "before" and self._known(len(prompts)):
             return True
@@ -93,7 +93,7 @@ class GeneralQuestions:
             known, begun = self._together(scored, len(prompts)).T.tolist()
             found = Answers(tuple(round(p, 4) for p in known), tuple(round(nats, 4) for nats in begun))
             texts: list[str] = []
-            spoken = told_by_first(begin_otherwise(before, found) if before is not None else [])
+            spoken = broadcast_json(begin_otherwise(before, found) if before is not None else [])
             if spoken:
                 rows = [prompts[spoken[turn]].asked for turn in self._share(len(spoken))]
                 said = self._together(speak(self._model, rows, prefix), len(spoken))
@@ -106,7 +106,7 @@ class GeneralQuestions:
         return True
 
     def _moving(self, wanted: Wanted) -> Wanted:
-        """`wanted`, by whose calls the heartbeat sees that the asking moves."""
+        """Return `wanted` with a heartbeat: each call shows that the questions move on."""
 
         def looked() -> bool:
             self._progress.enter("asking")
@@ -115,13 +115,13 @@ class GeneralQuestions:
         return looked
 
     def _share(self, count: int) -> list[int]:
-        """This rank's part of this many. Equal shares, so that the shapes of all ranks are the same; what is asked
-        twice is counted once (`_together`)."""
+        """This rank's share of `count` questions. All shares have one size, so that all ranks compute the same shapes;
+        `_together` counts a question that two ranks asked once."""
         size, at = self._grid.data_size, self._grid.data_rank
         return [(at + turn * size) % count for turn in range(-(-count // size))]
 
     def _together(self, found: torch.Tensor, count: int) -> torch.Tensor:
-        """Collective: the rows of all `count`, from what each rank found for its share."""
+        """Collective: join the rows that each rank found for its share into those of all `count` questions."""
         size, at = self._grid.data_size, self._grid.data_rank
         rows = found.new_zeros(count, *found.shape[1:])
         if self._grid.tensor_rank == 0:  # the others of its group have the same
@@ -132,18 +132,19 @@ class GeneralQuestions:
         return rows
 
     def _heard_before(self) -> Answers | None:
-        """On rank 0; None if nothing was heard, or too little to forget."""
+        """On rank 0, the answers before the first step; None without any, or if the model knew too little to forget."""
         spec, path = self._spec, Path(self._spec.run_dir) / _BEFORE
         if self._grid.rank != 0:
             return None
-        before = Answers(spec.general_known, spec.general_begun)  # on another node than the first step, for instance
+        before = Answers(spec.general_known, spec.general_begun)  # the file may lie on the node of the first step
         if path.exists():
             said = json.loads(path.read_text())
             before = Answers(tuple(said["known"]), tuple(said["begun"]))
         return before if before.known and before.mean >= LEAST_KNOWN else None
 
     def _known(self, count: int) -> bool:
-        """Whether an earlier job has asked this model as much, the same on every rank; rank 0 says what it heard."""
+        """Whether an earlier job asked this model as many questions, the same on every rank; rank 0 then reports its
+        answers."""
         spec = self._spec
         if not spec.general_of or len(spec.general_known) < count:
             return False
@@ -190,15 +191,15 @@ def _common(rows: list[list[int]]) -> int:
 
 
 class Prefix:
-    """What all rows begin with, computed once. `rows`: of all prompts; `room`: tokens that may follow the longest."""
+    """What all rows begin with, computed once. `rows`: of all prompts."""
 
-    def __init__(self, model: Any, rows: list[list[int]], device: torch.device, room: int = 4 * NEW_TOKENS):
+    def __init__(self, model: Any, rows: list[list[int]], device: torch.device):
         config = model.config.get_text_config()
         self.device, self.common, self._cache = device, _common(rows), DynamicCache(config=config)
         window = getattr(config, "sliding_window", None)
         if keeps_state(model):
             self.common = 0  # transformers repeats no state (DynamicCache.batch_repeat_interleave)
-        elif window and window < max(map(len, rows)) + room:
+        elif window and window < max(map(len, rows)) + 4 * NEW_TOKENS:
             self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
         if self.common:
             begun = torch.tensor([rows[0][: self.common]], device=device)

@@ -22,7 +22,7 @@ from deepspeed import comm
 
 from runtime.devices.kinds import kind_of
 from train.control.progress import SIGNALS, ControlSignals, Events, Progress
-from train.control.rank_messages import told_by_first
+from train.control.rank_messages import broadcast_json
 from train.control.stop_point import StopPoint
 from train.data.packing import StepPlan
 from train.data.token_set import TokenSet
@@ -50,7 +50,7 @@ _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
 class LeftForSnapshot(RuntimeError):
-    """The run goes on from its last snapshot, in another world: what this one computed last is to be forgotten."""
+    """The run goes on from its last snapshot in another world, which forgets what this one computed since."""
 
 
 class Run:
@@ -100,7 +100,7 @@ class Run:
         trained_tokens = spec.n_epochs * train.n_tokens
         model, device = engine.module.model, engine.device
         self._general = GeneralQuestions(spec, model, self.grid, device, trained_tokens, self.emit, progress)
-        # On rank 0, once it is known where the run begins, if anything follows from them.
+        # Only on rank 0, only if something depends on them, and only once the first step of the run is known.
         self._validations: Validations | None = None
         self._ends_early = False
         self._losses = LossWatch(spec.on_loss_spike, spec.rate_cuts)
@@ -131,7 +131,7 @@ class Run:
         known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
         spec = self.spec
         self._losses = LossWatch(
-            spec.on_loss_spike, spec.rate_cuts, told_by_first(known), start=self.step, older=spec.older_snapshots
+            spec.on_loss_spike, spec.rate_cuts, broadcast_json(known), start=self.step, older=spec.older_snapshots
         )
         self.leaving.at(self.step)
         signals, self.boundary_s = self._agreed(), time.monotonic()
@@ -151,7 +151,7 @@ class Run:
                 return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
             self._validate()
             self._say_how_often_it_validates()
-        if self._judge():  # an earlier world may have been about to end, or to publish
+        if self._is_best():  # an earlier world may have been about to end, or to publish
             self._publish_best()
         while self.step < total and not self._ends_early:
             ready = self.feed.ready(self.step)
@@ -171,7 +171,7 @@ class Run:
                 best_here = False
                 if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
                     self._validate()
-                    best_here = self._judge()
+                    best_here = self._is_best()
                 if self.step == total or self._ends_early:
                     break
                 if best_here:
@@ -216,7 +216,7 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         with self._profiling.reading_input():
             rows = self.feed.rows()
-        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have some
             forget(self.engine.module)
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
@@ -297,8 +297,8 @@ class Run:
         return agreed
 
     def _act_on(self, found: Anomaly) -> None:
-        """On all ranks, which have found the same. The controller pauses the job, and remembers what the learning rate
-        is from then on. Raises what ends this world: nothing that the step wrote is kept."""
+        """All ranks found the same anomaly and call this. The controller pauses the job and remembers the new learning
+        rate. Raises TrainingDiverged or LeftForSnapshot, which end this world: nothing that the step wrote is kept."""
         data = asdict(found) | {"loss": _number(found.loss), "grad_norm": _number(found.grad_norm)}
         self.emit("anomaly", text=found.text, **data)
         if found.action == "fail":
@@ -307,8 +307,8 @@ class Run:
             raise LeftForSnapshot(found.text)
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
-        """Collective: returns the loss over all ranks, the signals sent to any of them, as "metrics" those of the
-        method, and as "draft" the number of rank 0's draft for the snapshot of this step, 0 if none."""
+        """Collective: returns the signals sent to any rank by name, "loss" (over all ranks), "metrics" (the method's),
+        and "draft": the number of rank 0's draft for the snapshot of this step, 0 if none."""
         signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
         # The other ranks of a tensor parallel group have the same values.
@@ -330,7 +330,7 @@ class Run:
         return {"loss": total, "draft": int(draft), "metrics": metrics} | found
 
     def _devices_wanted(self) -> bool:
-        """Collective."""
+        """Collective: whether a suspend or cancel was sent to any rank."""
         signals = self._agreed()
         return signals["suspend"] or signals["cancel"]
 
@@ -341,13 +341,13 @@ class Run:
             text = f"validations are {apart} steps apart, not {asked} (eval_interval): publish=best has at most {most}"
             self.emit("message", level="warn", text=text)
 
-    def _judge(self) -> bool:
+    def _is_best(self) -> bool:
         """Collective: whether this step is the best so far; it also sees whether the run ends here because it has not
         become better for long enough."""
         if not self.spec.follows_validations:
             return False
         patience, known = self.spec.early_stopping_patience, self._validations
-        best, since = told_by_first([known.best_step, known.since_best] if known is not None else None)
+        best, since = broadcast_json([known.best_step, known.since_best] if known is not None else None)
         self._ends_early = 0 < patience <= since and self.step < self.plan.total_steps
         if self._ends_early:
             text = (
@@ -376,7 +376,7 @@ class Run:
         elif 0 < best < self.step:
             text = f"the result is the version of step {self.step}: that of step {best}, the best, was not published"
             self.emit("message", level="warn", text=text)
-        return bool(told_by_first(there))
+        return bool(broadcast_json(there))
 
     def _validate(self) -> None:
         if self.valid is None:
@@ -390,7 +390,7 @@ class Run:
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, then the metrics of the method.
         told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        for forget in (self.method.metrics, self.method.peaks):  # those of a step that was left
+        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have some
             forget(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
@@ -398,7 +398,7 @@ class Run:
         for turn in range(turns):
             if left := self._leaves_validation((time.monotonic() - began_s) / max(1, turn) * (turns - turn)):
                 break
-            self.progress.enter("validating")  # each row again: a file of them may take longer than a hang is let last
+            self.progress.enter("validating")  # for each row: a whole file may take longer than the limit for a hang
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
                 row = self.valid.row(packs[[index % len(packs)]])
@@ -420,7 +420,7 @@ class Run:
         return bool(message)
 
     def _tell_validation(self, found: dict[str, float] | None) -> None:
-        """None: the devices were wanted before its end; nothing but a point of its curve is missing."""
+        """Report a validation. None: the devices were wanted before its end, and its curve lacks this point."""
         if found is None:
             return
         if self.rank == 0:
@@ -449,5 +449,5 @@ class Run:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no others."""
+    """The value if it is finite, as JSON requires; else None."""
     return value if math.isfinite(value) else None

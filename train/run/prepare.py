@@ -91,7 +91,10 @@ def prepare(
         _tell_about_stage(emit, spec)
 
     progress.enter("loading")
-    model = load_model(spec, weights=snapshot_path is None)
+    # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). Others would read theirs for nothing, and
+    # hold a copy in host memory where loading makes one: of experts, which it joins, and in another precision.
+    sent = spec.zero_stage == 3 and rank > 0
+    model = load_model(spec, weights=snapshot_path is None, sent=sent)
     refuse_shared_rows(model, spec)
     engine = build_engine(method.objective(model, spec.options), spec)
     if snapshot_path is None:

@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """Profiles one rank. collectives: what torch calls the library of its collectives, as it stands in the names of
-    what it does. folder: where trace files go. rows: of this rank in each step. At most MOST_ROWS of them are profiled,
-    of a longer step the last ones with its end."""
+    """Profiles one rank. collectives: the name of the collectives' library in the names of torch's operations. folder:
+    where trace files go. rows: how many this rank has in each step. At most MOST_ROWS are profiled: of a longer step
+    the last ones, with the optimizer step."""
 
     def __init__(self, folder: Path, collectives: str, emit: Events, progress: Progress, rows: int = 1):
         self._folder, self._collectives, self._emit, self._progress = folder, collectives, emit, progress
         self._rows = rows
         self._profiler: Any = None
         self._left = self._done = 0
-        self._until = 0  # rows up to the one with which it begins
+        self._until = 0  # rows to wait for before it begins
         self._began_s = 0.0
 
     def before_step(self, asked: int) -> None:
@@ -51,7 +51,7 @@ class Profiling:
 
     def _begin(self) -> None:
         try:
-            # Both of the host and of the device, where there is one.
+            # The host's activities, and the device's where there is one.
             self._profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
             self._profiler.start()
         except Exception as error:  # noqa: BLE001 - said to whoever asked; the job goes on without a profile
@@ -69,7 +69,7 @@ class Profiling:
             self.end(step)
 
     def reading_input(self) -> AbstractContextManager[Any]:
-        """Around what prepares the input of a step."""
+        """Return a context for the code that prepares the input of a step."""
         return nullcontext() if self._profiler is None else torch.profiler.record_function(INPUT)
 
     def end(self, step: int) -> None:
@@ -89,7 +89,7 @@ class Profiling:
         self._progress.enter(where)
 
     def drop(self) -> None:
-        """The devices are wanted, or the run ends in between: nobody waits for a trace."""
+        """End without a trace, because the devices are wanted or the run ends."""
         profiler, self._profiler = self._profiler, None
         awaited, self._until = self._until, 0
         if profiler is not None:
@@ -105,7 +105,7 @@ class Profiling:
             log.warning("the profiler did not stop", exc_info=error)
 
     def _write(self, profiler: Any, step: int) -> tuple[str | None, int]:
-        """The newest trace of the job, in place of the one before; none where it would be too long."""
+        """Write the trace in place of the job's last one; returns path and size, (None, 0) if it would be too long."""
         for left in self._folder.glob("trace-*.json.gz"):
             left.unlink()
         if len(profiler.events()) > MOST_EVENTS:

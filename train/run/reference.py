@@ -83,17 +83,17 @@ class Reference:
         return True
 
     def save(self) -> None:
-        """What is known so far, so that a run that is interrupted before its first step does not begin again."""
+        """Write the values known so far, so that a run that is interrupted before its first step goes on from them."""
         if self._grid.rank == 0:
             for values in self._learning.values():
                 values.save()
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """What snapshots take along."""
+        """The values by name, for the run's snapshots."""
         return {f"{_PREFIX}{name}": torch.from_numpy(tokens.reference) for name, tokens in self._sets.items()}
 
     def take_from(self, store: WeightStore, path: str | Path) -> None:
-        """What is not known here, out of a snapshot of the run. Raises SnapshotMismatch if it does not have it."""
+        """Read missing values out of a snapshot of the run. Raises SnapshotMismatch if it lacks them."""
         for name, values in self._learning.items():
             found = snapshot.read_kept(store, path, f"{_PREFIX}{name}")
             if found is None or found.shape != values.values.shape:

@@ -14,8 +14,8 @@ from train.run.event_log import read_events
 
 
 class Validations:
-    """Those after the steps up to `step`. The one before the first step is not one of them: its weights are not the
-    run's."""
+    """The validations after the steps 1 to `step`. The one before the first step does not count: its weights are the
+    starting model's."""
 
     def __init__(self, run_dir: str | Path, step: int) -> None:
         self._run_dir = run_dir
@@ -32,7 +32,7 @@ class Validations:
 
     @property
     def best_step(self) -> int:
-        """The first of those that are equally good; 0 if there was none."""
+        """The step of the best validation, the first of equally good ones; 0 if there was none."""
         return max(self._scores, key=lambda step: (self._scores[step], -step), default=0)
 
     @property
@@ -41,5 +41,5 @@ class Validations:
         return sum(step > self.best_step for step in self._scores)
 
     def published(self, step: int) -> bool:
-        """Whether a version of this step was told of."""
+        """Whether a version of this step was published."""
         return any(event["event"] == "published" and event["step"] == step for event in read_events(self._run_dir))

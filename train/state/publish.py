@@ -24,10 +24,10 @@ from train.model.adapter import ADAPTER
 from train.model.model import DTYPES, checkpoint_name
 from train.plan.spec import TrainSpec
 from train.state import fragments
-from train.state.async_checkpoint import Writing, Written
 from train.state.fragments import Fragment
 from train.state.snapshot import reserve_together, write_runs
 from train.state.stored_names import StoredNames, stored_names
+from train.state.writing import Writing, Written
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
 from weights.format.slices import Strided

@@ -1,4 +1,5 @@
-"""Writes a run's snapshots and model versions, in parallel with training if possible.
+"""When a rank writes its snapshots and model versions: beside training if possible. snapshot.py and publish.py say what
+they hold; writing.py copies and commits both.
 
     wished for or due -> reserved during the step -> copied during the next one -> committed and told at its end
 
@@ -21,12 +22,12 @@ from train.control.progress import ControlSignals, Events, Progress
 from train.data.packing import StepPlan
 from train.plan.spec import TrainSpec
 from train.state import fragments, parking, snapshot
-from train.state.async_checkpoint import Writing, Written
 from train.state.cadence import Cadence
 from train.state.copies import CopyPlan
 from train.state.prefault import prefault
 from train.state.publish import begin_publish, published_tensors
 from train.state.snapshot_reservation import SnapshotReservation, draft_name
+from train.state.writing import Writing, Written
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout
 from weights.memory.draft import Draft

@@ -1,5 +1,5 @@
-"""Writes and reads a run's state by parameter in shared memory: each rank writes its fragments; any world size and any
-tensor-parallel size can read it.
+"""What a snapshot holds, and how it is read: a run's state by parameter in shared memory. Each rank writes its
+fragments (saving.py says when); any world size and any tensor-parallel size can read it.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
 float32 and in the parameter's shape, the tensors that the run keeps from its beginning (`Kept`), and in its meta what
@@ -20,13 +20,13 @@ import torch
 from deepspeed import comm
 
 from runtime.devices.kinds import in_host_memory
-from train.control.rank_messages import told_by_first
+from train.control.rank_messages import broadcast_json
 from train.plan.errors import SnapshotMismatch
 from train.plan.spec import TrainSpec
 from train.state import fragments
-from train.state.async_checkpoint import Writing
 from train.state.copies import CopyPlan
 from train.state.fragments import Fragment
+from train.state.writing import Writing
 from weights.format.errors import IntegrityError, StoreError, error_as_json, error_from_json
 from weights.format.layout import Layout, TensorSpec
 from weights.format.names import version_name
@@ -190,7 +190,7 @@ def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Lay
             outcome = {"draft": str(draft.path)}
         except StoreError as error:
             outcome = {"error": error_as_json(error)}
-    outcome = told_by_first(outcome)
+    outcome = broadcast_json(outcome)
     if "error" in outcome:
         raise error_from_json(outcome["error"])
     return draft if draft is not None else store.attach(outcome["draft"], layout)

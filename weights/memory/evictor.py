@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weights.format.errors import StoreFull
 from weights.format.manifest import KINDS
+from weights.format.names import encode_name
 from weights.memory.locks import DirectoryLock, StoreMutex
 from weights.memory.pool import Pool
 from weights.memory.removal import dismantle, hide
@@ -41,9 +42,11 @@ class Evictor:
             budget_bytes=self.budget_bytes,
         )
 
-    def committed(self, kind: str) -> list[Path]:
-        """Directories of all versions of `kind`."""
-        return [path for model in directories(self.root / f"{kind}s") for path in directories(model)]
+    def committed(self, kind: str, model: str | None = None) -> list[Path]:
+        """Directories of all versions of `kind`, or of those of one model."""
+        of_kind = self.root / f"{kind}s"
+        models = directories(of_kind) if model is None else [of_kind / encode_name(model)]
+        return [path for folder in models for path in directories(folder)]
 
     def all_committed(self) -> list[Held]:
         """Sizes of every version and snapshot."""
@@ -97,9 +100,9 @@ class Evictor:
         finally:
             lock.close()
 
-    def sweep_drafts(self) -> tuple[list[Path], int]:
-        """Removes everything unlocked in staging; returns the paths and the bytes freed."""
-        removed, freed = [], 0
+    def sweep_drafts(self) -> list[Path]:
+        """Removes everything unlocked in staging; returns the paths."""
+        removed = []
         for entry in list(os.scandir(self.staging)):
             path = Path(entry.path)
             if not entry.is_dir(follow_symlinks=False):
@@ -109,14 +112,12 @@ class Evictor:
             lock = DirectoryLock.try_exclusive(path)
             if lock is None:
                 continue
-            held = held_at(path)
             try:
                 dismantle(path, None)
             finally:
                 lock.close()
             removed.append(path)
-            freed += held.nbytes if held is not None else 0
-        return removed, freed
+        return removed
 
     def trim(self, upcoming_bytes: int) -> None:
         """Shrinks the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be

@@ -45,7 +45,6 @@ class SweepReport:
     """Paths that a sweep removed, and committed versions it found damaged (left in place)."""
 
     removed: tuple[Path, ...]
-    freed_bytes: int
     damaged: tuple[IntegrityError, ...]
 
 
@@ -212,10 +211,11 @@ class WeightStore:
                 raise
             return None  # removed while we read it
 
-    def list(self, kind: str) -> list[StoredVersion]:
-        """All readable versions of `kind`, oldest first. Damaged ones are reported by `sweep`, not here."""
+    def list(self, kind: str, model: str | None = None) -> list[StoredVersion]:
+        """All readable versions of `kind`, or those of one model, oldest first. Damaged ones are reported by `sweep`,
+        not here."""
         found = []
-        for path in self._evictor.committed(_check_kind(kind)):
+        for path in self._evictor.committed(_check_kind(kind), model):
             try:
                 found.append(StoredVersion.read(path))
             except IntegrityError:
@@ -309,7 +309,7 @@ class WeightStore:
         It never touches anything that a live process holds, nor a committed version.
         """
         with self._evictor.mutex():
-            removed, freed = self._evictor.sweep_drafts()
+            removed = self._evictor.sweep_drafts()
         damaged = []
         for kind in KINDS:
             for path in self._evictor.committed(kind):
@@ -323,7 +323,7 @@ class WeightStore:
                 except IntegrityError as error:
                     if path.exists():
                         damaged.append(error)
-        return SweepReport(tuple(removed), freed, tuple(damaged))
+        return SweepReport(tuple(removed), tuple(damaged))
 
     def trim_pool(self, keep_bytes: int = 0) -> int:
         """Returns freed segments to the system until the pool holds at most `keep_bytes`; returns the bytes freed."""

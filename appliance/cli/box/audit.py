@@ -10,7 +10,7 @@ import typer
 from appliance.cli import formats, output
 from appliance.cli.command import Session, box_command, group
 
-app = group("Who did what: every change, by whom, and what came of it.")
+app = group("Show who did what: every change, by whom, and its outcome.")
 
 
 @box_command(
@@ -24,7 +24,7 @@ def audit(
     session: Session,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to show, the newest first.")] = 50,
 ) -> None:
-    """Who did what: every change, by whom, and what came of it."""
+    """Show who did what: every change, by whom, and its outcome."""
     session.show(session.client.listed("/admin/v1/audit", most=limit), _table)
 
 

@@ -44,11 +44,11 @@ NAME = Annotated[str | None, typer.Option("--name", help="As `backup list` shows
 def make(
     place: PLACE = None,
     keep: Annotated[
-        int | None, typer.Option("--keep", min=1, help="Backups that stay there. Default: keep in [backup], 14.")
+        int | None, typer.Option("--keep", min=1, help="How many backups stay there. Default: keep in [backup], 14.")
     ] = None,
     secrets: Annotated[
         bool,
-        typer.Option("--secrets", help="Also private keys: the authority for nodes, the first API key."),
+        typer.Option("--secrets", help="Include private keys: the authority for nodes, the first API key."),
     ] = False,
     key_file: KEY_FILE = None,
     config: CONFIG = None,
@@ -73,7 +73,7 @@ def list_backups(
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
-    """The backups at a place, oldest first."""
+    """List the backups at a place, the oldest first."""
     answer = in_process("list", place, config, data_dir, key_file=key_file)
     if output_format == "json":
         output.print_json(answer)
@@ -105,7 +105,7 @@ def verify(
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
-    """Read a whole backup, to see that it can be restored."""
+    """Read a whole backup to check that it can be restored."""
     answer = in_process("verify", place, config, data_dir, *named(name), key_file=key_file)
     told(answer, output_format, "whole", "every checksum and the database are right")
 
@@ -115,11 +115,11 @@ def verify(
         "appliance backup keygen /etc/box/backup.key",
         "",
         "A passphrase of 16 characters or more in a file of its own does as well. Keep a copy of either away from the",
-        "box: without it its backups cannot be restored, by nobody.",
+        "box: without it nobody can restore its backups.",
     )
 )
 def keygen(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A new file, for you alone to read.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A new file, which only you can read.")],
     output_format: OUTPUT = "table",
 ) -> None:
     """Make a key for encrypted backups."""

@@ -125,9 +125,7 @@ def join(
     ] = None,
     data_dir: DATA_DIR = None,
     devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
-    renew: Annotated[
-        bool, typer.Option("--renew", help="Get another key and certificate first, for the one it has.")
-    ] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace this node's key and certificate first.")] = False,
 ) -> None:
     """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
@@ -175,7 +173,7 @@ def _kept(data_dir: Path, token: str) -> Path:
 def down(
     data_dir: DATA_DIR = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Then exit code 124.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Give up waiting then, with exit code 124.")
     ] = _STOP_S,
     force: Annotated[
         bool, typer.Option("--force", help="Kill it; the next `up` continues from what was saved.")
@@ -201,7 +199,7 @@ def down(
 
 @box_command(app, "appliance status", "appliance status --watch", "appliance status -o json")
 def status(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """The box at a glance.
+    """Show the box at a glance.
 
     Mode, devices, replicas, jobs, memory, and the hand-over that is going on.
     """

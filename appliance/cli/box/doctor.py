@@ -17,10 +17,10 @@ from appliance.cli.locate import BoxFile
 from appliance.cli.operations import CHECK_TIMEOUT_S
 from appliance.cli.own_process import python
 
-app = group("Is this machine fit for the box, and is the box well?")
+app = group("Check whether this machine is fit for the box, and whether the box is well.")
 _REMEDIES = {
-    "fail": "it stays out of use; see docs/gpu.md, and `appliance gpu undrain DEVICE --check` afterwards",
-    "warn": "measure again when the machine is quiet",
+    "fail": "it stays out of use: docs/gpu.md has what to do; then `appliance gpu undrain {} --check`",
+    "warn": "`appliance doctor --deep {}` again when the machine is quiet",
 }
 _MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
 
@@ -34,7 +34,7 @@ _MARKS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
         "appliance doctor --deep n0/3 --all         this one, with every figure",
         "",
         "Without --deep it takes a second, no device and no privilege; the box may run or not. With it the box runs,",
-        "and each device is drained first; Ctrl-C gives it back. Exit code: 0 all is well, 1 something fails, 2",
+        "and each device gets free for it first; Ctrl-C gives it back. Exit code: 0 all is well, 1 something fails, 2",
         "something is to be looked at.",
     )
 )
@@ -52,7 +52,7 @@ def doctor(
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
-    """Is this machine fit for the box, and is the box well?"""
+    """Check whether this machine is fit for the box, and whether the box is well."""
     if deep:
         session = open_session(ctx, None, None, data_dir, output_format)
         _show(_deep(session, devices or [], new_baseline), all_checks, output_format)
@@ -74,7 +74,7 @@ def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str,
     rows: list[dict[str, Any]] = []
     with output.progress("deep checks") as meter:
         for device_id in devices or there:
-            meter.update(f"{device_id} is drained and measured; Ctrl-C gives it back")
+            meter.update(f"{device_id} gets free and is measured; Ctrl-C gives it back")
             try:
                 answer = session.client.send(
                     "POST",
@@ -93,7 +93,7 @@ def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str,
                     "state": one["state"],
                     "found": one["found"],
                     "wanted": one["wanted"],
-                    "remedy": _REMEDIES.get(one["state"], ""),
+                    "remedy": _REMEDIES.get(one["state"], "").format(device_id),
                 }
                 for one in answer["found"]
             ]
@@ -113,7 +113,7 @@ def _show(answer: dict[str, Any], all_checks: bool, output_format: str) -> NoRet
     output.draw(
         output.stack(
             output.table(("", "CHECK", "FOUND", "WANTED", "WHAT TO DO"), rows, empty="nothing is wrong"),
-            f"right: {well} checks; not for this machine: {skipped}; --all shows them",
+            f"right: {well} checks; not for this machine: {skipped}" + ("" if all_checks else "; --all shows them"),
         )
     )
     raise typer.Exit(answer["exit_code"])

@@ -12,12 +12,13 @@ from appliance.cli.operations import CHECK_TIMEOUT_S, TIMEOUT, Patience
 from appliance.cli.paths import segment
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
+_OUT_OF_USE = {"box": "cordoned", "check": "in check"}
 DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` names it, e.g. n0/3.")]
 
 
 @box_command(app, "appliance gpu list", "appliance gpu list --watch", "appliance gpu list -o json", name="list")
 def list_devices(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Every device with its health and its holder: a job, a replica, or nobody; of GPUs heat, power and use too.
+    """List devices with their health and holder (a job, a replica or nobody), and of GPUs heat, power and use.
 
     Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.
     """
@@ -68,7 +69,7 @@ def forget(
     session: Session,
     node: Annotated[str, typer.Argument(metavar="NODE", help="The first part of its devices' names, e.g. n1.")],
 ) -> None:
-    """Do not show the devices of a lost node any more. One that joins again is usable again, forgotten or not."""
+    """Remove the devices of a lost node from the list. A node that joins again is usable again."""
     session.show(session.client.delete(f"/admin/v1/nodes/{segment(node)}"), _forgotten)
 
 
@@ -77,7 +78,7 @@ def limits(
     session: Session,
     measure: Annotated[bool, typer.Option("--measure", help="Measure again, now.")] = False,
 ) -> None:
-    """What the hardware can copy, measured when the box first started: the limit that hand-overs are compared with."""
+    """Show how fast the hardware copies, measured when the box first started. Hand-overs are compared with it."""
     path = "/admin/v1/limits"
     session.show(session.client.post(f"{path}/measure") if measure else session.client.get(path), _limits)
 
@@ -88,8 +89,10 @@ def holder(device: dict[str, Any]) -> str:
 
 
 def health(device: dict[str, Any]) -> str:
-    """As the box says it, but "drained" once nobody holds a device that drains."""
-    return "drained" if device["health"] == "draining" and device.get("holder") is None else device["health"]
+    """As the box says it; of a device that drains and that nobody holds, what it is instead."""
+    if device["health"] != "draining" or device.get("holder") is not None:
+        return device["health"]
+    return _OUT_OF_USE.get(device.get("cordon"), "drained")
 
 
 def _until_free(session: Session, device_id: str, device: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:

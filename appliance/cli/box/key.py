@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Command, Session, box_command, given, group
+from appliance.cli.command import Session, box_command, given, group, with_options
 from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
 
@@ -52,24 +50,11 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def with_limits(command: Command) -> Command:
-    """Gives a command an option for each of LIMITS; it gets those that were given as `limits`."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "limits"]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
-        for name, option in LIMITS.items()
-    ]
+NO_LIMITS: dict[str, Any] = {}
 
-    @functools.wraps(command)
-    def with_options(session: Session, **options: Any) -> None:
-        chosen = {name: options.pop(name) for name in LIMITS}
-        limits = given(**chosen | {"models": chosen["models"] or None, "bounds": _bounds(chosen["bounds"])})
-        command(session, limits=limits, **options)
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
-    setattr(with_options, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
-    return with_options
+def _limits_given(models: list[str] | None = None, bounds: list[str] | None = None, **numbers: Any) -> dict[str, Any]:
+    return given(models=models or None, **numbers, bounds=_bounds(bounds))
 
 
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
@@ -85,7 +70,7 @@ app = group("API keys: who may use the box over the network. Commands on the box
     "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
     "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
 )
-@with_limits
+@with_options("limits", LIMITS, _limits_given)
 def create(
     session: Session,
     name: Annotated[str, typer.Option("--name", help="Whose key it is; shown in lists and in the audit log.")],
@@ -99,10 +84,11 @@ def create(
     ] = None,
     owner: Annotated[
         str | None,
-        typer.Option("--owner", help="Whose is what it makes, and whose part of the devices it shares. Default: NAME."),
+        typer.Option(
+            "--owner", help="Who owns what the key makes, and whose share of the devices it uses. Default: NAME."
+        ),
     ] = None,
-    *,
-    limits: dict[str, Any],
+    limits: dict[str, Any] = NO_LIMITS,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
     body = given(name=name, scopes=scope or None, owner=owner) | limits
@@ -119,7 +105,7 @@ def create(
     "appliance key limit alice --lift tokens_per_minute --lift models",
     "appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10",
 )
-@with_limits
+@with_options("limits", LIMITS, _limits_given)
 def limit(
     session: Session,
     key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")],
@@ -127,8 +113,7 @@ def limit(
         list[str] | None,
         typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
     ] = None,
-    *,
-    limits: dict[str, Any],
+    limits: dict[str, Any] = NO_LIMITS,
 ) -> None:
     """Change what a key may use and spend; limits that are not named stay. It holds from the next request on."""
     unknown = [name for name in lift or () if name not in LIMITS]
@@ -141,7 +126,7 @@ def limit(
 
 @box_command(app, "appliance key list", "appliance key list --all -o json", name="list")
 def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False) -> None:
-    """Every key by name, scopes and first characters; the key itself is known only to its owner."""
+    """List keys by name, scopes and first characters. Only its owner knows the key itself."""
     answer = session.client.get("/admin/v1/keys")
     shown = [key for key in answer["data"] if all_ or key["revoked_s"] is None]
     session.show({**answer, "data": shown}, _table)
@@ -149,7 +134,7 @@ def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help
 
 @box_command(app, "appliance key revoke alice", "appliance key revoke key_4f2a81")
 def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")]) -> None:
-    """Make a key worthless at once: its requests, batches and responses in background end, its jobs are paused."""
+    """Revoke a key at once: its requests, batches and background responses end, its jobs are paused."""
     answer = session.client.delete(f"/admin/v1/keys/{segment(key)}")
     session.show(answer, _revoked)
 

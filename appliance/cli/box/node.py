@@ -42,7 +42,7 @@ def token(
 
 @box_command(app, "appliance node list", "appliance node list -o json", name="list")
 def list_nodes(session: Session) -> None:
-    """The machines of the box: each is asked now, and says how much memory it has left."""
+    """List the machines of the box. Each is asked now and says how much memory it has left."""
     session.show(session.client.get("/admin/v1/nodes"), _table)
 
 
@@ -84,7 +84,7 @@ def remove(
     data_dir: DATA_DIR = None,
     output_format: OUTPUT = "table",
 ) -> None:
-    """Take a node out of the box, now: it gets no tunnel, its Ray is ended, and ray.token makes no more nodes."""
+    """Take a node out of the box at once: its tunnels close, its Ray ends, and ray.token enrols no more nodes."""
     others = _box(data_dir, "--remove", node).split()
     if output_format == "json":
         output.print_json({"id": node, "removed": True, "certified": others})

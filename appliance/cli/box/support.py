@@ -21,7 +21,7 @@ from appliance.cli.own_process import python
 if TYPE_CHECKING:
     from appliance.cli.client import Client
 
-app = group("What somebody else needs to see what is wrong with a box.")
+app = group("Collect what somebody else needs to see what is wrong with a box.")
 # Name in the bundle -> what the box is asked for it.
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "status.json": ("/admin/v1/status", {}),
@@ -35,7 +35,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @app.callback()
 def support() -> None:
-    """What somebody else needs to see what is wrong with a box."""
+    """Collect what somebody else needs to see what is wrong with a box."""
 
 
 @app.command(
@@ -129,5 +129,5 @@ def _packed(target: Path, manifest: dict[str, Any]) -> Any:
         output.table(("FILE", ">BYTES", "FROM"), rows, empty="nothing"),
         left_out or None,
         f"replaced: {replaced}",
-        f"{target} ({formats.size(target.stat().st_size)}): look at it before you send it",
+        f"{target} ({formats.size(target.stat().st_size)}): look at it before you send it, `tar -xzf {target}`",
     )

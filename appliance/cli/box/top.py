@@ -18,9 +18,9 @@ app = group("What every device does now.")
 def top(
     session: Session,
     every: EVERY = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once; so without a terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, as without a terminal.")] = False,
 ) -> None:
-    """What every device does now, live, until Ctrl-C.
+    """Show what every device does now, live, until Ctrl-C.
 
     Its engine or job, requests, steps, tokens per second; of GPUs use, memory, heat and power; and who waits, and why.
 

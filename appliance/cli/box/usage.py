@@ -32,7 +32,7 @@ def usage(
         str, typer.Option("--since", metavar="TIME", help="How far back: 45m, 24h, 7d. Whole hours are counted.")
     ] = "24h",
 ) -> None:
-    """Who spent what: tokens by key or model, device-hours of training."""
+    """Show who spent what: tokens by key or model, device-hours of training."""
     if by not in BY:
         raise BadUsage(f"--by {by} was given, expected {', '.join(BY)}")
     since_s = max(0.0, time.time() - seconds_given("--since", since))

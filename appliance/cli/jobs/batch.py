@@ -35,7 +35,7 @@ def create(
     session: Session,
     path: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True)],
     endpoint: Annotated[str, typer.Option("--endpoint", help="What the lines ask.")] = "/v1/chat/completions",
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if badly.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if it failed.")] = False,
     timeout: TIMEOUT = None,
 ) -> None:
     """Upload FILE and start a batch of its lines, which is done within 24 hours or expires."""
@@ -53,25 +53,25 @@ def create(
 
 @box_command(app, "appliance batch list", "appliance batch list -o json | jq -r .data[0].id", name="list")
 def list_batches(session: Session) -> None:
-    """Every batch, the newest first."""
+    """List batches, the newest first."""
     session.show(session.client.get("/v1/batches", limit=100), _table)
 
 
 @box_command(app, "appliance batch show batch_abc123")
 def show(session: Session, batch_id: BATCH) -> None:
-    """How far a batch is, what it waits for, and which files it left."""
+    """Show how far a batch is, what it waits for, and its files."""
     session.show(session.client.get(paths.batch(batch_id)), _fields)
 
 
 @box_command(app, "appliance batch cancel batch_abc123")
 def cancel(session: Session, batch_id: BATCH) -> None:
-    """End a batch. What was answered until now is kept in its output file."""
+    """Cancel a batch. Its output file keeps the answers so far."""
     session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
 
 
 def begun_before(session: Session, mark: str, key: str, done_too: bool = True) -> dict[str, Any] | None:
-    """The batch that an earlier command has begun for the same (`begin`), unless it came to nothing. done_too: also one
-    that is answered, else one that is on its way alone."""
+    """The batch that an earlier command began with this mark and key (`begin`), unless it failed. done_too: a completed
+    one counts as well."""
     good = ("validating", "in_progress", "finalizing", *(["completed"] if done_too else []))
     for batch in session.client.listed("/v1/batches")["data"]:
         if batch["status"] in good and (batch.get("metadata") or {}).get(mark) == key:
@@ -80,7 +80,7 @@ def begun_before(session: Session, mark: str, key: str, done_too: bool = True) -
 
 
 def begin(session: Session, endpoint: str, bodies: Iterable[tuple[str, Any]], mark: str, key: str) -> dict[str, Any]:
-    """A batch of requests, each with its custom id, that `begun_before` finds again by the mark and its key."""
+    """Begin a batch of (custom id, body) requests. `begun_before` finds it again by its mark and key."""
     with tempfile.TemporaryDirectory() as folder, kept_if_taken(session) as uploaded:
         path = Path(folder, "questions.jsonl")
         with open(path, "w") as file:

@@ -47,10 +47,12 @@ def run(
     eval_id: Annotated[
         str | None, typer.Option("--eval", metavar="EVAL_ID", help="Use the graders of this evaluation.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when all have ended; exit code 1 if badly.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when all have ended; exit code 1 if one failed.")
+    ] = False,
     timeout: TIMEOUT = None,
 ) -> None:
     """Ask models all prompts of a suite, while engines are idle, and have the answers graded."""
@@ -173,14 +175,14 @@ def _figures(answer: dict[str, Any]) -> Any:
 
 @box_command(app, "appliance eval list", name="list")
 def list_evals(session: Session) -> None:
-    """Every evaluation, the newest first."""
+    """List evaluations, the newest first."""
     session.show(session.client.listed("/v1/evals", most=100, order="desc"), _table)
 
 
 @box_command(app, "appliance eval show eval_abc123", "appliance eval show eval_abc123 -o json | jq .runs")
 def show(session: Session, eval_id: Annotated[str, typer.Argument(metavar="EVAL_ID")]) -> None:
-    """The runs of an evaluation side by side: for each grader the share that passed, with a 95 % interval, and the mean
-    reward; and what a run waits for."""
+    """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
+    reward, and what a run waits for."""
     found = session.client.get(paths.evaluation(eval_id))
     session.show({**found, "runs": _runs(session, eval_id)}, _side_by_side)
 

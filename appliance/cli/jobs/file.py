@@ -47,7 +47,7 @@ def list_files(
     session: Session,
     purpose: Annotated[str | None, typer.Option("--purpose", help="Only files of this purpose.")] = None,
 ) -> None:
-    """Every file, the newest first."""
+    """List files, the newest first."""
     session.show(session.client.listed("/v1/files", purpose=purpose), _table)
 
 

@@ -27,23 +27,26 @@ MODEL = Annotated[
     typer.Option(
         "--model",
         metavar="DIR|NAME",
-        help="Count tokens as it does, and find what is too long for it: a model's directory, or one of the box.",
+        help="Count tokens as this model does, and find examples too long for it: a directory, or a model of the box.",
         autocompletion=complete_models,
     ),
 ]
 MAX_TOKENS = Annotated[
-    int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Too long is more. Default: the model's context.")
+    int | None,
+    typer.Option(
+        "--max-tokens", metavar="N", min=1, help="Longer examples are too long. Default: the model's context."
+    ),
 ]
 METHOD = Annotated[
     str | None, typer.Option("--method", metavar="NAME", help=f"What it is for: {', '.join(METHOD_NAMES)}.")
 ]
 WORDS = Annotated[
-    Path | None, typer.Option("--words", exists=True, dir_okay=False, help="A list of your own, an entry a line.")
+    Path | None, typer.Option("--words", exists=True, dir_okay=False, help="A list of your own, one entry a line.")
 ]
 LIKE = Annotated[
     float | None,
     typer.Option(
-        "--like", metavar="SHARE", help="The share of their words that near duplicates have in common. Default: 0.8."
+        "--like", metavar="SHARE", help="The share of words that near duplicates have in common. Default: 0.8."
     ),
 ]
 _TITLES = {
@@ -90,14 +93,14 @@ def check(
     words: WORDS = None,
     like: LIKE = None,
     leave_out: Annotated[
-        list[str] | None, typer.Option("--leave-out", metavar="CHECK", help="Do without it; may be repeated.")
+        list[str] | None, typer.Option("--leave-out", metavar="CHECK", help="Leave this check out; repeatable.")
     ] = None,
     at_most: Annotated[
         list[str] | None,
-        typer.Option("--at-most", metavar="CHECK=SHARE", help="Fail beyond it (1%, 0); may be repeated."),
+        typer.Option("--at-most", metavar="CHECK=SHARE", help="Fail if a check finds more (1%, 0); repeatable."),
     ] = None,
 ) -> None:
-    """What is in training data, in numbers and examples by line; nothing is changed."""
+    """Show what is in training data, in numbers and with examples by line. Changes nothing."""
     limits = dict(map(_limit, at_most or ()))
     asked = given(max_tokens=max_tokens, method=method, like=like, leave_out=leave_out)
     if session.box_client is None:
@@ -127,15 +130,18 @@ def prepare(
     session: Session,
     target: TARGET,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where a local file goes. Default: next to it, as NAME.prepared.jsonl.")
+        Path | None,
+        typer.Option("--out", help="Where to write a local file. Default: next to it, as NAME.prepared.jsonl."),
     ] = None,
     dedup: Annotated[bool, typer.Option("--dedup", help="Drop what repeats an earlier example.")] = False,
     near_dedup: Annotated[bool, typer.Option("--near-dedup", help="Drop what nearly repeats an earlier one.")] = False,
-    drop_too_long: Annotated[bool, typer.Option("--drop-too-long", help="Needs --model or --max-tokens.")] = False,
+    drop_too_long: Annotated[
+        bool, typer.Option("--drop-too-long", help="Drop examples that are too long; needs --model or --max-tokens.")
+    ] = False,
     drop_empty: Annotated[bool, typer.Option("--drop-empty", help="Drop examples without an answer.")] = False,
     drop_bad: Annotated[bool, typer.Option("--drop-bad", help="Drop lines that no job would take.")] = False,
     drop_toxic: Annotated[bool, typer.Option("--drop-toxic", help="Drop examples with listed words.")] = False,
-    mask_pii: Annotated[bool, typer.Option("--mask-pii", help="[EMAIL], [CARD] … in place of personal data.")] = False,
+    mask_pii: Annotated[bool, typer.Option("--mask-pii", help="Replace personal data by [EMAIL], [CARD] …")] = False,
     decontaminate: Annotated[
         str | None,
         typer.Option("--decontaminate", metavar="FILE|FILE_ID", help="Drop what this validation set has too."),
@@ -144,17 +150,18 @@ def prepare(
         float | None, typer.Option("--split", metavar="SHARE", help="Put this share into a validation file.")
     ] = None,
     mix: Annotated[
-        str | None, typer.Option("--mix", metavar="FILE=SHARE,…", help="Several files, each its share of the result.")
+        str | None,
+        typer.Option("--mix", metavar="FILE=SHARE,…", help="Mix several files, each by its share of the result."),
     ] = None,
     order: Annotated[str, typer.Option("--order", help="given, shuffled, or length: short examples first.")] = "given",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of every random choice.")] = 0,
     model: MODEL = None,
     max_tokens: MAX_TOKENS = None,
     method: METHOD = None,
     words: WORDS = None,
     like: LIKE = None,
 ) -> None:
-    """Write a new file from one or several, of which only what is asked for is changed."""
+    """Write a new file from one or several. Only what the options ask for is changed."""
     wishes = {
         "duplicates": dedup,
         "near_duplicates": near_dedup,
@@ -193,14 +200,14 @@ def prepare(
 
 
 def _there(session: Session, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the box, which reads whole files for it. Raises CliError."""
+    """Ask the box, which reads whole files for its answer. Raises CliError."""
     from appliance.cli.client import WORK_TIMEOUT_S  # fenced: HTTP would add to the time of every `--help`
 
     return session.client.send("POST", path, body=body, timeout_s=WORK_TIMEOUT_S)
 
 
 def _here(request: dict[str, Any], message: str) -> dict[str, Any]:
-    """The answer of a process of our own. Raises BadUsage, CommandFailed."""
+    """Ask a process of this command. Raises BadUsage, CommandFailed."""
     command = python("train.data_checks.process", json.dumps(request | {"niceness": 0}))
     with output.progress(message):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -21,7 +21,7 @@ def list_gates(
         str | None, typer.Option("--model", help="Show the gates of this model alone.", autocompletion=complete_models)
     ] = None,
 ) -> None:
-    """Every gate, the newest first, with its verdict."""
+    """List gates with their verdicts, the newest first."""
     session.show(session.client.listed("/v1/gates", most=100, **({"model": model} if model else {})), _table)
 
 
@@ -32,13 +32,13 @@ def list_gates(
     "appliance gate show gate_abc123 -o json | jq .suites",
 )
 def show(session: Session, gate_id: GATE, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """One gate: for each suite what both versions came to, the test and its p-value, and what became of the version."""
+    """Show one gate: for each suite both versions' results, the test, its p-value, and what became of the version."""
     session.follow(lambda: session.client.get(paths.gate(gate_id)), drawn, watch, every)
 
 
 @box_command(app, "appliance gate cancel gate_abc123")
 def cancel(session: Session, gate_id: GATE) -> None:
-    """End it: the version stays and does not answer. Exit code 5 if its canary runs."""
+    """Cancel a gate: the version stays and does not answer. Exit code 5 if its canary runs."""
     session.show(session.client.post(f"{paths.gate(gate_id)}/cancel"), lambda row: f"{row['id']}: {row['reason']}")
 
 

@@ -3,15 +3,13 @@ method alone has come from the table of methods (train.methods)."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.command import Command, given
+from appliance.cli.command import Command, given, with_options
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs.request import pairs
 from train.methods.method import Option
@@ -95,37 +93,25 @@ def judged_by(judge: str) -> list[str]:
 def with_training(command: Command) -> Command:
     """Puts --method and an option for every hyperparameter in place of the parameter `training` of a command, which
     gets them as one Training. An option of another method is BadUsage."""
-    signature = inspect.signature(command, eval_str=True)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     owners: dict[str, dict[str, Option]] = {}
     for row in METHODS.values():
         for own in row.options:
             owners.setdefault(own.name, {})[row.name] = own
     options = _COMMON | {name: _own(name, by_method) for name, by_method in owners.items()}
-    added = [inspect.Parameter("method", kind, default=DEFAULT.name, annotation=_METHOD)]
-    for name, option in options.items():
-        added.append(inspect.Parameter(name, kind, default=None, annotation=option.annotation))
 
-    @functools.wraps(command)
-    def collecting(session: Any, method: str, set_: list[str] | None = None, **values: Any) -> None:
+    def training(method: str, set_: list[str] | None = None, **values: Any) -> Training:
         if method not in METHODS:
             raise BadUsage(f"--method is {method!r}; expected one of {', '.join(METHODS)}")
         chosen = {}
-        for name, option in options.items():
-            value = values.pop(name, None)
-            if value is None:
-                continue
+        for name, value in given(**values).items():
             if method not in owners.get(name, METHODS):
                 theirs = " and ".join(owners[name])
-                raise BadUsage(f"{option.flag} belongs to --method {theirs}; --method is {method}")
-            chosen[name] = option.read(value)
-        command(session, training=Training(method, chosen, tuple(set_ or ())), **values)
+                raise BadUsage(f"{options[name].flag} belongs to --method {theirs}; --method is {method}")
+            chosen[name] = options[name].read(value)
+        return Training(method, chosen, tuple(set_ or ()))
 
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        parameters += added if parameter.name == "training" else [parameter]
-    setattr(collecting, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
-    return collecting
+    annotations: dict[str, Any] = {name: option.annotation for name, option in options.items()}
+    return with_options("training", {"method": _METHOD, **annotations}, training, method=DEFAULT.name)(command)
 
 
 def _own(name: str, by_method: dict[str, Option]) -> _Option:

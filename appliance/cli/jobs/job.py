@@ -28,13 +28,13 @@ def list_jobs(
     watch: WATCH = False,
     every: EVERY = 2.0,
 ) -> None:
-    """Every job: how far it is, which devices it holds, and what it waits for."""
+    """List jobs: how far each is, which devices it holds, and what it waits for."""
     session.follow(lambda: session.client.listed("/admin/v1/jobs", limit), jobs_table, watch, every)
 
 
 @box_command(app, "appliance job get ftjob-abc123", "appliance job get ftjob-abc123 -o json | jq .loss")
 def get(session: Session, job_id: JOB, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """One job with everything the box knows of it."""
+    """Show everything the box knows of one job."""
     session.follow(lambda: session.client.get(paths.admin_job(job_id)), _one, watch, every)
 
 
@@ -49,7 +49,7 @@ def logs(
     job_id: JOB,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends.")] = False,
 ) -> None:
-    """Events and metrics: loss, tokens/s, devices, time to finish.
+    """Show events and metrics: loss, tokens/s, devices, time to finish.
 
     With -f the exit code is 0 if the job succeeded and 1 if it did not.
     """
@@ -84,13 +84,13 @@ def pause(session: Session, job_id: JOB) -> None:
 
 @box_command(app, "appliance job resume ftjob-abc123")
 def resume(session: Session, job_id: JOB) -> None:
-    """Let a paused job go on, from the step it left off, on the devices there are."""
+    """Resume a paused job at the step where it stopped, on the devices there are."""
     _ask(session, job_id, "resume")
 
 
 @box_command(app, "appliance job cancel ftjob-abc123")
 def cancel(session: Session, job_id: JOB) -> None:
-    """End a job for good. Exit code 5 if it has ended already."""
+    """Cancel a job for good. Exit code 5 if it has ended already."""
     _ask(session, job_id, "cancel")
 
 

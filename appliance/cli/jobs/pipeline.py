@@ -33,7 +33,7 @@ def run(
     wait: Annotated[bool, typer.Option("--wait", help="Show its steps until it has ended.")] = False,
     timeout: TIMEOUT = None,
 ) -> None:
-    """Take the data there is, train, judge, and let the version answer, as the file says."""
+    """Run a pipeline now: take new data, train, judge, and let the version answer, as its file says."""
     name = _put(session, pipeline)
     made = session.client.post(f"{paths.pipeline(name)}/runs")
     if not wait:
@@ -47,7 +47,7 @@ def run(
 
 @box_command(app, "appliance pipeline list", name="list")
 def list_pipelines(session: Session) -> None:
-    """Every pipeline: when it runs next, and what came of its last run."""
+    """List pipelines: when each runs next, and how its last run ended."""
     session.show(session.client.listed("/v1/pipelines", most=100), _table)
 
 
@@ -62,7 +62,7 @@ def show(
     watch: WATCH = False,
     every: EVERY = 2.0,
 ) -> None:
-    """A pipeline with its newest runs, or one run with its steps."""
+    """Show a pipeline with its newest runs, or one run with its steps."""
     if name.startswith(RUN_PREFIX):
         session.follow(lambda: session.client.get(paths.pipeline_run(name)), _run, watch, every)
         return
@@ -76,7 +76,7 @@ def show(
 
 @box_command(app, "appliance pipeline cancel piperun_abc123")
 def cancel(session: Session, run_id: Annotated[str, typer.Argument(metavar="RUN_ID")]) -> None:
-    """End a run, with its job and its gate."""
+    """Cancel a run with its job and its gate."""
     session.show(
         session.client.post(f"{paths.pipeline_run(run_id)}/cancel"), lambda row: f"{row['id']}: {row['state']}"
     )
@@ -94,7 +94,7 @@ def schedule(
     pipeline: PIPELINE,
     off: Annotated[bool, typer.Option("--off", help="Stop running it by its schedule.")] = False,
 ) -> None:
-    """Have the box run it by the schedule in its file, with this key."""
+    """Have the box run a pipeline by the schedule in its file, with this key."""
     name = _put(session, pipeline)
     answer = session.client.post(f"{paths.pipeline(name)}/schedule", {"on": not off})
     session.show(answer, lambda row: f"{row['name']}: {_when(row)}")
@@ -102,7 +102,7 @@ def schedule(
 
 @box_command(app, "appliance pipeline rm nightly")
 def rm(session: Session, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Delete a pipeline with the records of its runs; what these have made stays."""
+    """Delete a pipeline with the records of its runs. What the runs made stays."""
     session.show(session.client.delete(paths.pipeline(name)), lambda row: f"deleted {row['id']}")
 
 

@@ -7,20 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import EVERY, WATCH, Session, box_command, given, group
+from appliance.cli.command import EVERY, WATCH, Session, box_command, group, with_options
 from appliance.cli.complete import jobs as complete_jobs
 from appliance.cli.errors import BadUsage
-from appliance.cli.jobs.request import DEADLINE, MAX_DEVICES, MIN_DEVICES, PREEMPTIBLE, PRIORITY, SIZES, device_fields
+from appliance.cli.jobs.request import DEVICES, NO_FIELDS, device_changes
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
-_NONE = ("none", "any")
 
 app = group("The queue of fine-tuning jobs; `appliance job` takes these commands in.")
 
 
 @box_command(app, "appliance job queue", "appliance job queue --watch", "appliance job queue -o json")
 def queue(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """The jobs in the order in which they get devices, with why each of them waits, as Slurm shows it."""
+    """List jobs in the order in which they get devices, each with why it waits, as Slurm does."""
     session.follow(lambda: session.client.get("/admin/v1/queue"), queue_table, watch, every)
 
 
@@ -30,26 +29,13 @@ def queue(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     "appliance job update ftjob-abc123 --deadline 2026-11-22T06:00 --max-devices 4",
     "appliance job update ftjob-abc123 --deadline none --sizes none     takes both away",
 )
-def update(
-    session: Session,
-    job_id: JOB,
-    min_devices: MIN_DEVICES = None,
-    max_devices: MAX_DEVICES = None,
-    sizes: SIZES = None,
-    priority: PRIORITY = None,
-    deadline: DEADLINE = None,
-    preemptible: PREEMPTIBLE = None,
-) -> None:
-    """Change how a job that is not over may use the devices; it takes effect at once."""
-    cleared = {field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE}
-    fields = device_fields(
-        None if sizes in _NONE else sizes, priority, None if deadline in _NONE else deadline, preemptible
-    )
-    body = given(**fields, min_devices=min_devices, max_devices=max_devices) | cleared
-    if not body:
+@with_options("changes", DEVICES, device_changes)
+def update(session: Session, job_id: JOB, changes: dict[str, Any] = NO_FIELDS) -> None:
+    """Change how an unfinished job may use the devices. It takes effect at once."""
+    if not changes:
         raise BadUsage("nothing to change was given; `appliance job update --help` shows what can be")
-    answer = session.client.send("PATCH", paths.admin_job(job_id), body=body)
-    session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(body))}")
+    answer = session.client.send("PATCH", paths.admin_job(job_id), body=changes)
+    session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(changes))}")
 
 
 @box_command(app, "appliance job hold ftjob-abc123")
@@ -60,7 +46,7 @@ def hold(session: Session, job_id: JOB) -> None:
 
 @box_command(app, "appliance job release ftjob-abc123")
 def release(session: Session, job_id: JOB) -> None:
-    """Let a job that was held have devices again, in its turn."""
+    """Release a held job: it gets devices again in its turn."""
     _set_held(session, job_id, "release", "is released")
 
 

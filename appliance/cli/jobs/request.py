@@ -10,27 +10,37 @@ from typing import Annotated, Any
 
 import typer
 
+from appliance.cli.command import given
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
 
-MIN_DEVICES = Annotated[int | None, typer.Option("--min-devices", metavar="N", min=1, help="Never on fewer.")]
-MAX_DEVICES = Annotated[int | None, typer.Option("--max-devices", metavar="N", min=1, help="Never on more.")]
-SIZES = Annotated[
-    str | None, typer.Option("--sizes", metavar="N,N,…", help="Only on these numbers of devices, e.g. 2,4,8.")
-]
-PRIORITY = Annotated[int | None, typer.Option("--priority", help="Higher goes first; default 0.")]
-DEADLINE = Annotated[
-    str | None,
-    typer.Option("--deadline", metavar="TIME", help="8h from now, or 2026-11-22T06:00; it goes first when it presses."),
-]
-PREEMPTIBLE = Annotated[
-    bool | None,
-    typer.Option("--preemptible/--no-preemptible", help="May it be suspended for others? Default: yes."),
-]
+DEVICES: dict[str, Any] = {
+    "min_devices": Annotated[int | None, typer.Option("--min-devices", metavar="N", min=1, help="Never on fewer.")],
+    "max_devices": Annotated[int | None, typer.Option("--max-devices", metavar="N", min=1, help="Never on more.")],
+    "sizes": Annotated[
+        str | None, typer.Option("--sizes", metavar="N,N,…", help="Only on these numbers of devices, e.g. 2,4,8.")
+    ],
+    "priority": Annotated[int | None, typer.Option("--priority", help="Higher goes first; default 0.")],
+    "deadline": Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="8h from now, or 2026-11-22T06:00; the job goes first when the deadline is near.",
+        ),
+    ],
+    "preemptible": Annotated[
+        bool | None,
+        typer.Option("--preemptible/--no-preemptible", help="May it be suspended for others? Default: yes."),
+    ],
+}
+"""Options about how a job may use the devices, by their names in `device_fields`."""
+NO_FIELDS: dict[str, Any] = {}
+_NONE = ("none", "any")
 
 
 def json_file(option: str, path: Path) -> Any:
-    """What a file has as JSON. Raises BadUsage."""
+    """Read a JSON file. Raises BadUsage."""
     try:
         return json.loads(path.expanduser().read_text())
     except OSError as error:
@@ -40,7 +50,7 @@ def json_file(option: str, path: Path) -> Any:
 
 
 def table_file(option: str, path: Path) -> Any:
-    """What a file has as TOML, or as JSON if its name ends so. Raises BadUsage."""
+    """Read a TOML file, or a JSON file if its name ends in .json. Raises BadUsage."""
     if path.suffix == ".json":
         return json_file(option, path)
     import tomllib  # fenced, for the time of `--help`
@@ -54,7 +64,7 @@ def table_file(option: str, path: Path) -> Any:
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:
-    """NAME=VALUE as names and values. Raises BadUsage."""
+    """Split texts of the form NAME=VALUE into names and values. Raises BadUsage."""
     found = []
     for text in texts:
         name, equals, value = text.partition("=")
@@ -64,16 +74,20 @@ def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-def device_fields(
-    sizes: str | None, priority: int | None, deadline: str | None, preemptible: bool | None
-) -> dict[str, Any]:
-    """Fields of the request; None where nothing was given. Raises BadUsage."""
-    return {
-        "allowed_sizes": None if sizes is None else _sizes(sizes),
-        "priority": priority,
-        "deadline_s": None if deadline is None else _to_come("--deadline", deadline),
-        "preemptible": preemptible,
-    }
+def device_fields(*, sizes: str | None = None, deadline: str | None = None, **same: Any) -> dict[str, Any]:
+    """Fields of the request, without those that were not given. Raises BadUsage."""
+    return given(
+        **same,
+        allowed_sizes=None if sizes is None else _sizes(sizes),
+        deadline_s=None if deadline is None else _to_come("--deadline", deadline),
+    )
+
+
+def device_changes(*, sizes: str | None = None, deadline: str | None = None, **same: Any) -> dict[str, Any]:
+    """As `device_fields`; none takes the sizes or the deadline away. Raises BadUsage."""
+    cleared = {field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE}
+    sizes, deadline = (None if text in _NONE else text for text in (sizes, deadline))
+    return device_fields(sizes=sizes, deadline=deadline, **same) | cleared
 
 
 def _sizes(text: str) -> list[int]:
@@ -86,7 +100,7 @@ def _sizes(text: str) -> list[int]:
 def _to_come(option: str, text: str) -> float:
     moment = moment_of(option, text)
     if moment <= time.time():
-        raise BadUsage(f"{option} is {text!r}, which is over; expected a time to come, such as 8h from now")
+        raise BadUsage(f"{option} is {text!r}, which is past; expected a future time, such as 8h from now")
     return moment
 
 

@@ -9,24 +9,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from appliance.cli import output, paths
-from appliance.cli.command import Session, box_command, given, group
+from appliance.cli.command import Session, box_command, given, group, with_options
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
 from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, judged_by, with_training
-from appliance.cli.jobs.request import (
-    DEADLINE,
-    MAX_DEVICES,
-    MIN_DEVICES,
-    PREEMPTIBLE,
-    PRIORITY,
-    SIZES,
-    device_fields,
-    json_file,
-    pairs,
-    table_file,
-)
+from appliance.cli.jobs.request import DEVICES, NO_FIELDS, device_fields, json_file, pairs, table_file
 
 app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
 
@@ -56,6 +45,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "model's own answers also rollouts (engine, ranks), staleness (0 to 4), in_flight.",
 )
 @with_training
+@with_options("devices", DEVICES, device_fields)
 def submit(
     session: Session,
     model: Annotated[str, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)],
@@ -103,12 +93,7 @@ def submit(
     metadata: Annotated[
         list[str] | None, typer.Option("--metadata", metavar="NAME=VALUE", help="To find it again; repeatable.")
     ] = None,
-    min_devices: MIN_DEVICES = None,
-    max_devices: MAX_DEVICES = None,
-    sizes: SIZES = None,
-    priority: PRIORITY = None,
-    deadline: DEADLINE = None,
-    preemptible: PREEMPTIBLE = None,
+    devices: dict[str, Any] = NO_FIELDS,
     hold: Annotated[bool, typer.Option("--hold", help="Stays in the queue until `job release`.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end, as `job logs -f` does.")] = False,
 ) -> None:
@@ -129,9 +114,7 @@ def submit(
         seed=seed,
         metadata=dict(pairs("--metadata", metadata or [])) or None,
         method={"type": training.method, training.method: block},
-        min_devices=min_devices,
-        max_devices=max_devices,
-        **device_fields(sizes, priority, deadline, preemptible),
+        **devices,
         held=hold or None,
     )
     with files.kept_if_taken(session) as uploaded:

@@ -23,10 +23,10 @@ _BAR_CELLS = 40
 def run(
     session: Session,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="TOML: what is tried, and within which budget.")],
-    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if badly.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if it failed.")] = False,
     timeout: TIMEOUT = None,
 ) -> None:
-    """Try hyperparameters: all on a little of the data, the better ones on more, and at last the best on all."""
+    """Try hyperparameters: all on a little of the data, the better ones on more, the best on all of it."""
     body = {"spec": table_file("the sweep", file)}
     made = session.client.send("POST", "/v1/sweeps", body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not wait:
@@ -45,19 +45,19 @@ def run(
 
 @box_command(app, "appliance sweep list", name="list")
 def list_sweeps(session: Session) -> None:
-    """Every sweep, the newest first, with what was best."""
+    """List sweeps with their best trials, the newest first."""
     session.show(session.client.listed("/v1/sweeps", most=100), _table)
 
 
 @box_command(app, "appliance sweep show sweep_abc123", "appliance sweep show sweep_abc123 --watch")
 def show(session: Session, sweep_id: SWEEP, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """One sweep: each trial with its loss by round, and the losses of the last round that each reached as bars."""
+    """Show one sweep: each trial with its loss by round, and a bar for the loss of its last round."""
     session.follow(lambda: session.client.get(paths.sweep(sweep_id)), _one, watch, every)
 
 
 @box_command(app, "appliance sweep cancel sweep_abc123")
 def cancel(session: Session, sweep_id: SWEEP) -> None:
-    """End a sweep with its jobs; what they have made is deleted."""
+    """Cancel a sweep with its jobs, and delete what they made."""
     session.show(session.client.post(f"{paths.sweep(sweep_id)}/cancel"), lambda row: f"{row['id']}: {row['state']}")
 
 
@@ -91,7 +91,7 @@ def _known(trial: dict[str, Any]) -> list[float]:
 
 
 def _rank(trial: dict[str, Any]) -> tuple[int, float]:
-    """Those that came furthest first, and of these the least loss."""
+    """Sort key: the trials that came furthest first, the least loss first among them."""
     known = _known(trial)
     return -len(known), known[-1] if known else 0.0
 
@@ -102,7 +102,7 @@ def _ends(trials: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _bar(trial: dict[str, Any], lowest: float, highest: float) -> str:
-    """From the best loss of all, which has one cell, to the worst."""
+    """A bar for the trial's last loss: one cell for the best of all trials, _BAR_CELLS for the worst."""
     known = _known(trial)
     if not known:
         return ""

@@ -27,7 +27,7 @@ def history(
     handover: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.")] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many to show, the newest first.")] = 10,
 ) -> None:
-    """The hand-overs of devices, phase by phase: bytes, seconds, the share of the hardware's limit, who asked."""
+    """Show hand-overs of devices, phase by phase: bytes, seconds, the share of the hardware's limit, who asked."""
     if handover is not None:
         session.show(session.client.get(f"/admin/v1/handovers/{segment(handover)}"), _with_details)
         return

@@ -28,7 +28,7 @@ _ANSWER_MARGIN_S = 30.0
 
 @box_command(app, "appliance mode show", "appliance mode show -o json")
 def show(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """The mode, since when it holds, and how many devices serving keeps in any case."""
+    """Show the mode, since when it holds, and how many devices serving always keeps."""
     session.follow(lambda: session.client.get("/admin/v1/mode"), _shown, watch, every)
 
 

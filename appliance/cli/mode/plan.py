@@ -24,9 +24,9 @@ def plan(
     policy: Annotated[PolicyKind | None, typer.Argument(metavar="[serve|train|split|auto]")] = None,
     train: TRAIN = None,
     floor: FLOOR = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Always so: nothing is done.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Always on: the command only shows.")] = True,
 ) -> None:
-    """What a mode would do now and why, in one sentence per step. Nothing is done."""
+    """Show what a mode would do now and why, in one sentence per step. Does nothing."""
     body = None if policy is None else wanted(policy, train, floor)
     session.show(session.client.post("/admin/v1/mode/plan", body), _plan)
 

@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.command import Session, box_command, group, seconds_given
 
-app = group("Power and energy: the profile in force, and who has drawn how much.")
+app = group("Show power and energy: the profile in force, and who has drawn how much.")
 
 NOT_KNOWN = "not known: the devices of this machine count no energy that the box may read"
 _SHOWN = {"idle": "nobody", "job": "job", "model": "model"}
@@ -23,7 +23,7 @@ def power(
         str, typer.Option("--since", metavar="TIME", help="How far back: 45m, 24h, 7d. Whole hours are counted.")
     ] = "24h",
 ) -> None:
-    """Power and energy: the profile in force, and who has drawn how much.
+    """Show power and energy: the profile in force, and who has drawn how much.
 
     Of each job, each model and of devices that nobody held: joules, kilowatt-hours at the site and what they cost.
     """

@@ -34,7 +34,9 @@ def add(
     mode: Annotated[str, typer.Argument(metavar="MODE", help='serve, train, auto or "split --train N".')],
     train: Annotated[int | None, typer.Option("--train", metavar="N", min=0, help="With split.")] = None,
     until: Annotated[str | None, typer.Option("--until", metavar="CRON", help="When it ends.")] = None,
-    for_: Annotated[str | None, typer.Option("--for", metavar="TIME", help="Its length: 9h, 90m, 1h30m.")] = None,
+    for_: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="Its length, such as 9h, 90m or 1h30m.")
+    ] = None,
     tz: Annotated[str, typer.Option("--tz", metavar="ZONE", help="IANA name of the time zone.")] = "UTC",
     floor: Annotated[
         int | None, typer.Option("--floor", metavar="N", min=0, help="Devices that serving keeps in it.")
@@ -52,13 +54,13 @@ def add(
 
 @box_command(app, "appliance mode schedule list", "appliance mode schedule list -o json", name="list")
 def list_windows(session: Session) -> None:
-    """Every window, in the order they were made; of two that begin together the later one holds."""
+    """List windows in the order they were made. Of two that begin together the later one holds."""
     session.show(session.client.get("/admin/v1/mode/schedule"), _table)
 
 
 @box_command(app, "appliance mode schedule remove win_4fG7kQ2x")
 def remove(session: Session, window: Annotated[str, typer.Argument(metavar="ID")]) -> None:
-    """Remove a window; if it holds now, what holds without it takes over at once."""
+    """Remove a window. If it holds now, the mode that holds without it takes over at once."""
     answer = session.client.delete(f"/admin/v1/mode/schedule/{segment(window)}")
     session.show(answer, lambda removed: f"removed {removed['id']}")
 
@@ -68,7 +70,7 @@ def preview(
     session: Session,
     hours: Annotated[float, typer.Option("--hours", min=1, max=744, help="How far to look ahead.")] = 24.0,
 ) -> None:
-    """What will hold over the coming 24 hours, in this machine's local time."""
+    """Show what will hold over the coming 24 hours, in this machine's local time."""
     session.show(session.client.get("/admin/v1/mode/schedule/preview", hours=hours), _timeline)
 
 

@@ -40,7 +40,7 @@ def simulate(
     train: Annotated[int | None, typer.Option(metavar="N", min=0, help="With split: devices for training.")] = None,
     floor: Annotated[int, typer.Option(metavar="N", min=0, help="Devices that serving keeps in any case.")] = 0,
     min_replicas: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Replicas that stay awake whatever happens, as of `model deploy`.")
+        int, typer.Option(metavar="N", min=0, help="Replicas that always stay awake, as with `model deploy`.")
     ] = 0,
     scale: Annotated[float, typer.Option(metavar="X", help="Multiplies the load of the trace.")] = 1.0,
     slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="Target: time to first token.")] = 2.0,
@@ -52,7 +52,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the run, .png or .svg.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0)] = 0,
     from_box: Annotated[
-        bool, typer.Option("--from-box", help="Verbs take what they took in the box's last 1,000 hand-overs.")
+        bool, typer.Option("--from-box", help="Use the times of the box's last 1,000 hand-overs.")
     ] = False,
     url: URL = None,
     api_key: API_KEY = None,

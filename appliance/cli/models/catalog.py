@@ -23,7 +23,7 @@ _COLUMNS = ("NAME", "LICENCE", ">PARAMETERS", ">DOWNLOAD", ">CONTEXT", ">WEIGHTS
     epilog=examples("appliance model catalog", "appliance model catalog -o json | jq -r '.data[].name'"),
 )
 def show_catalog(output_format: OUTPUT = "table") -> None:
-    """Models known to work here, with licence and size; `model import NAME` brings one in. Needs no running box."""
+    """List models known to work here, with licence and size; `model import NAME` brings one in. Needs no box."""
     rows = [_row(model) for model in catalog.CATALOG]
     if output_format == "json":
         output.print_json({"data": rows})

@@ -39,9 +39,9 @@ def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)],
     prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", show_default=False)] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")] = 512,
     temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, max=2, help="0: always the same.")
+        float | None, typer.Option("--temperature", min=0, max=2, help="0: the same answer every time.")
     ] = None,
 ) -> None:
     """Talk to a model in the terminal.

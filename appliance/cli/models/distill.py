@@ -54,14 +54,16 @@ def make(
     n: Annotated[int, typer.Option("--n", min=1, max=128, help="Answers to each prompt.")] = 1,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="The longest answer; longer ones are left out.")
+        int, typer.Option("--max-tokens", min=1, help="The longest answer in tokens; longer ones are left out.")
     ] = 1024,
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="What the teacher is told before each prompt.")
+        str | None, typer.Option("--system", metavar="TEXT", help="A system prompt for the teacher.")
     ] = None,
     keep_system: Annotated[
         bool,
-        typer.Option("--keep-system", help="Put it into the file too: the student will be told it as well."),
+        typer.Option(
+            "--keep-system", help="Put the system prompt into the file too, so that the student learns with it."
+        ),
     ] = False,
     timeout: TIMEOUT = None,
 ) -> None:

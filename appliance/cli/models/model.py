@@ -40,7 +40,7 @@ def import_model(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="Directory, .gguf file, name in the catalog, or hub id.")
     ],
-    name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: from the source.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="The name for clients. Default: from the source.")] = None,
     base: Annotated[
         str | None,
         typer.Option("--base", metavar="NAME", help="The base of an adapter. Default: what the adapter names."),
@@ -63,7 +63,7 @@ def import_model(
 def starter(
     session: Session,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.05, max=1440, help="How long it is pretrained.")
+        float | None, typer.Option("--minutes", min=0.05, max=1440, help="How long to pretrain it.")
     ] = None,
     wait: WAIT = True,
     timeout: TIMEOUT = None,
@@ -78,14 +78,14 @@ def starter(
 
 @box_command(app, "appliance model list", "appliance model list -o json | jq -r '.data[].name'", name="list")
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Every model with the version that answers, its challenger (a canary, or what a gate judges), and whether it is
+    """List models: the version that answers, its challenger (a canary, or what a gate judges), and whether it is
     awake."""
     session.follow(lambda: session.client.get("/admin/v1/models"), _table, watch, every)
 
 
 @box_command(app, "appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4")
 def show(session: Session, model: MODEL) -> None:
-    """One model with all its versions and the tiers that each is in."""
+    """Show one model with all its versions and the tiers that each is in."""
     session.show(session.client.get(paths.model(model)), _one)
 
 
@@ -110,7 +110,9 @@ def verify(session: Session, model: MODEL, wait: WAIT = True, timeout: TIMEOUT =
 def rollback(
     session: Session,
     model: MODEL,
-    version: Annotated[str | None, typer.Option("--version", help="To this one. Default: the one before.")] = None,
+    version: Annotated[
+        str | None, typer.Option("--version", help="The version to serve. Default: the one before.")
+    ] = None,
 ) -> None:
     """Serve an older version, swapped in under running requests; a model that has a canary loses that instead."""
     answer = session.client.send("POST", f"{paths.model(model)}/rollback", body=given(version=version), timeout_s=600)

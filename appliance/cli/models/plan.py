@@ -15,7 +15,7 @@ from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, with_train
 from appliance.cli.jobs.submit import file_id
 from appliance.cli.mode.power import energy_line
 
-app = group("Would it fit? An estimate before anything is started.")
+app = group("Show whether a job or a model would fit, before anything is started.")
 
 # The answer's numbers of a device that have a line of their own.
 _ELSEWHERE = ("device_bytes", "room_bytes", "host_bytes")
@@ -39,7 +39,7 @@ def serve(
         int, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices that share one replica.")
     ] = 1,
 ) -> None:
-    """Memory of engines: weights and KV cache per device, versions in shared memory."""
+    """Show the memory that engines would take: weights and KV cache per device, versions in shared memory."""
     body = {"model": model, "replicas": replicas, "tensor_parallel": tensor_parallel}
     _answer(session, {"serve": body})
 
@@ -88,7 +88,7 @@ def job(
         typer.Option("--examples", metavar="N", min=1, help="Without --file: N examples of 200 tokens. Default: 1000."),
     ] = None,
 ) -> None:
-    """What a fine-tuning job would choose, and its memory per device; the job that follows chooses the same."""
+    """Show what a fine-tuning job would choose, and its memory per device. The job that follows chooses the same."""
     method, hyperparameters = training.method, training.hyperparameters()
     if device_kind is not None:
         output.say("--device-kind is called --accelerator now")

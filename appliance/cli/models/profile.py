@@ -24,17 +24,17 @@ NSIGHT = Annotated[
         help="Instead: sample the counters of its GPUs into FILE, with Nsight Systems where it is installed.",
     ),
 ]
-SECONDS = Annotated[int, typer.Option("--seconds", metavar="N", min=1, max=300, help="With --nsight: for so long.")]
+SECONDS = Annotated[int, typer.Option("--seconds", metavar="N", min=1, max=300, help="With --nsight: how long.")]
 _ENGINE_S = 150.0  # a minute for the steps, and what the profiler then takes
 _NEWEST = 100  # events: a profile is among this many, once it is there
 _ENDED = ("succeeded", "failed", "cancelled")
 
-app = group("Where does the time of a running job or engine go?")
+app = group("Show where the time of a running job or engine goes.")
 
 
 @app.callback()
 def profile() -> None:
-    """Where does the time of a running job or engine go?"""
+    """Show where the time of a running job or engine goes."""
 
 
 @box_command(

@@ -13,7 +13,7 @@ app = group("Tiers: where the bytes of models and jobs are kept.")
 
 @box_command(app, "appliance tier list", "appliance tier list --watch", "appliance tier list -o json", name="list")
 def list_tiers(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Every tier with what it holds, what is still to be copied to it, and its last error."""
+    """List tiers: what each holds, what is still to be copied to it, and its last error."""
     session.follow(lambda: session.client.get("/admin/v1/tiers"), _table, watch, every)
 
 

@@ -11,12 +11,14 @@ import typer
 from appliance.cli.command import OUTPUT, Format, examples, group
 from appliance.cli.own_process import python
 
-app = group("One signed file that installs a release on a machine without a network.")
+app = group("Bundles: a release in one signed file, for a machine without a network.")
 
 FILE = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle.")]
 KEY = Annotated[
     str | None,
-    typer.Option("--key", help="The public key that must have signed it, or its file. Default: those trusted here."),
+    typer.Option(
+        "--key", help="The public key (or its file) that must have signed it. Default: the keys trusted here."
+    ),
 ]
 
 
@@ -30,7 +32,7 @@ KEY = Annotated[
 )
 def keygen(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A new file, for the secret key; FILE.pub has the other.")
+        Path, typer.Argument(metavar="FILE", help="A new file for the secret key; FILE.pub gets the public one.")
     ],
     output_format: OUTPUT = "table",
 ) -> None:
@@ -97,7 +99,7 @@ def install(
 
 @app.command(name="list", epilog=examples("appliance bundle list", "appliance bundle list -o json"))
 def list_releases(output_format: OUTPUT = "table") -> None:
-    """The releases that are installed side by side."""
+    """List the releases that are installed side by side."""
     in_process(output_format, "list")
 
 

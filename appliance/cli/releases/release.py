@@ -14,7 +14,9 @@ app = group("Moving the box between releases.")
 
 TIMEOUT = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=1, help="That one release gets to stop, the other to answer."),
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=1, help="How long one release may take to stop and the other to answer."
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -17,13 +18,14 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
-from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.controller.interfaces.ports import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import jobs, responses
 from appliance.store.records import energy, handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from scheduler.core.workload import POLICIES
+from scheduler.handover.journal import HandoverState
 
 
 def registry_of(collector: ControllerCollector) -> CollectorRegistry:
@@ -42,6 +44,10 @@ class ControllerCollector:
         self._db, self._data, self._now = context.db, context.files_dir, now
         self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
         self._readings = context.device_readings()
+        troubles = [*context.background.degraded(), *context.main_troubles()]
+        # A tracker's or a tier's name behind the colon is for operators.
+        self._degraded = {trouble["name"].partition(":")[0] for trouble in troubles}
+        self._found = Counter(finding["state"] for finding in context.doctor_findings())
 
     def describe(self) -> list[Metric]:
         # Without this the registry would collect at registration too.
@@ -55,6 +61,7 @@ class ControllerCollector:
         yield from self._weights(now)
         yield from self._responses()
         yield from self._disks()
+        yield from self._health()
         if (last := self._last_backup) is not None:
             text = "Unix time of the newest backup that was taken."
             yield GaugeMetricFamily("appliance_backup_last_success_timestamp_seconds", text, last.made_s)
@@ -66,8 +73,12 @@ class ControllerCollector:
             mode.add_metric([policy], float(policy == holds))
         yield mode
         ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
-        for total in handovers.totals(self._db):
-            ended.add_metric([total.state], total.count, total.seconds)
+        totals = {total.state: total for total in handovers.totals(self._db)}
+        for state in get_args(HandoverState):
+            # A series that begins with its first failure has had no increase for Prometheus.
+            if state != "running":
+                total = totals.get(state)
+                ended.add_metric([state], total.count if total else 0, total.seconds if total else 0.0)
         yield ended
         running = float(len(handovers.list_open(self._db)))
         yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs in progress.", running)
@@ -116,6 +127,10 @@ class ControllerCollector:
         yield phases
         waiting = float(sum(row.phase != "running" for row in rows))
         yield GaugeMetricFamily("appliance_job_queue_length", "Unfinished jobs that hold no devices.", waiting)
+        failed = GaugeMetricFamily("appliance_jobs_failed", "Failed jobs that are kept, by error.", labels=["code"])
+        for code, count in sorted({TRAINING_FAILED: 0, **jobs.failed_by_code(self._db)}.items()):
+            failed.add_metric([code], count)
+        yield failed
         running = [row for row in rows if row.phase == "running"]
         for name, text, value in (
             ("appliance_job_loss", "Training loss at the last step of a running job.", lambda row: row.loss),
@@ -143,6 +158,17 @@ class ControllerCollector:
             free.add_metric([mount], found.free)
         yield size
         yield free
+
+    def _health(self) -> Iterator[Metric]:
+        text = "1 while a part of the box fails and is tried again; the part is no longer told once it is well."
+        degraded = GaugeMetricFamily("appliance_degraded", text, labels=["part"])
+        for part in sorted(self._degraded):
+            degraded.add_metric([part], 1.0)
+        yield degraded
+        found = GaugeMetricFamily("appliance_doctor_findings", "What the doctor last found.", labels=["state"])
+        for state in ("warn", "fail"):
+            found.add_metric([state], float(self._found[state]))
+        yield found
 
     def _weights(self, now: SchedulerStatus) -> Iterator[Metric]:
         used = GaugeMetricFamily("appliance_weight_store_bytes", "Shared memory of the weight store.", labels=["what"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -278,6 +279,12 @@ class BackgroundResponses:
             await self._ends(response_id, partial(self._fail, row, "server_error", last_words(str(error))))
         except ApiError as error:
             await self._ends(response_id, partial(self._fail, row, "invalid_prompt", error.message))
+        except sqlite3.Error as error:
+            log.warning("a response in background cannot be begun yet: %s", error)
+            self._metering.give_back(keys.find(self._db, row.key_id) if row.key_id else None, _tokens(row))
+            self._flying.pop(response_id, None)
+            self._waiting[response_id] = model
+            self._wake.set()
         except Exception as error:
             # A bug; without this the response would be in progress forever, with the reason only in a log.
             self._flying.pop(response_id, None)
@@ -285,7 +292,10 @@ class BackgroundResponses:
             self._fail(row, "server_error", f"The response failed: {type(error).__name__}: {error}.")
             raise
         else:
-            self._charge(row, model, answer, sent)
+            try:
+                self._charge(row, model, answer, sent)
+            except sqlite3.Error as error:
+                log.warning("what a response in background has cost is written later: %s", error)
             await self._ends(response_id, partial(self._take, row, answer))
 
     @asynccontextmanager
@@ -298,14 +308,26 @@ class BackgroundResponses:
             await asyncio.sleep(time.monotonic() - began_s)
 
     async def _ends(self, response_id: str, end: Callable[[], None]) -> None:
-        """Nothing happens if it is cancelled or deleted before its turn: this task is, too."""
+        """Nothing happens if it is cancelled or deleted before its turn: this task is, too. What cannot be written, on
+        a full disk, is tried again: left as it was, it kept its place at an engine and was in progress for a day."""
+        while not await self._has_ended(response_id, end):
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _has_ended(self, response_id: str, end: Callable[[], None]) -> bool:
         async with self._in_turn():
-            self._flying.pop(response_id, None)
-            end()
+            flying = self._flying.pop(response_id, None)
+            try:
+                end()
+            except sqlite3.Error as error:
+                log.warning("the end of a response in background cannot be written yet: %s", error)
+                if flying is not None:
+                    self._flying[response_id] = flying
+                return False
             self._deaths.forget(response_id)
             self._claims.pop(response_id, None)
             self._tell_wants()
             self._wake.set()
+            return True
 
     async def _asked(self, row: ResponseRow, model: str) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned; ApiError where the earlier turns are gone."""

@@ -74,7 +74,7 @@ class Operations:
             await asyncio.sleep(0)  # recent reports are still queued on the loop
         except OperationFailed as error:
             progress.end()
-            operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": error.param})
+            operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": None})
         except asyncio.CancelledError:
             progress.end()
             operations.fail(

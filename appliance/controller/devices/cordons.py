@@ -13,6 +13,7 @@ from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.records import box
+from scheduler.core.inventory import CORDONED as LOOP_SAYS
 
 CORDONED = "cordoned_devices"
 DRAINS = "drained_devices"
@@ -107,20 +108,25 @@ class Cordons:
     cordoned: frozenset[str]
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
-        """A device with `drain` (None if nobody drained it) and its health from the store."""
+        """A device with its health from the store, `drain` (None if nobody drained it), and `cordon`: what keeps it out
+        of use, "person", "box", or "check" while it is measured; None for what is not said here (its node leaves)."""
         if device["id"] not in self.cordoned:
             # The loop's view lags: a device that was just put back still drains in it.
-            back = {"health": "ok", "health_reason": ""} if device["health"] == "draining" else {}
-            return {**device, **back, "drain": None}
+            lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
+            back = {"health": "ok", "health_reason": ""} if lags else {}
+            return {**device, **back, "drain": None, "cordon": None}
         drained, told = self.drains.get(device["id"]), self.failing.get(device["id"])
+        checked = self.checked.get(device["id"])
+        cordon = "person" if drained else "check" if checked and not told else "box"
         if told and (trial := self.trials.get(device["id"])) is not None:
             told += f"; it is tried again in {max(0.0, trial['at_s'] - time.time()):.0f} s"
         health = "draining" if device["health"] == "ok" else device["health"]
         if drained:
             told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
-        elif (checked := self.checked.get(device["id"])) and not told:
+        elif checked and not told:
             told = f"a deep check, asked for by {checked['by']}"
-        return {**device, "health": health, "health_reason": told or device.get("health_reason", ""), "drain": drained}
+        reason = told or device.get("health_reason", "")
+        return {**device, "health": health, "health_reason": reason, "drain": drained, "cordon": cordon}
 
 
 def measured(db: Database) -> frozenset[str]:

@@ -54,13 +54,12 @@ class DeepChecks:
         drain_timeout_s: float,
         *,
         limits: Callable[[str], str] = lambda device_id: "",
-        clock: Callable[[], float] = time.time,
         look_every_s: float = LOOK_EVERY_S,
     ):
         self._limits = limits
         self._db, self._scheduler, self._measure, self._held = db, scheduler, measure, held
         self._on_verdict, self._drain_timeout_s = on_verdict, drain_timeout_s
-        self._clock, self._look_every_s = clock, look_every_s
+        self._look_every_s = look_every_s
         self._one = asyncio.Lock()
         self.tasks = RunningTasks()
         if left := box.get(db, cordons.CHECKED, {}):
@@ -136,7 +135,7 @@ class DeepChecks:
             )
         if asleep is not None:
             asleep |= {model: max(count, asleep.get(model, 0)) for model, count in spare.asleep.items()}
-        cordons.check(self._db, fresh, by, self._clock())
+        cordons.check(self._db, fresh, by, time.time())
         self._scheduler.nudge(f"deep check of {', '.join(device_ids)}", by)
         try:
             yield
@@ -245,7 +244,7 @@ class DeepChecks:
         found = [*judged(rates, wrong, baseline, wanted, on_host=on_host), *said]
         result = {
             "device": device_id,
-            "at_s": self._clock(),
+            "at_s": time.time(),
             "state": state_of(found),
             "found": [asdict(one) for one in found],
             "rates": rates,

@@ -74,5 +74,5 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
         row = lost_rows[name]
         for device in row["devices"]:
             told = {"health": "lost", "health_reason": row["lost"]["reason"], "holder": None, "lost": row["lost"]}
-            found.append({**device, **told, "drain": held_back.drains.get(device["id"])})
+            found.append({**device, **told, "drain": held_back.drains.get(device["id"]), "cordon": None})
     return found

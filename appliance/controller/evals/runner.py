@@ -147,7 +147,8 @@ class EvalRunner:
         graders = [parse(criterion) for criterion in of.criteria]
         if row.status == "queued":
             self._check_may_go_on(row)
-            await self._prepare(row, of, source)
+            if not await self._prepare(row, of, source):
+                return  # it was cancelled or deleted meanwhile
             if source.source.type == "file_content":
                 source.source.content.clear()
         row = replace(row, data_source={})
@@ -190,21 +191,21 @@ class EvalRunner:
 
     # --- the data
 
-    async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> None:
+    async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> bool:
         """Put its items into the store, checked by the schema, some at a time: all of a file as objects are 20 times
-        its size. Raises _Failed."""
+        its size. False: the run has ended or was deleted meanwhile. Raises _Failed."""
         clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
         await clear()  # what a preparation that was cut short has left
         try:
             chunks = self._chunks(row, source)
             async with self._hosts.of(row.owner) as host:
-                await self._take(row, of.item_schema, chunks, host)
+                return await self._take(row, of.item_schema, chunks, host)
         except _Failed:
             await clear()
             raise
 
-    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: _Chunks, host: GraderHost) -> None:
-        """Raises _Failed."""
+    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: _Chunks, host: GraderHost) -> bool:
+        """False: the run has ended or was deleted meanwhile. Raises _Failed."""
         kept = requests.without_items(row.data_source)
         place, size, checked_s = 0, requests.own_bytes(kept), 0.0
         while chunk := await asyncio.to_thread(next, chunks, None):
@@ -229,9 +230,19 @@ class EvalRunner:
             ]
             place, size = place + len(rows), size + sum(length + requests.ITEM_BYTES for _, length in chunk)
             with self._db.transaction():  # what is there counts, whenever the run ends
+                if self._is_over(row.id):
+                    return False
                 evals.insert_items(self._db, rows)
                 evals.update_run(self._db, row.id, total=place, bytes=size)
-        evals.update_run(self._db, row.id, status="in_progress", data_source=kept)
+        with self._db.transaction():
+            if self._is_over(row.id):
+                return False
+            evals.update_run(self._db, row.id, status="in_progress", data_source=kept)
+        return True
+
+    def _is_over(self, run_id: str) -> bool:
+        now = evals.run_in_short(self._db, run_id)
+        return now is None or now.finished
 
     def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> _Chunks:
         """Raises _Failed, also while they are read."""

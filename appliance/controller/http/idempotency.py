@@ -4,16 +4,16 @@ The `openai` client retries POSTs without an Idempotency-Key but marks them in `
 an Idempotency-Key decides if there is one; otherwise a retry finds the newest resource that the same key made from the
 same body within a time window, and a first attempt always makes a new one.
 
-So does every POST that makes something, by `once`, and every POST that would change something a second time (a model
-goes back one version), by `once` too: what it makes is a Deed. POSTs that need it not are listed with the reason; a
-route that nobody has judged fails a test.
+Every POST that makes something goes through `once`, and so does every POST that would change something a second time
+(a model goes back one version): what the latter makes is a Deed. A test lists the POSTs that need neither, with the
+reason; a route that nobody has judged fails it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -27,53 +27,6 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import idempotency
 from appliance.store.rows import IdempotencyRow
-
-_AGAIN_SAME = "a second time changes nothing more"
-_NOTHING_MADE = "nothing is kept"
-NOT_ONCE: Mapping[str, str] = {
-    "/v1/files/{file_id}/check": "its report replaces the one before",
-    "/v1/uploads/{upload_id}/complete": _AGAIN_SAME,
-    "/v1/uploads/{upload_id}/cancel": _AGAIN_SAME,
-    "/v1/batches/{batch_id}/cancel": _AGAIN_SAME,
-    "/v1/responses/{response_id}/cancel": _AGAIN_SAME,
-    "/v1/fine_tuning/jobs/{job_id}/cancel": _AGAIN_SAME,
-    "/v1/fine_tuning/jobs/{job_id}/pause": _AGAIN_SAME,
-    "/v1/fine_tuning/jobs/{job_id}/resume": _AGAIN_SAME,
-    "/v1/fine_tuning/alpha/graders/validate": _NOTHING_MADE,
-    "/v1/fine_tuning/alpha/graders/run": _NOTHING_MADE,
-    "/v1/fine_tuning/checkpoints/{name:path}/permissions": "a permission that is there is found",
-    "/v1/evals/{eval_id}": _AGAIN_SAME,
-    "/v1/evals/{eval_id}/runs/{run_id}": _AGAIN_SAME,
-    "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
-    "/v1/gates/{gate_id}/cancel": _AGAIN_SAME,
-    "/v1/pipelines": _AGAIN_SAME,
-    "/v1/sweeps/{sweep_id}/cancel": _AGAIN_SAME,
-    "/v1/pipelines/{name}/schedule": _AGAIN_SAME,
-    "/v1/pipelines/{name}/runs": "one at a time: while the first goes on, a second attempt is refused and names it",
-    "/v1/pipeline_runs/{run_id}/cancel": _AGAIN_SAME,
-    "/v1/models/{name:path}/share": _AGAIN_SAME,
-    "/internal/responses": "a copy that is there is left",
-    "/admin/v1/keys": "a name is one live key's: a second attempt is refused, because the key was shown once",
-    "/admin/v1/session-keys": "of one command, which ends it, and for a day otherwise",
-    "/admin/v1/sessions": "each has a token of its own, which is shown once; past MOST_OF_A_KEY the oldest ends",
-    "/admin/v1/sessions/{session_id}/touch": _AGAIN_SAME,
-    "/admin/v1/oidc/begin": _NOTHING_MADE,
-    "/admin/v1/oidc/finish": "a code is good once; past MOST_OF_A_KEY the oldest login ends",
-    "/admin/v1/mode/plan": _NOTHING_MADE,
-    "/admin/v1/plan": _NOTHING_MADE,
-    "/admin/v1/limits/measure": "what is measured replaces what was",
-    "/admin/v1/models/{name:path}/pin": _AGAIN_SAME,
-    "/admin/v1/jobs/{job_id}/tracked": "the exporter says it until it is heard; a second time is one more event",
-    "/admin/v1/jobs/{job_id}/profile": "it profiles the next steps; a second time the steps after them",
-    "/admin/v1/models/{name:path}/profile": "it profiles the next steps; a second time the steps after them",
-    "/admin/v1/jobs/{job_id}/hold": _AGAIN_SAME,
-    "/admin/v1/jobs/{job_id}/release": _AGAIN_SAME,
-    "/admin/v1/devices/{device_id:path}/drain": _AGAIN_SAME,
-    "/admin/v1/devices/{device_id:path}/undrain": _AGAIN_SAME,
-    "/admin/v1/devices/{device_id:path}/check": "what is measured replaces what was",
-    "/admin/v1/forget": "what is gone is gone",
-}
-"""POSTs that know no Idempotency-Key, and why."""
 
 
 class Kept(Protocol):

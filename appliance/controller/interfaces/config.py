@@ -81,7 +81,7 @@ class RetentionSettings(BaseModel):
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
     audit_rows_per_key: int = Field(200_000, ge=1000)
-    """Rows of the audit log of one key that is not an admin's; beyond it the oldest are deleted."""
+    """Rows of the audit log of one key that is not an admin's, and of refused logins; beyond it the oldest go."""
     usage_days: float | None = Field(None, gt=0)
     """Tokens by the hour, and devices held by jobs."""
     handovers_days: float | None = Field(None, gt=0)

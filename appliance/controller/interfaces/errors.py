@@ -43,10 +43,9 @@ class BusTimeout(BusError):
 class OperationFailed(ControllerError):
     """A long operation failed for a reason that a user can act on: `code` for programs, the message for people."""
 
-    def __init__(self, message: str, *, code: str = "operation_failed", param: str | None = None):
+    def __init__(self, message: str, *, code: str = "operation_failed"):
         super().__init__(message)
         self.code = code
-        self.param = param
 
 
 class SwapFailed(ControllerError):

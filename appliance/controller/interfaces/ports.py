@@ -310,6 +310,8 @@ class LineReturned(Exception):
 
 
 DEVICE_FAILED = "device_failed"
+TRAINING_FAILED = "training_failed"
+"""The code of a job that failed once it ran."""
 """The code of an OperationFailed of which the device may be the cause."""
 
 

@@ -1,5 +1,5 @@
-"""Rules by which a request is admitted from its head: which key it names (as a hash, which the dispatcher looks up),
-whether its scopes suffice, and whether its body is read. Pure."""
+"""Rules by which a request is admitted from its head: which key it names (as a hash, which `Dispatch.admit` of
+server/dispatch.py looks up), whether its scopes suffice, and whether its body is read. Pure."""
 
 from __future__ import annotations
 

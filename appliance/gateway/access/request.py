@@ -15,6 +15,11 @@ Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
 
+def path_of(target: bytes) -> bytes:
+    """A target without its query."""
+    return target.partition(b"?")[0]
+
+
 class Request:
     """One request as the client connection parsed it. `chunks` is the body received but not yet forwarded.
 
@@ -62,9 +67,13 @@ class Request:
     asked: TokenRequest = NO_TOKENS
     use: KeyUse | None = None
 
-    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
+    def __init__(
+        self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str, path: bytes | None = None
+    ) -> None:
+        """path: of the target, where it is known."""
         self.method = method
-        self.set_target(target)
+        self.target = target
+        self.path = path_of(target) if path is None else path
         self.headers = headers
         self.version = version
         self.chunks: list[bytes] = []
@@ -75,7 +84,7 @@ class Request:
     def set_target(self, target: bytes) -> None:
         """target: path and query."""
         self.target = target
-        self.path = target.partition(b"?")[0]
+        self.path = path_of(target)
 
     @property
     def answer_headers(self) -> Pairs:

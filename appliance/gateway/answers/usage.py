@@ -14,11 +14,10 @@ import orjson
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
 # Answers of /v1/responses have more of the request than its texts (the schemas of its tools): answers/transcript.py.
 _USAGE: Final = b'"usage":'
-_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]{1,12})')
-# Anthropic's `input_tokens` are those that no cache had.
-_CACHED: Final = re.compile(rb'"(?:cache_read|cache_creation)_input_tokens": ?([0-9]{1,12})')
-_FOUND: Final = re.compile(rb'"cached_tokens": ?([0-9]{1,12})')
-_COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]{1,12})')
+# All counts in one pass: four searches took 1.8 times as long.
+_COUNTS: Final = re.compile(
+    rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
+)
 FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
 # Fields added to a checked body in place of its last brace.
@@ -40,14 +39,24 @@ class Tokens:
             at = body.rfind(_USAGE, 0, at)
         if at < 0:
             return
-        prompt, completion = _PROMPT.search(body, at), _COMPLETION.search(body, at)
-        found = _FOUND.search(body, at)
-        if found is not None:
-            self.found = int(found[1])
-        if prompt is not None:
-            self.prompt = int(prompt[1]) + sum(int(found[1]) for found in _CACHED.finditer(body, at))
-        if completion is not None:
-            self.completion = int(completion[1])
+        # The first of each is the engine's own; -1: not told.
+        prompt, completion, found, cached = -1, -1, -1, 0
+        for name, digits in _COUNTS.findall(body, at):
+            number = int(digits)
+            if name == b"prompt" or name == b"input":
+                prompt = number if prompt < 0 else prompt
+            elif name == b"completion" or name == b"output":
+                completion = number if completion < 0 else completion
+            elif name == b"cached":
+                found = number if found < 0 else found
+            else:
+                cached += number  # Anthropic's `input_tokens` are those that no cache had
+        if found >= 0:
+            self.found = found
+        if prompt >= 0:
+            self.prompt = prompt + cached
+        if completion >= 0:
+            self.completion = completion
 
     @property
     def total(self) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from appliance.gateway.http.wire import digits
+
 OK: Final = b"HTTP/1.1 200 OK\r\n"
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: ([0-9]{1,12})\r\n", re.IGNORECASE)
-_DIGITS: Final = 12
 
 
 class KnownHead:
@@ -20,19 +21,28 @@ class KnownHead:
     def __init__(self, before: bytes, after: bytes) -> None:
         self._before = before
         self._after = after
+        self._around = len(before) + len(after)
 
     def body_of(self, data: bytes) -> bytes | None:
         """The body, if `data` is this head, with any length, and exactly the body that it announces."""
-        before, after = self._before, self._after
-        start = len(before)
-        if data[:start] != before:
+        # One comparison with the head that a body of this size would have; to look for the digits and to read them cost
+        # 4 % of a plain request, on each side.
+        length = _body_length(len(data) - self._around)
+        if length < 0:
             return None
-        end = data.find(b"\r", start, start + _DIGITS + 1)
-        body = end + len(after)
-        if end < 0 or data[end:body] != after:
-            return None
-        digits = data[start:end]
-        return data[body:] if digits.isdigit() and len(data) - body == int(digits) else None
+        head = b"%b%b%b" % (self._before, digits(length), self._after)
+        start = len(head)
+        return data[start:] if data[:start] == head else None
+
+
+def _body_length(rest: int) -> int:
+    """The length that is `rest` together with the number of its digits, -1 if none is."""
+    if rest < 1:
+        return -1
+    length = rest - len(digits(rest))
+    if length + len(digits(length)) != rest:
+        length += 1  # `rest` may have one digit more
+    return length if length + len(digits(length)) == rest else -1
 
 
 class PlainHead(KnownHead):

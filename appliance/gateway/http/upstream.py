@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import Final
 
 import httptools
@@ -23,6 +23,8 @@ CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
 CHUNKED: Final = -1
+IDLE_S: Final = 4.0
+MOST_IDLE: Final = 256
 
 
 # Test doubles are not compiled; allowing them costs compiled classes nothing.
@@ -113,7 +115,7 @@ class UpstreamConnection(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
-        self.read_s = time.monotonic()
+        self.read_s = monotonic()
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -123,10 +125,10 @@ class UpstreamConnection(Connection):
             self.abort()
             return
         self.answered = True
-        self.read_s = time.monotonic()
+        self.read_s = monotonic()
         if not self._head_done:
             if not self._head_bytes:
-                if data.startswith(OK) and self._whole(listener, data):
+                if self._whole(listener, data):
                     return
                 self.headers = {}
             self._head_bytes += len(data)
@@ -163,7 +165,7 @@ class UpstreamConnection(Connection):
         """
         last = self._last
         body = None if last is None else last.body_of(data)
-        if body is None:
+        if body is None and data[: len(OK)] == OK:
             last = self._last = plain_head(data)
             body = None if last is None else last.body_of(data)
         if last is None or body is None:
@@ -246,12 +248,10 @@ def cancel(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | Non
 
 
 class UpstreamPool:
-    """Idle connections by socket path, youngest first; the server's keep-alive must be longer than `idle_s`."""
+    """Idle connections by socket path, youngest first; the server's keep-alive must be longer than IDLE_S."""
 
-    def __init__(self, outbox: Outbox, *, idle_s: float = 4.0, max_idle: int = 256) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
-        self._idle_s = idle_s
-        self._max_idle = max_idle
         self._idle: dict[str, list[UpstreamConnection]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -279,7 +279,7 @@ class UpstreamPool:
 
     async def _connect(self, path: str, done: Callable[[UpstreamConnection | OSError], None], wait_s: float) -> None:
         loop = asyncio.get_running_loop()
-        started = time.monotonic()
+        started = monotonic()
         pause_s = FULL_BACKLOG_RETRY_S
         while True:
             try:
@@ -288,7 +288,7 @@ class UpstreamPool:
                         lambda: UpstreamConnection(self, path), path
                     )
             except OSError as error:
-                waited = time.monotonic() - started
+                waited = monotonic() - started
                 # A full listen backlog (EAGAIN) is a busy server, not a dead one.
                 patience = CONNECT_TIMEOUT_S if error.errno == errno.EAGAIN else wait_s
                 if waited >= patience:
@@ -304,7 +304,7 @@ class UpstreamPool:
         idle = self._idle.get(conn.path)
         if idle is None:
             idle = self._idle[conn.path] = []
-        if len(idle) >= self._max_idle:
+        if len(idle) >= MOST_IDLE:
             conn.abort()
             return
         idle.append(conn)
@@ -318,7 +318,7 @@ class UpstreamPool:
         """Close connections that are idle for too long or lead to sockets no longer in use."""
         for path in list(self._idle):
             idle = self._idle[path]
-            keep = [c for c in idle if path in wanted and now_s - c.read_s < self._idle_s]
+            keep = [c for c in idle if path in wanted and now_s - c.read_s < IDLE_S]
             gone = [c for c in idle if c not in keep] if len(keep) != len(idle) else []
             self._idle[path] = keep
             for conn in gone:

@@ -23,7 +23,7 @@ from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
 from appliance.gateway.inference.placement import Placement
-from appliance.gateway.inference.retry import TRIAL_S, Verdict, is_suspect, may_retry
+from appliance.gateway.inference.retry import TRIAL_S, Verdict, is_suspect, verdict_on
 from appliance.gateway.payload.request_check import with_fields
 from appliance.gateway.routing.router import Model
 
@@ -33,6 +33,7 @@ ERROR_BODY_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a token-counting request.
 TOKEN_IDS_BYTES: Final = 64 << 20
 _JSON: Final = b"application/json"
+_EVENT_STREAM: Final = b"text/event-stream"
 
 
 class InferenceHandler(Placement):
@@ -118,7 +119,7 @@ class InferenceHandler(Placement):
             # The engine knows the version of its first token; the table may lag behind a swap.
             self.request.model_version = named.decode("latin-1")
         status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
-        if status == 200 and kind.startswith(b"text/event-stream"):
+        if status == 200 and kind[: len(_EVENT_STREAM)] == _EVENT_STREAM:
             self._first_of_stream(body, done, now)
             return
         if done and status < 400 and attempt.kept is None:
@@ -207,7 +208,7 @@ class InferenceHandler(Placement):
         self._drop_upstream(failed=blame)
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
-        verdict = may_retry(
+        verdict = verdict_on(
             attempt.number + 1,
             deaths,
             attempt.echoes,

@@ -5,7 +5,7 @@ load afterwards. handler.py handles the result.
 from __future__ import annotations
 
 import logging
-import time
+from time import monotonic
 from typing import Final
 
 from appliance.gateway.access.request import Request
@@ -117,7 +117,7 @@ class Placement(Placeable):
             self._leave_queue()
             self._fail(state.unknown_model(checked.model, self.request.caller))
             return
-        now = now or time.monotonic()
+        now = now or monotonic()
         attempt = self._attempt
         # Waiting requests go first; otherwise a stream of new requests could starve them.
         if attempt.ticket is None and state.holds.count and state.holds.first(checked.model, alone=attempt.alone):
@@ -195,7 +195,7 @@ class Placement(Placeable):
 
     def _send(self, conn: UpstreamConnection) -> None:
         request, attempt = self.request, self._attempt
-        now = time.monotonic()
+        now = monotonic()
         if not attempt.number and not attempt.held_since_s:
             self.state.metrics.added.observe(now - request.received_s)
         attempt.conn = conn
@@ -284,7 +284,7 @@ class Placement(Placeable):
             if self.request.spans is not None:
                 self.request.spans.unhold()
             if self.state.holds.remove(ticket):
-                self.state.metrics.held_for.observe(time.monotonic() - attempt.held_since_s)
+                self.state.metrics.held_for.observe(monotonic() - attempt.held_since_s)
                 self.state.changed()
 
     def _comment(self, now_s: float) -> None:
@@ -304,7 +304,7 @@ class Placement(Placeable):
     def _undispatch(self, *, failed: bool) -> None:
         choice = self._attempt.choice
         if choice is not None and failed:
-            self.state.router.fail(choice, time.monotonic())
+            self.state.router.fail(choice, monotonic())
         self._end_dispatch(failed=True if failed else None)
 
     def _end_dispatch(self, *, failed: bool | None) -> None:
@@ -322,7 +322,7 @@ class Placement(Placeable):
         if not self.state.comparison.compares:
             return
         attempt = self._attempt
-        choice, now, first_s = attempt.choice, time.monotonic(), attempt.first_byte_s
+        choice, now, first_s = attempt.choice, monotonic(), attempt.first_byte_s
         if choice is not None:
             self.state.comparison.add(
                 self.checked.model,

@@ -3,8 +3,8 @@
 The client's answer does not wait for a copy: it goes out in the same event loop turn. Copies go in batches, the next
 one once the controller has acknowledged the last; while it is unreachable they wait here, up to
 `response_copies_bytes`, those of one owner up to `owner_copies_bytes`. A response beyond that is not stored, and its
-object says so. The controller stores a copy that
-arrives twice (it died before it acknowledged it) once.
+object says so. The controller stores a copy that arrives twice (it died before it acknowledged it) once. It may refuse
+a batch for what one copy of it holds, or several together: then each is sent alone, and that costs nobody else's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class ResponseCopies(UpstreamListener):
         self._sent_s = 0.0
         self._next_s = 0.0
         self._refusals = 0
+        self._alone = 0  # of the first in `_waiting`, so many are sent one by one
 
     def has_room(self, owner: str, nbytes: int) -> bool:
         limits = self._state.limits
@@ -91,8 +92,8 @@ class ResponseCopies(UpstreamListener):
         if isinstance(result, OSError):
             self._failed(str(result))
             return
-        size = 0
-        while self._waiting and (not self._flying or size + len(self._waiting[0][1]) <= BATCH_BYTES):
+        size, most = 0, 0 if self._alone else BATCH_BYTES
+        while self._waiting and (not self._flying or size + len(self._waiting[0][1]) <= most):
             one = self._waiting.popleft()
             self._flying.append(one)
             size += len(one[1])
@@ -111,6 +112,15 @@ class ResponseCopies(UpstreamListener):
             self._refusals += 1
             self._failed(f"the controller answered {conn.status}")
             return
+        if conn.status >= 300 and len(self._flying) > 1:
+            # Eight copies of requests that were as dense as may be weighed more than the controller reads at once, and
+            # whoever's copies were among them lost theirs.
+            self._alone = len(self._flying)
+            self._waiting.extendleft(reversed(self._flying))
+            self._flying = []
+            self._refusals, self._next_s = 0, 0.0
+            self._send()
+            return
         if conn.status >= 300:
             refused = len(self._flying)
             log.error("%d answered responses are not stored: the controller answered %d", refused, conn.status)
@@ -123,6 +133,7 @@ class ResponseCopies(UpstreamListener):
             else:
                 del self._owners[owner]
         self._flying = []
+        self._alone = max(0, self._alone - 1)
         self._refusals, self._next_s = 0, 0.0
         self._send()
 

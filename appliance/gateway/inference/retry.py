@@ -1,4 +1,4 @@
-"""Decides whether a request whose attempt failed is sent again. Pure.
+"""Decides whether a request whose attempt failed is sent again; handler.py does it (`_failed`). Pure.
 
 An engine that dies takes every request on it down, and may have died of one of them. So that one request cannot end
 engine after engine, and no innocent one is lost with them:
@@ -42,7 +42,7 @@ def is_suspect(waited_s: float, relayed: bool) -> bool:
     return not relayed and waited_s < TRIAL_S
 
 
-def may_retry(sent: int, deaths: int, echoes: int, *, relayed: bool, resumable: bool, unreached: int = 0) -> Verdict:
+def verdict_on(sent: int, deaths: int, echoes: int, *, relayed: bool, resumable: bool, unreached: int = 0) -> Verdict:
     """sent: attempts so far, the failed one included. deaths: engines that died of them. echoes: attempts that broke
     off at a replica which had done so before; unreached: those that reached none. relayed: the client has bytes of the
     answer; resumable: of a stream that another engine can go on with."""

@@ -69,31 +69,22 @@ class AccessLog:
             request.replica,
         )
         self._lines.append(
-            b"".join(
-                (
-                    b'{"time":"',
-                    self._second_text,
-                    _THOUSANDTHS[int((unix_s - second) * 1000)],
-                    b'Z","level":"info","process":"gateway","event":"request","request_id":"',
-                    request.request_id,
-                    b'",',
-                    self._who.get(who) or self._remember(who),
-                    b',"status":',
-                    wire.digits(request.status),
-                    b',"ttft_s":',
-                    _seconds(first_byte_s - received_s) if first_byte_s else b"null",
-                    b',"duration_s":',
-                    _seconds(now_s - received_s),
-                    b',"prompt_tokens":',
-                    wire.digits(tokens.prompt),
-                    b',"completion_tokens":',
-                    wire.digits(tokens.completion),
-                    b',"in_bytes":',
-                    wire.digits(request.body_bytes),
-                    b',"out_bytes":',
-                    wire.digits(request.sent_bytes),
-                    b',"trace_id":"%b"}\n' % request.trace[3:35] if request.trace else b',"trace_id":null}\n',
-                )
+            b'{"time":"%b%bZ","level":"info","process":"gateway","event":"request","request_id":"%b",%b,"status":%b,'
+            b'"ttft_s":%b,"duration_s":%b,"prompt_tokens":%b,"completion_tokens":%b,"in_bytes":%b,"out_bytes":%b,'
+            b'"trace_id":%b}\n'
+            % (
+                self._second_text,
+                _THOUSANDTHS[int((unix_s - second) * 1000)],
+                request.request_id,
+                self._who.get(who) or self._remember(who),
+                wire.digits(request.status),
+                _seconds(first_byte_s - received_s) if first_byte_s else b"null",
+                _seconds(now_s - received_s),
+                wire.digits(tokens.prompt),
+                wire.digits(tokens.completion),
+                wire.digits(request.body_bytes),
+                wire.digits(request.sent_bytes),
+                b'"%b"' % request.trace[3:35] if request.trace else b"null",
             )
         )
         if len(self._lines) >= _FLUSH_LINES:

@@ -215,12 +215,14 @@ def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits)
             if not _plain_messages(value) or len(value) > limits.messages:
                 return -1
             plain = True
-        elif key in _PLAIN_NUMBERS:
-            if value is not None:
-                kind, low, high = number_rules[key]
-                _number(key, value, kind, low, high)
-        elif key not in _PLAIN_TEXT or (key == "user" and type(value) is not str):
+        elif key in _PLAIN_TEXT:
+            if key == "user" and type(value) is not str:
+                return -1
+        elif key not in _PLAIN_NUMBERS:
             return -1
+        elif value is not None:
+            kind, low, high = number_rules[key]
+            _number(key, value, kind, low, high)
     return _completion_tokens(data) if plain else -1
 
 

@@ -239,9 +239,11 @@ class Router:
         load.inflight -= 1
         load.streams -= choice.stream
         load.tokens -= choice.tokens
-        left = load.owners.pop(choice.owner, 0) - 1
-        if left > 0:
+        left = load.owners[choice.owner] - 1
+        if left:
             load.owners[choice.owner] = left
+        else:
+            del load.owners[choice.owner]
         self.started(choice)
         self.acquit(choice)
         if load.inflight:

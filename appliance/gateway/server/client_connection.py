@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping
+from time import monotonic
 from typing import Final
 
 from appliance.gateway.access.admission import body_limit, check_scopes
@@ -70,7 +70,7 @@ class ClientConnection(Receiver):
         self.transport = transport  # type: ignore[assignment]
         self._parser = RequestParser(self._state, self)
         state = self._state
-        self._idle_since_s = time.monotonic()
+        self._idle_since_s = monotonic()
         self._deadline_s = self._idle_since_s + state.limits.head_timeout_s
         most = state.limits.max_connections
         if len(state.connections) >= most:
@@ -131,7 +131,7 @@ class ClientConnection(Receiver):
                 handler.client_lost()
             request.status = request.status or 499
             self._state.metrics.events["client_disconnected"] += 1
-            self._state.finished(request, time.monotonic())
+            self._state.finished(request, monotonic())
         for waiting in self._waiting:
             if isinstance(waiting, Request):
                 self._state.release_body(waiting)
@@ -142,17 +142,17 @@ class ClientConnection(Receiver):
 
     def pause_writing(self) -> None:
         self.write_paused = True
-        self._stalled_since_s = time.monotonic()
+        self._stalled_since_s = monotonic()
         if self.active is not None:
             self.active.client_paused(True)
 
     def resume_writing(self) -> None:
         self.write_paused = False
-        self._stalled_s += time.monotonic() - self._stalled_since_s
+        self._stalled_s += monotonic() - self._stalled_since_s
         if self.active is not None:
             self.active.client_paused(False)
         elif self._held and not self._closing:
-            self._next(time.monotonic())
+            self._next(monotonic())
 
     # -- from the parser; an HttpError raised here ends the connection after it is answered
 
@@ -163,10 +163,10 @@ class ClientConnection(Receiver):
         if self._state.stopping:
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
         if self.active is None:
-            self._deadline_s = time.monotonic() + self._state.limits.head_timeout_s
+            self._deadline_s = monotonic() + self._state.limits.head_timeout_s
 
     def head_complete(self, request: Request) -> None:
-        now = time.monotonic()
+        now = monotonic()
         request.received_s = now
         self._window_start_s = self._body_since_s = now
         self._window_bytes = 0
@@ -261,7 +261,7 @@ class ClientConnection(Receiver):
             request.more_headers = [*request.more_headers, *page.headers]
             self.answer(page.status, page.content_type, page.body)
         elif request.route.kind is not Kind.HEALTH:
-            request.received_s = time.monotonic()
+            request.received_s = monotonic()
             try:
                 self.active = self._dispatch.handler(self, request)
             except HttpError as error:
@@ -315,7 +315,7 @@ class ClientConnection(Receiver):
         assert request is not None
         self.active = self.active_request = None
         self._state.metrics.events["response_aborted"] += 1
-        self._state.finished(request, time.monotonic())
+        self._state.finished(request, monotonic())
         self.abort()
 
     @property
@@ -327,7 +327,7 @@ class ClientConnection(Receiver):
         """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
         request = self.active_request
         assert request is not None
-        now_s = now_s or time.monotonic()
+        now_s = now_s or monotonic()
         reusable = keep_alive and self.will_keep_alive
         self.active = self.active_request = None
         self._state.finished(request, now_s)
@@ -393,7 +393,7 @@ class ClientConnection(Receiver):
         data = error_response(error, request, request_id or self._state.new_request_id(), close=True)
         if request is not None:
             self.parsing = None
-            self._state.finished(request, time.monotonic())
+            self._state.finished(request, monotonic())
         else:
             self._state.metrics.requests["unknown", error.status] += 1
         self.write(data)
@@ -413,23 +413,23 @@ class ClientConnection(Receiver):
         if transport is None:
             return
         if not read_rest or not transport.can_write_eof():
-            self._deadline_s = time.monotonic() + self._state.limits.write_stall_s
+            self._deadline_s = monotonic() + self._state.limits.write_stall_s
             self.close()
             return
         # Closing with unread bytes sends a reset that can destroy the answer in flight: send EOF and read on briefly.
-        self._deadline_s = time.monotonic() + _LINGER_S
+        self._deadline_s = monotonic() + _LINGER_S
         self.flush()
         transport.write_eof()
         self.resume_reading()
 
     def pause_reading(self) -> None:
         if not self.read_paused:
-            self._paused_since_s = time.monotonic()
+            self._paused_since_s = monotonic()
         super().pause_reading()
 
     def resume_reading(self) -> None:
         if self.read_paused:
-            now = time.monotonic()
+            now = monotonic()
             self._window_start_s, self._window_bytes = now, 0
             # The delay meanwhile was not the client's.
             self._body_since_s += now - self._paused_since_s

@@ -30,8 +30,7 @@ class RepeatedHead(KnownHead):
     def again(self, body: bytes) -> Request:
         """A new request with this head and body, admitted like the first; the caller sets its id and time."""
         seen = self.request
-        request = Request(seen.method, seen.path, seen.headers, seen.version)
-        request.target = seen.target
+        request = Request(seen.method, seen.target, seen.headers, seen.version, seen.path)
         request.keep_alive = seen.keep_alive
         request.route = seen.route
         request.caller = seen.caller

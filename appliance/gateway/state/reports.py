@@ -168,6 +168,10 @@ def gauges(state: State) -> list[Gauge]:
             len(state.refused_rows),
         )
     )
+    rows += [
+        ("appliance_gateway_degraded", "1 while a part of the gateway fails and is tried again.", {"part": name}, 1)
+        for name in state.background.names()
+    ]
     compared = list(state.comparison.rows())
     rows += [
         ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)

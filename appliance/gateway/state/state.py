@@ -48,12 +48,12 @@ class State:
     request came through this gateway. session_ids: of `sessions`, the logins of the page by their tokens' SHA-256.
     """
 
-    def __init__(self, config: GatewayConfig, on_change: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.on_change = on_change or (lambda urgent: None)
+        self.on_change: Callable[[bool], None] = lambda urgent: None
         self.connections: set[Client] = set()
-        self.metrics = Metrics(config.name if config.workers > 1 else "")
+        self.metrics = Metrics(config.name if config.workers > 1 else "", config.workers)
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.outbox = Outbox()

@@ -161,6 +161,12 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
     return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
 
 
+def failed_by_code(db: Database) -> dict[str, int]:
+    """How many of the jobs that are kept failed, by the code of their error."""
+    asked = "SELECT error ->> '$.code' AS code, count(*) AS count FROM jobs WHERE phase = 'failed' GROUP BY code"
+    return {str(code or ""): int(count) for code, count in db.execute(asked)}
+
+
 def models_sampled(db: Database) -> list[str]:
     """Models that running jobs of rewards have trained, whose rollouts engines are to sample."""
     return db.column(

@@ -53,13 +53,13 @@ def of_job(db: Database, job_id: str) -> Drawn | None:
     return None if joules is None else Drawn(joules, metered_s)
 
 
-def watts_of_jobs_like(db: Database, model: str, method: str, full: bool, most: int = 50) -> float | None:
-    """What a device has drawn on average, in watts, of the newest jobs of this kind; None: nothing was counted."""
+def watts_of_jobs_like(db: Database, model: str, method: str, full: bool) -> float | None:
+    """What a device has drawn on average, in watts, of the 50 newest jobs of this kind; None: nothing was counted."""
     joules, metered_s = db.execute(
         "SELECT sum(e.joules), sum(e.metered_s) FROM energy AS e WHERE e.kind = 'job' AND e.name IN ("
         " SELECT id FROM jobs WHERE model = ? AND method = ? AND json_extract(resolved, '$.full') = ?"
-        " AND EXISTS (SELECT 1 FROM energy WHERE kind = 'job' AND name = jobs.id) ORDER BY seq DESC LIMIT ?)",
-        [model, method, int(full), most],
+        " AND EXISTS (SELECT 1 FROM energy WHERE kind = 'job' AND name = jobs.id) ORDER BY seq DESC LIMIT 50)",
+        [model, method, int(full)],
     ).fetchone()
     return joules / metered_s if metered_s else None
 

@@ -39,6 +39,9 @@ function remember(asked) {
   }
 }
 
+/** The catalogue's text of `name`, or else what the box itself says. */
+export const translated = (name, said) => words[name] ?? said;
+
 /** The text of `name`, with {places} filled in from `values`. */
 export function t(name, values = {}) {
   const text = words[name];

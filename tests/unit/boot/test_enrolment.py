@@ -8,6 +8,7 @@ import os
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -270,6 +271,56 @@ async def test_after_a_removal_rays_token_makes_no_node_and_a_new_token_gives_th
     assert removed.out() == {"n1"}
     await enrol(Credentials(tmp_path / "again"), home.box, home.token().text(), "n1", "127.0.0.2")
     assert removed.out() == set()
+
+
+async def test_a_node_that_is_removed_between_the_lines_of_its_talk_gets_nothing(home, mine, tmp_path, monkeypatch):
+    """One who began to talk with ray.token before his removal, and said the rest after it, was a node again."""
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    removed = home.credentials.files.removed
+    asks = Credentials.new_request
+
+    def removed_meanwhile(self, name, address):
+        removed.remove("n1")
+        return asks(self, name, address)
+
+    monkeypatch.setattr(Credentials, "new_request", removed_meanwhile)
+    with pytest.raises(NotEnrolled, match="a node was removed from this box"):
+        await enrol(Credentials(tmp_path / "again"), home.box, RAY_TOKEN.decode(), "n9", "127.0.0.2")
+    assert removed.out() == {"n1"} and removed.certified() == {"n0"}
+
+
+async def test_who_is_removed_before_he_has_heard_of_his_certificate_stays_removed(home, mine, monkeypatch):
+    """His name was noted as one that has joined again: his Ray was not ended any more."""
+    removed, takes = home.credentials.files.removed, Tokens.take
+
+    def removed_meanwhile(self, token_id):
+        removed.remove("n1")
+        return takes(self, token_id)
+
+    monkeypatch.setattr(Tokens, "take", removed_meanwhile)
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    assert removed.out() == {"n1"}
+
+
+async def test_no_removal_comes_between_the_look_at_a_certificate_and_another_one_for_it(home, mine, monkeypatch):
+    """Who renewed his without end had one that was given out after his removal, and tunnels with it."""
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+    removed, looked = home.credentials.files.removed, []
+
+    def has(self, certificate):
+        looked.append(real(self, certificate))
+        if len(looked) == 1:
+            remover.start()
+            remover.join(0.5)  # it waits for the list while another certificate is given out
+        return looked[-1]
+
+    real, remover = removed_nodes.RemovedNodes.has, threading.Thread(target=removed.remove, args=["n1"])
+    monkeypatch.setattr(removed_nodes.RemovedNodes, "has", has)
+    await renew(mine, home.box, "n1", "127.0.0.2")
+    await asyncio.to_thread(remover.join)
+    made = x509.load_pem_x509_certificate(mine.files.certificate.read_bytes())
+    before = made.not_valid_before_utc.strftime("%b %d %H:%M:%S %Y GMT")
+    assert real(removed, {"subject": ((("commonName", "n1"),),), "notBefore": before}), "it is older than the removal"
 
 
 async def test_who_removes_a_node_is_told_of_each_name_that_has_a_certificate(home, mine, tmp_path):

@@ -91,7 +91,11 @@ def test_which_box(prepared, monkeypatch, tmp_path, main_process):
     ("fields", "said"),
     [
         (None, "no box on"),
-        ({"state": "stopped", "pid": None}, "is stopped"),
+        ({"state": "stopped", "pid": None}, "is stopped; "),
+        (
+            {"state": "stopped", "pid": None, "message": "the disk was full"},
+            "not in order: the disk was full",
+        ),
         ({"state": "failed", "pid": None, "message": "port 8000 is taken"}, "did not start: port 8000 is taken"),
         ({"state": "ready", "pid": 2**22 + 1}, "was killed while ready"),
         ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # the number is somebody else's now

@@ -7,8 +7,9 @@ import threading
 from appliance.cli.box import support
 from appliance.cli.client import Address, Client
 from appliance.cli.models import engine_settings
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons, lost_nodes
 from appliance.store.database import Database
+from appliance.store.records import box as records
 from runtime.devices.kind import Reading
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.cli.test_tables_and_json import lines
@@ -20,6 +21,26 @@ def test_a_free_device_is_drained_shown_and_put_back(box: ControlledBox):
     assert lines(box.run("gpu", "list").stdout)[4][-6:] == ["-", "drained", "by", "box:", "fan", "noise"]
     assert box.run("gpu", "undrain", "n0/3").stdout.strip() == "n0/3: ok, held by nobody"
     assert box.run("gpu", "drain", "n0/99").exit_code == 3
+
+
+def test_a_device_that_nobody_drained_is_not_said_to_be(box: ControlledBox):
+    with Database(box.context.db.path) as db:
+        cordons.check(db, ["n0/1", "n0/2"], "box", 0.0)
+    box.context.scheduler.devices[2]["holder"] = {"kind": "replica", "id": "r1-0"}
+    seen = [line.split() for line in box.run("gpu", "list").stdout.splitlines()]
+    assert " ".join(seen[2][-10:]) == "in check - a deep check, asked for by box"
+    assert "draining" in seen[3], "its engine leaves it"
+    with Database(box.context.db.path) as db:
+        records.put(db, cordons.FAILING, {"n0/1": "two deaths"})
+    assert "cordoned" in box.run("gpu", "list").stdout.splitlines()[2]
+
+
+def test_a_device_whose_node_leaves_says_so(box: ControlledBox):
+    """It was shown as sound: the view of the loop was taken for one that lagged."""
+    box.context.scheduler.devices[3].update(health="draining", health_reason="its node leaves the box")
+    assert "its node leaves the box" in box.run("gpu", "list").stdout
+    box.context.scheduler.devices[3].update(health_reason="cordoned")
+    assert "draining" not in box.run("gpu", "list").stdout, "just put back"
 
 
 def test_draining_waits_until_the_holder_has_left(box: ControlledBox):

@@ -162,11 +162,11 @@ def test_a_file_that_was_there_before_stays_when_the_job_is_refused(prepared):
     assert not prepared.sent("DELETE", "/v1/files/file-9")
 
 
-def test_a_deadline_that_is_over_is_refused(prepared):
+def test_a_past_deadline_is_refused(prepared):
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
     asked = ("job", "submit", "--model", "starter", "--file", "file-9", "--deadline")
     done = prepared.run(*asked, "2020-01-01T00:00")
-    assert done.exit_code == 2 and "which is over" in done.stderr and not prepared.requests
+    assert done.exit_code == 2 and "which is past" in done.stderr and not prepared.requests
     assert prepared.run(*asked, "2h").exit_code == 0
 
 

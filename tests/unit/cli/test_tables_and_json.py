@@ -65,6 +65,7 @@ def test_gpu_list(box):
         "lost",
         "meters",
         "check",
+        "cordon",
     }
     assert set(data[0]) == told
 

@@ -333,6 +333,13 @@ FROZEN = {
 }
 
 
+def is_command(words: str) -> bool:
+    """Whether `appliance WORDS` is a command, and no group of them, with options that it has."""
+    told = words.split()
+    name = next((" ".join(told[:n]) for n in (3, 2, 1) if " ".join(told[:n]) in FROZEN), None)
+    return name is not None and {word for word in told if word.startswith("--")} <= set(FROZEN[name])
+
+
 def commands() -> dict:
     """Full name -> command, of every command there is."""
     root = typer.main.get_group(app)

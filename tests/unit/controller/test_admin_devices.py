@@ -110,8 +110,9 @@ async def test_deployments_that_cannot_be_are_refused(control: Control, body: di
 
 
 def test_a_device_put_back_is_shown_so_before_the_loop_has_looked_again(control: Control):
-    seen = {"id": "n0/3", "health": "draining", "health_reason": "drained by an operator"}
-    assert cordons.read(control.db).shown(seen) == {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None}
+    seen = {"id": "n0/3", "health": "draining", "health_reason": "cordoned"}
+    told = {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None, "cordon": None}
+    assert cordons.read(control.db).shown(seen) == told
 
 
 async def test_an_engine_spans_no_nodes(control: Control):

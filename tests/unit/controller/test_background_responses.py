@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 import time
 from types import SimpleNamespace
@@ -130,6 +131,33 @@ async def test_after_an_engine_died_with_it_it_is_asked_once_more_and_alone(cont
 async def test_an_engine_that_is_wanted_elsewhere_is_no_failure(control: Control):
     scripted(control, *[LineReturned("wanted", yielded=True)] * 5, EngineAnswer(200, answer(1, "at last"), "v1"))
     assert (await ended(control, (await asked(control)).id)).output_text == "at last"
+
+
+@pytest.mark.parametrize("broken", ["begin", "charge", "end"])
+async def test_what_a_full_disk_does_not_take_is_written_later(control: Control, monkeypatch, broken: str):
+    """It was in progress for a day, and had a place at an engine all the time: a few, and nobody's were begun."""
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
+    scripted(control, *[EngineAnswer(200, answer(number, "2", model="starter"), "v1") for number in range(3)])
+    failed, left = list[str](), [sqlite3.OperationalError("database or disk is full")] * 3
+    going_on = control.app.state.background
+
+    def failing(name: str, of: Any, when: Any) -> Any:
+        real = getattr(of, name)
+
+        def run(*told: Any, **more: Any) -> Any:
+            if when(more) and left:
+                failed.append(name)
+                raise left.pop()
+            return real(*told, **more)
+
+        monkeypatch.setattr(of, name, run)
+
+    if broken == "charge":
+        failing("charge", going_on._metering, lambda more: True)
+    else:
+        failing("update", responses, lambda more: (more.get("status") == "in_progress") is (broken == "begin"))
+    assert (await ended(control, (await asked(control)).id)).status == "completed"
+    assert failed and not going_on._flying and not going_on._claims and not going_on._waiting
 
 
 async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Control):

@@ -16,15 +16,9 @@ from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.records import usage
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import SCOPES, Control
+from tests.unit.controller.test_evals import CHECK
 from train.graders import sandbox
 
-CHECK: Any = {
-    "type": "string_check",
-    "name": "same",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-    "operation": "eq",
-}
 JUDGE: Any = {
     "type": "score_model",
     "name": "judge",

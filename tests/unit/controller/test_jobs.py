@@ -17,6 +17,7 @@ from appliance.store.objects import files, jobs, models
 from appliance.store.records import audit, keys
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from train.methods.methods import METHODS
 
 
 async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Control):
@@ -50,6 +51,13 @@ async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Contr
     assert len((folder / "train.jsonl").read_text().splitlines()) == 12
     assert (folder / "valid.jsonl").exists()
     assert any(made.id in reason for reason in control.scheduler.nudges)
+
+
+async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: Control):
+    told = {one["name"]: one for one in (await control.http.get("/v1/fine_tuning/methods")).json()["data"]}
+    assert told.keys() == METHODS.keys()
+    assert [option["name"] for option in told["dpo"]["options"]] == ["beta"]
+    assert (told["supervised"]["takes"], told["distillation"]["takes"]) == ([], ["teacher"])
 
 
 async def test_extra_hyperparameters_pass_through_and_come_back(control: Control):

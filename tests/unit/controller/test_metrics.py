@@ -6,6 +6,7 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from appliance.controller.jobs.events import fail
 from appliance.store.objects import jobs
 from appliance.store.records import energy, handovers
 from appliance.store.rows import HandoverRow
@@ -32,6 +33,9 @@ async def test_box_at_rest(control: Control) -> None:
     assert found["appliance_tier_bytes", (("tier", "disk"),)] == 10
     assert found["appliance_job_queue_length", ()] == 0
     assert found["appliance_scheduler_plan_seconds", ()] == 0.001
+    counted = "appliance_handover_seconds_count"
+    ended = {dict(labels)["outcome"]: count for (name, labels), count in found.items() if name == counted}
+    assert ended == {"done": 0, "undone": 0, "failed": 0}, "there before the first one fails"
 
 
 async def test_jobs_devices_and_handovers(control: Control) -> None:
@@ -60,6 +64,24 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
     assert round(found["appliance_handover_seconds_sum", (("outcome", "done"),)], 3) == 5
     assert found["appliance_handover_seconds_count", (("outcome", "undone"),)] == 1
     assert found["appliance_handovers_running", ()] == 1
+
+
+async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> None:
+    found = await scrape(control)
+    assert found["appliance_doctor_findings", (("state", "fail"),)] == 0
+    assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 0, "there before the first one fails"
+    context = control.context
+    context.main_troubles = lambda: [{"name": "tracking: MLflow of ann"}, {"name": "backup"}]
+    context.doctor_findings = lambda: [{"state": "fail"}, {"state": "warn"}, {"state": "warn"}]
+    for code in ("training_failed", "training_failed", "invalid_training_file"):
+        fail(control.db, await control.job(), code, "so it is")
+    found = await scrape(control)
+    parts = {dict(labels)["part"] for name, labels in found if name == "appliance_degraded"}
+    assert parts == {"tracking", "backup"}, "names behind the colon are for operators"
+    assert found["appliance_doctor_findings", (("state", "fail"),)] == 1
+    assert found["appliance_doctor_findings", (("state", "warn"),)] == 2
+    assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
+    assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
 
 
 async def test_only_for_admins(control: Control) -> None:

@@ -106,6 +106,7 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/v1/evals/{eval_id}/runs/{run_id}/output_items/{item_id}"): Named(
         {"eval_id": "eval", "run_id": "eval run", "item_id": "eval item"}
     ),
+    ("GET", "/v1/fine_tuning/methods"): NOTHING,
     ("POST", "/v1/fine_tuning/alpha/graders/validate"): NOTHING,
     ("POST", "/v1/fine_tuning/alpha/graders/run"): NOTHING,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): Named({"job_id": "job"}),

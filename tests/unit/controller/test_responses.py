@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 
 from appliance.controller.app import create_app
@@ -16,6 +17,10 @@ from appliance.controller.http.peers import FromGateways
 from appliance.controller.interfaces.errors import NotFound
 from appliance.controller.responses import items as response_items
 from appliance.controller.responses import stored as stored_responses
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve as route_of
+from appliance.gateway.inference.response_copies import BATCH_BYTES
+from appliance.gateway.payload.request_check import check_body
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
@@ -129,6 +134,21 @@ async def test_a_copy_that_comes_twice_is_one(control: Control):
 async def test_one_bad_copy_takes_no_other_with_it(control: Control):
     bad = [None, 3, {}, copy(5) | {"response": {"id": "x"}}, copy(6, created_at="soon"), copy(7) | {"input": 3}]
     assert await send(control, *bad, copy(1)) == 1
+
+
+async def test_the_densest_copies_are_taken_one_by_one(control: Control):
+    """Several of what a gateway passes may weigh more than is read at once; the gateway sends each alone then."""
+    dense: list[Any] = []
+    for _ in range(100):
+        dense = [dense]
+    asked = [{"role": "user", "content": "x", "more": [dense] * 400}]
+    body = {"model": "starter", "input": asked}
+    checked = check_body(route_of(b"POST", b"/v1/responses"), orjson.dumps(body), Limits())
+    assert checked.transcript is not None and len(checked.transcript.input) * 10 < BATCH_BYTES
+    copies = [copy(number, asked) for number in range(10)]
+    with pytest.raises(httpx.HTTPStatusError, match="400"):
+        await send(control, *copies)
+    assert await send(control, copies[0]) == 1
 
 
 async def test_only_gateways_send_copies(control: Control):

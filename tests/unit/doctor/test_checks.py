@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from appliance.boot.box_state import read_end
 from appliance.config import load_config
 from appliance.doctor import facts as facts_module
 from appliance.doctor.checks import exit_code, findings
@@ -16,6 +19,7 @@ from appliance.last_backup import LastBackup
 from runtime.devices.kind import Reading
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
+from tests.unit.cli.test_tree import is_command
 
 GB = 10**9
 WELL = Facts(
@@ -45,6 +49,53 @@ WELL = Facts(
 
 def wrong(facts: Facts) -> dict[str, str]:
     return {one.check: one.state for one in findings(facts) if one.state in ("warn", "fail")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"state": "failed", "message": "port 8000 is in use"}, "it did not start: port 8000 is in use"),
+        ({"state": "stopped", "message": "the disk is full"}, "it ended: the disk is full"),
+        ({"state": "stopped", "message": ""}, ""),
+        ({"state": "ready"}, "it was killed while ready"),
+        ({}, ""),
+    ],
+)
+def test_a_box_that_ended_by_itself_is_said_to_have_with_the_reason(tmp_path, fields, told):
+    (tmp_path / "box.json").write_text(json.dumps(fields))
+    assert read_end(tmp_path / "box.json") == told and read_end(tmp_path / "none") == ""
+    (found,) = [one for one in findings(replace(WELL, ended=told)) if one.check == "box"]
+    assert (found.state, found.found) == (("warn", f"does not run: {told}") if told else ("skip", "does not run"))
+
+
+def test_what_is_to_be_typed_is_there():
+    """A remedy said "`appliance backup`", which is a group of commands."""
+    ill = replace(
+        WELL,
+        memory=MemoryReading(100 * GB, GB, stalled=12.0, swap_used=2 << 30),
+        shm_bytes=GB,
+        disk_free_bytes=GB,
+        file_system="nfs4",
+        sync_s=(1.0, 1.0),
+        devices=(Device("n0/0", "n0", 0, "cuda", unfit="does not answer"),),
+        readings=(Reading("n0/0", 1e9, temperature_c=86, slowdown_c=87),),
+        open_files=1024,
+        processes=1024,
+        overcommit=2,
+        clock_synchronised=False,
+        oom_kills=1,
+        certificate_expires_s=1e9,
+        runs=True,
+        troubles=("backup: no such place",),
+        compiled=False,
+    )
+    remedies = [
+        one.remedy for facts in (ill, replace(ill, backup=None)) for one in findings(facts) if one.state != "ok"
+    ]
+    assert len(remedies) > 30 and all(remedies)
+    named = {command for remedy in remedies for command in re.findall(r"`appliance ([^`]*)`", remedy)}
+    assert len(named) >= 8 and "gpu undrain n0/0 --check" in named
+    assert {command for command in named if not is_command(command)} == set()
 
 
 def test_a_machine_that_is_well():

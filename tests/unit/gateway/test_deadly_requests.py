@@ -14,7 +14,7 @@ from appliance.gateway.inference.retry import (
     TRIAL_S,
     Verdict,
     is_suspect,
-    may_retry,
+    verdict_on,
 )
 from appliance.gateway.routing.holds import Bounds, Holds
 from appliance.gateway.routing.router import Model, Replica, Router
@@ -260,7 +260,7 @@ async def test_a_request_goes_on_where_it_has_not_broken_off(start_box: Start, m
 
 def test_how_often_a_request_is_sent() -> None:
     def verdict(sent: int, deaths: int, relayed: bool = False, resumable: bool = False, echoes: int = 0) -> Verdict:
-        return may_retry(sent, deaths, echoes, relayed=relayed, resumable=resumable)
+        return verdict_on(sent, deaths, echoes, relayed=relayed, resumable=resumable)
 
     assert verdict(1, 0) is verdict(1, 1) is verdict(2, 1) is Verdict.AGAIN
     assert verdict(2, 2) is verdict(2, 2, True, True) is Verdict.CONDEMN
@@ -268,8 +268,8 @@ def test_how_often_a_request_is_sent() -> None:
     assert verdict(1, 1, True, True) is Verdict.CONTINUE
     assert verdict(MAX_ATTEMPTS, 1, echoes=1) is verdict(MAX_ECHOES, 1, echoes=MAX_ECHOES - 1) is Verdict.AGAIN
     assert verdict(1 + MAX_ECHOES, 1, echoes=MAX_ECHOES) is Verdict.FAIL
-    assert may_retry(MAX_UNREACHED, 1, 0, relayed=False, resumable=False, unreached=MAX_UNREACHED - 1) is Verdict.AGAIN
-    assert may_retry(MAX_UNREACHED, 0, 0, relayed=False, resumable=False, unreached=MAX_UNREACHED) is Verdict.FAIL
+    assert verdict_on(MAX_UNREACHED, 1, 0, relayed=False, resumable=False, unreached=MAX_UNREACHED - 1) is Verdict.AGAIN
+    assert verdict_on(MAX_UNREACHED, 0, 0, relayed=False, resumable=False, unreached=MAX_UNREACHED) is Verdict.FAIL
     assert verdict(1, 1, True, False) is Verdict.FAIL
     assert is_suspect(0.0, False) and not is_suspect(0.0, True) and not is_suspect(TRIAL_S, False)
 

@@ -9,10 +9,12 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.gateway.access.request import Request
+from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.observe.exposition import STALE_S, Family, WorkerSnapshots, render
-from appliance.gateway.observe.metrics import SERIES, SERIES_PER_MODEL, Metrics, key_class
+from appliance.gateway.observe.metrics import LEAST_SERIES, SERIES, SERIES_PER_MODEL, Metrics, key_class
 from appliance.gateway.routing.table import Caller
 from appliance.gateway.state.reports import metrics_text
+from appliance.gateway.state.state import State
 
 from .conftest import Box, chat
 from .upstreams import Reply, UpstreamRequest
@@ -116,6 +118,23 @@ def test_label_sets_stay_bounded() -> None:
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
 
 
+def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
+    metrics, scopes = Metrics(), (frozenset({"inference"}), frozenset({"admin"}))
+    combined = [(model, version, whose) for model in "ab" for version in ("v1", "v2") for whose in scopes]
+    for model, version, whose in (*combined, *reversed(combined)):
+        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request.model, request.model_version, request.status = model, version, 200
+        request.caller = Caller("key", "key", whose, b"")
+        metrics.first_byte(request, 1.0)
+        metrics.finished(request, 1.0)
+    found = {key: series for of_model in metrics.models.values() for key, series in of_model.items()}
+    assert found.keys() == {(model, version, next(iter(whose))) for model, version, whose in combined}
+    assert {series.statuses[200] for series in found.values()} == {sum(s.ttft.counts) for s in found.values()} == {2}
+    metrics.forget_models(["b"])
+    metrics.finished(request, 1.0)
+    assert metrics.models["a"]["a", "v1", "inference"].statuses[200] == 1
+
+
 def asked(metrics: Metrics, owner: str, model: str) -> None:
     request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
     request.model, request.model_version = model, "v1"
@@ -139,6 +158,16 @@ def test_however_many_names_an_owner_asks_the_series_are_bounded_and_others_keep
     for number in range(SERIES):
         asked(metrics, "bob", f"again-{number}")
     assert len(metrics.models) == SERIES and "hers" in metrics.models
+
+
+def test_workers_have_so_many_series_together() -> None:
+    """Who is asked for /metrics writes those of all: 512 at each of eight held its loop for 0.8 s."""
+    for workers, most in ((1, SERIES), (4, SERIES // 4), (8, SERIES // 8), (64, LEAST_SERIES)):
+        metrics = State(GatewayConfig("", "", workers=workers)).metrics
+        for number in range(SERIES + 10):
+            asked(metrics, "bob", f"his-{number}")
+        assert len(metrics.models) == most
+        assert f"his-{SERIES + 9}" in metrics.models
 
 
 def test_what_nobody_asked_since_it_was_told_is_not_written_again() -> None:

@@ -229,6 +229,34 @@ async def test_a_copy_that_the_controller_refuses_is_dropped_in_the_end(front: B
     assert [copy["input"] for copy in await stored(front)] == ["good"]
 
 
+@pytest.mark.parametrize(("refused", "left"), [("one", ["0", "2"]), ("many", ["0", "bad", "2"])])
+async def test_a_batch_that_is_refused_costs_no_copy_that_is_not(
+    start_box: Start, refused: str, left: list[str]
+) -> None:
+    """For one of its copies, or for what they weigh together: whoever's were among them lost theirs."""
+
+    class Refusing(Controller):
+        async def __call__(self, request: UpstreamRequest, reply: Reply) -> None:
+            inputs = [copy["input"] for copy in request.json]
+            self.status = 400 if ("bad" in inputs if refused == "one" else len(inputs) > 1) else 200
+            await super().__call__(request, reply)
+
+    box = await start_box()
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    for text in ("0", "bad", "2"):
+        assert (await box.ask("POST", URL, {"model": "m", "input": text})).status == 200
+    controller = await box.control(Refusing())
+    assert [copy["input"] for copy in await stored(box, len(left))] == left
+    await box.until(lambda: not box.gateway.copies.delivering)
+    assert box.state.metrics.events["responses_not_stored"] == 3 - len(left)
+    asked = len(controller.requests)
+    for text in ("3", "4"):
+        await box.ask("POST", URL, {"model": "m", "input": text})
+    await stored(box, len(left) + 2)
+    assert len(controller.requests) > asked and not box.gateway.copies._alone
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_engine_gets_the_whole_conversation_and_the_client_sees_what_it_goes_on_from(
     front: Box, stream: bool

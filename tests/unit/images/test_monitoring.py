@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.tools.monitored import MONITORING, monitored_series, panel_expressions, rule_expressions
+from tests.unit.cli.test_tree import is_command
 
 OPERATIONS = MONITORING.parents[1] / "docs" / "operations.md"
 
@@ -52,6 +53,16 @@ def test_every_alert_says_who_gets_up_and_what_to_do():
     tested = (MONITORING / "rules_test.yml").read_text()
     named = {alert["alert"] for alert in alerts if f"alertname: {alert['alert']}," in tested}
     assert len(named) >= 10
+
+
+def test_every_command_that_an_alert_names_is_there():
+    """The remedy of a full disk said `appliance backup`, which is a group of commands."""
+    alerts = [
+        rule for group in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"] for rule in group["rules"]
+    ]
+    remedies = [rule["annotations"]["remedy"].replace("{{ $labels.", "X") for rule in alerts if "alert" in rule]
+    named = [words for remedy in remedies for words in re.findall(r"appliance ((?:[a-z]+ ?)+)", remedy)]
+    assert len(named) > 20 and [words for words in named if not is_command(words)] == []
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")

@@ -105,6 +105,22 @@ def test_importing_again_makes_the_next_version_and_remove_takes_one(library, so
     assert library.remove("org/m", "v2") and library.remove("org/m", "v3") and library.list() == []
 
 
+def test_the_number_of_a_deleted_version_never_comes_again(library, source):
+    """Another node had the deleted one's weights in memory, and answered with them as `v1` of the new model."""
+    first = library.import_path(source, name="one")
+    assert library.remove("one", first.version) and library.list() == []
+    assert library.import_path(source, name="one").version == "v2"
+    assert library.import_path(source, name="two").version == "v1"
+    assert library.remove("one", "v2") and ModelLibrary(library.path("one", "v2").parents[1]).list()
+    assert library.import_path(source, name="one").version == "v3"
+
+
+def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
+    """Its bytes left the disk, and its row is there: an import became the version that was in the other tier."""
+    shutil.rmtree(library.import_path(source, name="one").path)
+    assert library.import_path(source, name="one").version == "v2"
+
+
 def test_a_sharded_checkpoint_comes_in_with_its_index(library, tmp_path):
     source = checkpoints.write(tmp_path / "sharded", shards=3)
     taken = library.import_path(source)

@@ -151,9 +151,9 @@ async def test_both_ends_ask_the_kernel_to_end_a_connection_whose_other_machine_
 
 
 async def test_a_directory_arrives_byte_for_byte_and_counted(there, tmp_path):
-    address, server, _ = there
+    address, _, _ = there
     got = await fetch_directory(address, SHARED, tmp_path / "store" / "v1", tmp_path / "copy")
-    assert got == server.bytes_sent == 256 * 9000 + 532
+    assert got == 256 * 9000 + 532
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["empty", "weights", "zmanifest"]
     source, copy = tmp_path / "store" / "v1" / "weights", tmp_path / "copy" / "weights"
     assert copy.read_bytes() == source.read_bytes()
@@ -327,6 +327,7 @@ async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later
         await fetch_directory(address, joined, source, tmp_path / "stolen")
     assert not (tmp_path / "stolen").exists() and removed.file.stat().st_mode & 0o777 == 0o600
     assert removed.out() == {"n1", "n2"}
+    removed.give("n1")
     removed.joined_anew("n1")
     assert removed.out() == {"n2"}
     with pytest.raises(TunnelRefused, match="removed from the box"):
@@ -334,6 +335,25 @@ async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later
     removed.file.with_name("given.json").unlink()
     removed.remove("n1", time.time() - 60)  # long before this certificate was given out
     assert await fetch_directory(address, joined, source, tmp_path / "after")
+    await server.stop()
+
+
+async def test_what_a_node_has_open_ends_when_it_is_removed(there, nodes, tmp_path, monkeypatch):
+    """Over a tunnel that it had opened before, it went on talking to an engine."""
+    monkeypatch.setattr("runtime.tunnel.LOOK_S", 0.01)
+    home, joined, _ = nodes
+    server = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=())
+    tunnels, local = Tunnels(joined), tmp_path / "local.sock"
+    await tunnels.open(local, await server.start(), tmp_path / "run" / "engine.sock")
+    reader, writer = await asyncio.open_unix_connection(local)
+    home.certificate.removed.remove("n2")
+    writer.write(b"one\n")
+    assert await reader.readline() == b"ONE\n", "another node was"
+    home.certificate.removed.remove("n1", time.time())
+    async with asyncio.timeout(20):
+        assert await reader.read() == b""
+    writer.close()
+    await tunnels.close(local)
     await server.stop()
 
 

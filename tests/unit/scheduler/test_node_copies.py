@@ -73,6 +73,22 @@ async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another
         away.store.remove(away.store.find("version", "m", "v2"))
 
 
+async def test_a_copy_of_what_home_has_deleted_goes_whoever_had_it(nodes):
+    """A model's weights stayed in the other node's memory for good, leased for the engines that it had there."""
+    home, away = nodes
+    first, tuned = write(home.store, "v1", model="m"), write(home.store, "s1", model="ft:m", kind="adapter")
+    address = await home.node.tunnel_address()
+    await away.node.take(address, BASE, first.path, "serve m")
+    lease, _ = await away.node.leased(address, TUNED, tuned.path)
+    await away.node.forget([BASE, TUNED, BASE._replace(version="v9")])
+    assert away.store.find(*BASE) is None
+    assert away.store.find(*TUNED) is not None, "an engine reads it"
+    lease.release()
+    await away.node.forget([TUNED])
+    assert away.store.find(*TUNED) is None
+    assert home.store.find(*BASE) is not None
+
+
 async def test_of_shared_memory_nothing_is_lent_but_versions_adapters_and_snapshots(nodes, tmp_path):
     """Beside them lie the gateways' token, and what arrives or is being written."""
     home, away = nodes

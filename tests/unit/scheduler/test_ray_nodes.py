@@ -17,6 +17,7 @@ from scheduler.devices.measure import NotMeasured
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
+from weights.tiers.record import Name
 
 
 class Agent:
@@ -217,6 +218,17 @@ async def test_what_nodes_report_of_their_memory_is_known_and_their_agents_are_a
     assert set(nodes.memory()) == {"n2"}
     with pytest.raises(EffectFailed, match="n1 is gone"):
         await nodes.trim_pool("n1")
+
+
+async def test_other_nodes_are_told_what_was_deleted_and_one_that_is_stopped_holds_nobody_up(
+    nodes, ray, monkeypatch, caplog
+):
+    monkeypatch.setattr(ray_nodes, "FORGET_S", 0.05)
+    ray.agents["node:n2"].stopped = True
+    await nodes.forget([Name("version", "m", "v1")])
+    calls = {name: [call for call in agent.calls if call[0] == "forget"] for name, agent in ray.agents.items()}
+    assert calls["node:n0"] == [] and calls["node:n1"] == [("forget", [Name("version", "m", "v1")])]
+    assert [record.node for record in caplog.records if "may stay there" in record.message] == ["n2"]
 
 
 async def test_a_removed_node_is_ended_whenever_it_shows_itself_and_never_taken_in(ray):

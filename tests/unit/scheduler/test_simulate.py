@@ -279,16 +279,6 @@ def test_auto_trains_as_much_as_the_splits_that_serve_as_well() -> None:
     as_good = [s for s in result["static"] if s["slo_attainment"] >= result["slo_attainment"]]
     assert as_good and all(0.98 * s["training_gpu_hours"] < result["training_gpu_hours"] for s in as_good)
     assert 0.5 < result["oracle_ratio"] <= 1
-    assert {
-        "requests_served",
-        "slo_attainment",
-        "ttft_p50_s",
-        "ttft_p95_s",
-        "training_gpu_hours",
-        "handovers",
-        "oracle_ratio",
-        "static",
-    } <= set(result)
     assert [s["train_devices"] for s in result["static"]] == list(range(9))
     json.dumps(result)
     assert max(s.serving_devices + s.training_devices for s in figures.samples) <= 8

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from functools import cache, partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +139,39 @@ def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written
     assert not lost[0].any(), "once: a load without a sleep finds them as they are"
 
 
+@pytest.fixture
+def lamport(monkeypatch):
+    """The module of vLLM's by which MiniMax-M2's workers sum; what would lie on a GPU lies here, and nobody is met."""
+
+    def here(make):
+        return lambda *args, device, **named: make(*args, **named)
+
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    sys.modules["cuda"].cudart = SimpleNamespace()
+    module = importlib.import_module("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
+    on_host = SimpleNamespace(zeros=here(torch.zeros), tensor=here(torch.tensor), int32=torch.int32, int64=torch.int64)
+    monkeypatch.setattr(module, "torch", on_host)
+    met = SimpleNamespace(local_ptr=0, serialize=lambda: [11, 12], cleanup=lambda: None)
+    monkeypatch.setattr(module, "IpcBuffer", lambda *_: met)
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_what_vllm_keeps_for_all_layers_comes_back_too(lamport):
+    """How large a part of the common buffer is, and which is next: without them a woken MiniMax-M2 waits for ever."""
+    norm = torch.nn.Linear(4, 4)
+    norm.workspace = lamport.get_allreduce_workspace(0, 2, comm_size=4096)
+    (held,) = lamport._workspace_cache.values()
+    lost = {held._flag_buf: [0, 0, 2], held._layout_buf: [0, 4096], norm.workspace: norm.workspace.tolist()}
+    held._flag_buf[2] = 2
+    loose = LooseTensors(torch.nn.Sequential(norm))
+    loose.keep([span(tensor) for tensor in lost])
+    for tensor in lost:
+        tensor.fill_(-1)
+    loose.put_back()
+    assert {tensor: tensor.tolist() for tensor in lost} == lost
+
+
 class Said(SimpleNamespace):
     """A configuration of vLLM's, of which the rest is not said."""
 
@@ -234,6 +269,21 @@ def test_a_reload_writes_parameters_where_captured_graphs_read_them_and_nothing_
     load_layerwise(layer, SimpleNamespace(dtype=torch.float32), version, torch.device("cuda"))
     assert layer.weight.data.unique() == 6
     assert graphs_read.unique() == (2 if wrapped else 6), "if vLLM follows these too, prefer_experts_in_parameters goes"
+
+
+def test_what_a_model_makes_of_all_its_weights_is_made_again_after_each_load():
+    """DeepSeek V4's first layer reads a sum over a weight, which vLLM makes after the first load alone."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    model.requires_grad_(False).weight.fill_(1)
+    record_metadata_for_reloading(model)
+    graphs_read = model.weight.sum(dim=1)
+    model.process_weights_after_loading = lambda: graphs_read.copy_(model.weight.sum(dim=1))
+    model.load_weights = lambda named: [model.weight.weight_loader(model.weight, tensor) for _, tensor in named]
+    version = SimpleNamespace(tensors=lambda: iter([("weight", torch.full((1, 4), 3.0))]))
+    for device in (torch.device("cuda"), torch.device("cpu")):
+        graphs_read.zero_()
+        load_layerwise(model, SimpleNamespace(dtype=torch.float32), version, device)
+        assert graphs_read.tolist() == [12]
 
 
 def test_experts_in_mxfp4_go_to_kernels_that_keep_parameters(monkeypatch):

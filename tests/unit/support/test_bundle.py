@@ -26,6 +26,9 @@ def config(tmp_path):
     (paths.logs / "ray").mkdir(parents=True)
     paths.ray_token.write_text(f"{CANARY}-of-ray\n")
     paths.first_key.write_text(f"sk-appl-{CANARY}\n")
+    paths.state_file.write_text(
+        json.dumps({"state": "failed", "message": f"no room, https://who:{CANARY}@hub.example"})
+    )
     (paths.logs / "controller.log").write_text(f"Ray's token is {CANARY}-of-ray\nall is well\n")
     (paths.logs / "ray" / "raylet.out").write_text(f"https://who:{CANARY}@hub.example/x\n")
     return load_config(None, {"data_dir": str(paths.data_dir)})
@@ -49,6 +52,7 @@ def test_a_bundle_has_what_is_needed_and_no_secret(config, tmp_path, monkeypatch
     assert {"README.txt", "manifest.json", "config.json", "versions.json", "doctor.json"} <= packed.keys()
     assert packed["logs/controller.log"] == "Ray's token is <secret of the box>\nall is well\n"
     assert packed["logs/ray/raylet.out"] == "https://hub.example/x\n"
+    assert json.loads(packed["box.json"])["message"] == "no room, https://hub.example", "why it does not run"
     assert json.loads(packed["box/status.json"]) == {"by": "name-1", "api_key": "<secret>"}
     assert not [name for name, text in packed.items() if CANARY in text or "anna" in text]
     assert json.loads(packed["manifest.json"]) == manifest

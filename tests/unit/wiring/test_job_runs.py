@@ -201,7 +201,7 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
 
 
 async def test_a_snapshot_that_is_broken_already_is_given_up_for_an_older_one(
-    runs, flow, store, db, add_job, add_model, tmp_path, tiers
+    runs, flow, store, db, add_job, add_model, tmp_path, tiers, monkeypatch
 ):
     """A rollback went to the newest snapshot, whose weights were broken already, until it had gone back in vain."""
     add_model()
@@ -226,8 +226,13 @@ async def test_a_snapshot_that_is_broken_already_is_given_up_for_an_older_one(
         "usual": 1.0,
         "text": "no number",
     }
+    remove, threads = store.remove, list[int]()
+    monkeypatch.setattr(store, "remove", lambda stored: (threads.append(threading.get_ident()), remove(stored)))
     for _ in range(2):  # told again after a restart of the controller
         runs.on_event("ftjob-1", {**told, "step": 11, "action": "rollback", "cuts": [10], "poisoned": 10})
+    await runs.catch_up("ftjob-1")
+    assert [stored.version for stored in store.list("snapshot", "ftjob-1")] == ["step-8", "step-9"]
+    assert len(threads) == 1 and threading.get_ident() not in threads, "nor does the loop wait for memory"
     row = jobs.get(db, "ftjob-1")
     assert row.resolved["rate_cuts"] == [10, 9] and row.snapshot["step"] == 9
     assert row.snapshot["path"].endswith("step-9")

@@ -112,6 +112,19 @@ async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(db
     assert store.find("adapter", "ft:x", "step-2") is None
 
 
+async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, tiers):
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    told = []
+
+    async def elsewhere(names):
+        assert store.find("adapter", "ft:x", "step-2") is None, "home first: another node must not fetch it again"
+        told.extend(names)
+
+    ops = LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None, elsewhere)
+    await ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")])
+    assert told == [("version", "ft:x", "step-2"), ("adapter", "ft:x", "step-2")]
+
+
 async def test_what_is_read_on_and_on_is_left_to_eviction(db, ops, flow, store, monkeypatch, tiers):
     monkeypatch.setattr(model_work, "READERS_LEAVE_S", 0.0)
     library = type("Library", (), {"remove": lambda self, name, version: True})()

@@ -1,10 +1,8 @@
 // A new job: the file with its faults by line, what to train and how, an estimate, then the job itself.
 import { get, post, upload } from "../api.js";
 import { bytes, energy, measure, number } from "../format.js";
-import { t } from "../i18n.js";
+import { t, translated } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Field, Live, Table, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
-
-const METHODS = ["supervised", "dpo", "reinforcement", "distillation"];
 
 export function NewJob() {
   const [file, setFile] = useState(null);
@@ -60,19 +58,23 @@ function Faults({ file }) {
 }
 
 /** A number as the box takes it: "auto" where nothing is written. */
-const numeric = (text) => (text === "" ? undefined : Number(text));
+const numeric = (text) => (text ? Number(text) : undefined);
+/** The form's field of a hyperparameter that one method alone has. */
+const own = (option) => `own.${option.name}`;
 
 function Settings({ file, validation }) {
   const plans = useMay("admin");
   const models = useLive(async (signal) => (await get("/v1/models", signal)).data, 20);
+  const methods = useLive(async (signal) => (await get("/v1/fine_tuning/methods", signal)).data, 3600);
   const [model, setModel] = useState("");
   const [method, setMethod] = useState("supervised");
-  const [form, setForm] = useState({ epochs: "", batch: "", rate: "", rank: "", suffix: "", devices: "", beta: "", grader: "", teacher: "", publish: "end" });
+  const [form, setForm] = useState({ epochs: "", batch: "", rate: "", rank: "", suffix: "", devices: "", grader: "", teacher: "", publish: "end" });
   const [plan, setPlan] = useState(null);
   const [look, looking] = useAct((body) => post("/admin/v1/plan", body));
   const [begin, beginning] = useAct((body) => post("/v1/fine_tuning/jobs", body));
   const [told, setTold] = useState("");
   const set = (name) => (event) => setForm((before) => ({ ...before, [name]: event.target.value }));
+  const { takes, options, summary } = (methods.data || []).find((one) => one.name === method) || { takes: [], options: [], summary: "" };
   const first = models.data && models.data[0];
   useEffect(() => { if (!model && first) setModel(first.id); }, [first && first.id]);
   useEffect(() => setPlan(null), [model, method, file && file.id, JSON.stringify(form)]);
@@ -84,7 +86,7 @@ function Settings({ file, validation }) {
       learning_rate_multiplier: numeric(form.rate),
       lora_rank: numeric(form.rank),
       ...(form.publish === "end" ? {} : { publish: form.publish }),
-      ...(method === "dpo" ? { beta: numeric(form.beta) } : {}),
+      ...Object.fromEntries(options.map((option) => [option.name, numeric(form[own(option)])])),
     }).filter(([, value]) => value !== undefined),
   );
   const estimate = async () => {
@@ -94,8 +96,8 @@ function Settings({ file, validation }) {
   const submit = async (event) => {
     event.preventDefault();
     setTold("");
-    let judge = method === "distillation" ? { teacher: form.teacher } : {};
-    if (method === "reinforcement") {
+    let judge = takes.includes("teacher") ? { teacher: form.teacher } : {};
+    if (takes.includes("grader")) {
       try {
         judge = { grader: JSON.parse(form.grader) };
       } catch (error) {
@@ -114,27 +116,28 @@ function Settings({ file, validation }) {
     if (made) location.hash = `#/jobs/${made.id}`;
   };
   return html`<form onSubmit=${submit}><${Card} title=${t("new.how")}>
-    <${Failure} error=${models.error} />
+    <${Failure} error=${models.error} /><${Failure} error=${methods.error} />
     ${models.data && !models.data.length ? html`<p class="alert warm">${t("new.no_models")} <a href="#/models">${t("nav.models")}</a></p>` : null}
     <div class="fields">
       <${Field} label=${t("model")}><select required value=${model} onChange=${(event) => setModel(event.target.value)}>
         ${(models.data || []).map((one) => html`<option value=${one.id}>${one.id}</option>`)}
       </select></${Field}>
-      <${Field} label=${t("new.method")} hint=${t(`new.method.${method}`)}><select value=${method} onChange=${(event) => setMethod(event.target.value)}>
-        ${METHODS.map((name) => html`<option value=${name}>${name}</option>`)}
+      <${Field} label=${t("new.method")} hint=${translated(`new.method.${method}`, summary)}><select value=${method} onChange=${(event) => setMethod(event.target.value)}>
+        ${(methods.data || []).map(({ name }) => html`<option value=${name}>${name}</option>`)}
       </select></${Field}>
       <${Field} label=${t("new.suffix")} hint=${t("new.suffix.what")}><input maxlength="64" value=${form.suffix} onInput=${set("suffix")} /></${Field}>
       <${Field} label=${t("new.epochs")}><input type="number" min="1" max="50" placeholder="auto" value=${form.epochs} onInput=${set("epochs")} /></${Field}>
       <${Field} label=${t("new.batch")}><input type="number" min="1" placeholder="auto" value=${form.batch} onInput=${set("batch")} /></${Field}>
       <${Field} label=${t("new.rate")}><input type="number" min="0" step="any" placeholder="auto" value=${form.rate} onInput=${set("rate")} /></${Field}>
     </div>
-    ${method === "dpo" ? html`<${Field} label="beta" hint=${t("new.beta.what")}><input type="number" min="0" step="any" placeholder="auto" value=${form.beta} onInput=${set("beta")} /></${Field}>` : null}
-    ${method === "reinforcement" ? html`<${Field} label=${t("new.grader")} hint=${t("new.grader.what")}>
+    ${takes.includes("grader") ? html`<${Field} label=${t("new.grader")} hint=${t("new.grader.what")}>
       <textarea rows="6" required spellcheck=${false} value=${form.grader} onInput=${set("grader")}></textarea></${Field}>` : null}
-    ${method === "distillation" ? html`<${Field} label=${t("new.teacher")} hint=${t("new.teacher.what")}>
+    ${takes.includes("teacher") ? html`<${Field} label=${t("new.teacher")} hint=${t("new.teacher.what")}>
       <input required list="teachers" spellcheck=${false} value=${form.teacher} onInput=${set("teacher")} />
       <datalist id="teachers">${(models.data || []).filter((one) => one.id !== model).map((one) => html`<option value=${one.id} />`)}</datalist></${Field}>` : null}
     <details><summary>${t("new.more")}</summary><div class="fields">
+      ${options.map((option) => html`<${Field} key=${option.name} label=${option.name} hint=${translated(`new.option.${option.name}`, option.help)}>
+        <input type="number" min=${option.low} max=${option.high} step="any" placeholder=${`auto (${option.auto})`} value=${form[own(option)] || ""} onInput=${set(own(option))} /></${Field}>`)}
       <${Field} label=${t("new.rank")} hint=${t("new.rank.what")}><input type="number" min="1" placeholder="auto" value=${form.rank} onInput=${set("rank")} /></${Field}>
       <${Field} label=${t("new.devices")}><input type="number" min="1" placeholder="auto" value=${form.devices} onInput=${set("devices")} /></${Field}>
       <${Field} label=${t("new.publish")}><select value=${form.publish} onChange=${set("publish")}>
@@ -142,8 +145,8 @@ function Settings({ file, validation }) {
       </select></${Field}>
     </div></details>
     <div class="buttons">
-      ${plans ? html`<button type="button" disabled=${!file || !model || looking.busy} onClick=${estimate}>${looking.busy ? t("new.estimating") : t("new.estimate")}</button>` : null}
-      <button class="main" disabled=${!file || !model || beginning.busy}>${t("new.begin")}</button>
+      ${plans ? html`<button type="button" disabled=${!file || !model || !methods.data || looking.busy} onClick=${estimate}>${looking.busy ? t("new.estimating") : t("new.estimate")}</button>` : null}
+      <button class="main" disabled=${!file || !model || !methods.data || beginning.busy}>${t("new.begin")}</button>
     </div>
     ${plans ? null : html`<p class="dim">${t("new.no_estimate")}</p>`}
     ${told ? html`<p class="alert bad" role="alert">${told}</p>` : null}

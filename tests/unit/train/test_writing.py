@@ -43,7 +43,7 @@ def test_a_snapshot_begun_before_a_step_holds_the_state_before_it(tmp_path, stag
 
 
 def test_what_goes_wrong_on_the_thread_is_raised_by_finish():
-    from train.state.async_checkpoint import Writing
+    from train.state.writing import Writing
 
     def fill():
         yield 1

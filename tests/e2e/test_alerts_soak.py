@@ -1,0 +1,140 @@
+"""Alerts as the person on duty gets them: a real Prometheus with the rules of images/monitoring scrapes a whole box on
+which the cause of each is made. Without `for:`, else each would take its ten minutes.
+
+It needs Debian's `prometheus` and root, for a small disk of its own. It prints what each alert said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from appliance.paths import BoxPaths
+from tests.e2e.box_support import WholeBox, free_port, wait_for
+from tests.tools.monitored import MONITORING
+from tests.unit.cli.test_tree import is_command
+from tests.unit.gateway.certificates import self_signed
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus (Debian: apt-get install prometheus)"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk"),
+]
+DISK_BYTES = 512 << 20
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextmanager
+def prometheus(folder: Path, box: WholeBox) -> Iterator[str]:
+    """Its address. The shipped configuration, with this box's address and certificate, and shorter intervals."""
+    folder.mkdir()
+    (folder / "key").write_text(box.ask("key", "create", "--name", "prometheus", "--scope", "metrics")["key"])
+    rules = re.sub(r"\n +for: .*", "", (MONITORING / "rules.yml").read_text())
+    (folder / "rules.yml").write_text(rules)
+    settings = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    settings["rule_files"] = [str(folder / "rules.yml")]
+    (scrape,) = settings["scrape_configs"]
+    scrape["authorization"]["credentials_file"] = str(folder / "key")
+    scrape |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+    scrape["static_configs"] = [{"targets": [f"127.0.0.1:{box.port}"]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
+    port = free_port()
+    command = [
+        "prometheus",
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    try:
+        yield f"http://127.0.0.1:{port}/api/v1"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def firing(address: str) -> dict[str, dict[str, str]]:
+    """Annotations by alert and, where it has one, device, disk or part. Once Prometheus has scraped the box."""
+    try:
+        seen = httpx.get(f"{address}/query", params={"query": "count(up)"}).json()["data"]["result"]
+        alerts = httpx.get(f"{address}/alerts").json()["data"]["alerts"]
+    except httpx.TransportError:
+        return {}
+    if not seen:
+        return {}
+    found = {}
+    for alert in alerts:
+        labels = alert["labels"]
+        of = next((labels[name] for name in ("device", "mount", "part") if name in labels), "")
+        found[f"{labels['alertname']} {of}".strip()] = alert["annotations"]
+    return found
+
+
+def test_each_alert_fires_where_its_cause_is_made_and_says_what_to_do(tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path, days=5)
+    with small_disk(tmp_path / "box") as data_dir:
+        (data_dir / "appliance.toml").write_text(
+            f'[box]\ndevices = 2\n[gateway]\ntls_cert_path = "{cert}"\ntls_key_path = "{key}"\n'
+            '[backup]\nevery_hours = 24\nurl = "/dev/null/nowhere"\n'
+        )
+        box = WholeBox(data_dir)
+        try:
+            (tmp_path / "backups").mkdir()
+            box.run("up", "--detach", "--port", str(box.port))
+            box.run("backup", "make", str(tmp_path / "backups"))  # so that none is due
+            with prometheus(tmp_path / "prometheus", box) as address:
+                # The box had no backup when it began, and none could be taken where it is to be.
+                wait_for(lambda: set(firing(address)) == {"CertificateExpires"}, "a box that is well otherwise", 180)
+
+                box.run("gpu", "drain", "n0/1", "--reason", "fan")
+                newest = BoxPaths.of(data_dir).last_backup
+                newest.write_text(json.dumps(json.loads(newest.read_text()) | {"made_s": time.time() - 3 * 86400}))
+                free = shutil.disk_usage(data_dir).free
+                with open(data_dir / "ballast", "wb") as ballast:
+                    os.posix_fallocate(ballast.fileno(), 0, free - DISK_BYTES // 20)
+                wanted = {
+                    "CertificateExpires",
+                    "DeviceUnhealthy n0/1",
+                    "BackupOld",
+                    "DiskFull data",
+                    "PartDegraded backup",
+                }
+                found = wait_for(lambda: (now := firing(address)).keys() >= wanted and now, f"{wanted}", 180)
+                for name, told in sorted(found.items()):
+                    print(f"{name}: {told['summary']} -> {told['remedy']}", flush=True)
+                    assert "{{" not in told["summary"] + told["remedy"]
+                    assert all(is_command(words) for words in re.findall(r"appliance ((?:[a-z]+ ?)+)", told["remedy"]))
+                assert set(found) == wanted
+
+                (data_dir / "ballast").unlink()
+                box.run("gpu", "undrain", "n0/1")
+                box.run("backup", "make", str(tmp_path / "backups"))
+                wait_for(lambda: set(firing(address)) == {"CertificateExpires"}, "all others to be over", 180)
+                box.run("down")
+                wait_for(lambda: "BoxDown" in firing(address), "the box to be missed", 60)
+        finally:
+            box.destroy()
