@@ -83,6 +83,10 @@ class Shadow:
         n = self.choice.replicas
         return self.busy_until_s <= now_s and self.replicas == n and not self.coming and load <= n * full
 
+    def empty(self, now_s: float) -> None:
+        """Nothing waits for it any more."""
+        self.free, self.busy_until_s = [0.0] * len(self.free), min(self.busy_until_s, now_s)
+
     def overrun(self, now_s: float, filled: float) -> bool:
         """Whether what comes now is late soon: prompts wait for long, or requests in flight fill its replicas."""
         n = self.replicas

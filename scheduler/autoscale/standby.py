@@ -18,7 +18,9 @@ The model does not see everything (the time of decoding, full caches, slow engin
 
 Requests that are late on any number of replicas (the prompt alone takes longer than the target) are nobody's fault:
 they use up the allowance, but for a tenth of it that is always left. While all replicas together make too many late
-the box's setting `when_late` decides; what they make late then counts against no choice. trials.py has the bound.
+the box's setting `when_late` decides; what they make late then counts against no choice. What came before and in a
+surge is forgotten half an hour after it (`surges.py`), unless all replicas together were too late in it: where it
+returns, whatever is not awake yet makes requests late until its end. trials.py has the bound.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.autoscale.shadow import Costs, Seen, Shadow
+from scheduler.autoscale.surges import REMEMBERED, STEP_S, Step, Surges
 from scheduler.autoscale.trials import Awake, Bars, Bursts, Stint
 from scheduler.core.config import WhenLate
 from scheduler.core.workload import FULL, PATIENT, Standby
@@ -63,11 +66,14 @@ _OVERLOAD_S = 600.0
 """For so long after a request that all replicas together make late an overload goes on."""
 _SPENT = 0.3
 """Share of the allowance that must be spent before a constant gives way to moving because it is overrun now."""
+_UNPROVED = 2.0
+"""After a surge a choice has been late by this many times the allowance at most."""
 _MOVING = "moving"
 _SUMS = (
     *("_seen_s", "_requests", "_hopeless", "_late", "_foretold", "_paid_s", "_told_s"),
     *("_came", "_late_on_all"),
 )
+_OF_TRAFFIC = ("_requests", "_hopeless", "_late", "_foretold", "_came", "_late_on_all")
 
 
 def _key(choice: Standby) -> str:
@@ -114,7 +120,7 @@ class StandbyLearner:
         self._when_late = next((one for one in self._constants if one.choice.replicas >= served), self._all)
         # Faded sums of the requests that came, and of those late with all replicas awake.
         self._came, self._late_on_all = 0.0, 0.0
-        self._all_late_s, self._overload = -math.inf, False
+        self._all_late_s, self._overload, self._overload_s = -math.inf, False, -math.inf
         # How full replicas are when what comes is late.
         self._full = FULL
         self._in_force = self._early[0]
@@ -131,7 +137,7 @@ class StandbyLearner:
         self._tried: dict[int, list[float]] = {}
         self._last_awake: int | None = None
         self._awake = Awake(_SETTLED_S + target_s)
-        self._bars, self._bursts = Bars(), Bursts()
+        self._bars, self._bursts, self._surges = Bars(), Bursts(), Surges()
         self._stint: Stint | None = Stint()
         self._reference = max(most, least)
         # what the reference was when moving failed last
@@ -164,6 +170,9 @@ class StandbyLearner:
         if self._all.late > before_all + 0.5:
             self._late_on_all += self._all.late - before_all
             self._all_late_s = now_s
+        surge = self._surges.over(now_s, sum(seen.works_s), self._of_traffic)
+        if surge is not None and now_s - self._overload_s > REMEMBERED * STEP_S:
+            self._forget(surge, now_s)
         self._choose(now_s, seen.load)
         return self.best
 
@@ -204,6 +213,29 @@ class StandbyLearner:
             self._stint.gain_s *= fade
         for row in self._tried.values():
             row[0], row[1] = row[0] * fade, row[1] * fade
+
+    def _of_traffic(self) -> list[float]:
+        """The faded sums that belong to the traffic: requests, and what each choice made late and cost."""
+        sums = [getattr(self, name) for name in _OF_TRAFFIC] + [self._bursts.squares, self._bursts.sizes]
+        return sums + [shadow.late for shadow in self._shadows] + [shadow.cost_s for shadow in self._shadows]
+
+    def _forget(self, surge: Step, now_s: float) -> None:
+        """Go on as if the traffic had begun after this step, once enough has come since to know it. What is barred
+        stays barred. A small choice would have been late on from what waited for it, which is not so of one that is
+        taken now: its queue is empty, and it counts as late by enough to be proved in time first."""
+        fade = math.exp(-(now_s - surge.at_s) / MEMORY_S)
+        since = [max(sum_ - fade * before, 0.0) for sum_, before in zip(self._of_traffic(), surge.sums, strict=True)]
+        if since[0] < _KNOWN_REQUESTS:
+            return
+        for name, value in zip(_OF_TRAFFIC, since, strict=False):
+            setattr(self, name, value)
+        self._bursts.squares, self._bursts.sizes, *of_choices = since[len(_OF_TRAFFIC) :]
+        most_late = _UNPROVED * self._allowed
+        for n, shadow in enumerate(self._shadows):
+            shadow.late, shadow.cost_s = min(of_choices[n], most_late), of_choices[n + len(self._shadows)]
+            shadow.empty(now_s)
+        self._seen_s = now_s - surge.at_s
+        self._surges.forget()
 
     def _fill(self, fade: float, unforeseen: float, seen: Seen) -> None:
         """Learn how full replicas may be: requests that are late though no queue foretold it met full caches."""
@@ -348,6 +380,8 @@ class StandbyLearner:
             for shadow in self._shadows:
                 shadow.late = max(shadow.late - common, 0.0)
         self._overload = lasts
+        if lasts:
+            self._overload_s = now_s
 
     def _gives_way(
         self, constants: list[Shadow], now: Shadow, load: float, now_s: float, allowed: float, found: float

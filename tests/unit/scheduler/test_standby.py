@@ -13,6 +13,7 @@ import pytest
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.shadow import Seen, Shadow, standby_costs
 from scheduler.autoscale.standby import StandbyLearner, levels
+from scheduler.autoscale.surges import Surges
 from scheduler.autoscale.trials import Bursts
 from scheduler.core.config import SchedulerConfig, WhenLate
 from scheduler.core.idle import Idle, IdleSettings
@@ -97,6 +98,50 @@ def test_what_was_learned_fades() -> None:
         requests = poisson(rng, 0.3 * LOOK_S / 0.05)
         best = found.seen(600 + look * LOOK_S, Seen([0.05] * requests, awake=found.best.replicas))
     assert best.replicas <= 2
+
+
+def after_a_surge(minutes: int, per_s: int, awake_then: int = 6) -> tuple[StandbyLearner, list[Standby]]:
+    """Twenty minutes of 40 requests a second, half of them late with this many awake, after half an hour of 6. Then
+    `per_s` come; the choice in each minute of that."""
+    found, chosen = learner(), []
+    for second in range(60 * (50 + minutes)):
+        in_surge = 1800 <= second < 3000
+        requests = 40 if in_surge else 6 if second < 3000 else per_s
+        awake = awake_then if in_surge else found.best.replicas
+        best = found.seen(second, Seen([0.05] * requests, late=requests // 2 if in_surge else 0, awake=awake))
+        if second >= 3000 and second % 60 == 0:
+            chosen.append(best)
+    return found, chosen
+
+
+def test_what_a_surge_made_late_is_forgotten_half_an_hour_after_it() -> None:
+    found, chosen = after_a_surge(60, 6)
+    assert min(c.replicas for c in chosen[2:30]) >= 2, "until then it may come back"
+    assert chosen[-1].replicas == 1, "what faded by half an hour's constant was above the allowance for hours more"
+    assert found._requests < 6 * 1800, "the surge's requests give no allowance either"
+    assert found._constants[0].late < 0.01 * found._requests
+
+
+def test_a_surge_that_all_devices_together_make_late_is_not_forgotten() -> None:
+    found, _ = after_a_surge(60, 6, awake_then=8)
+    assert found._requests > 6 * 1800
+
+
+def test_a_silence_after_a_surge_is_not_traffic_to_learn_from() -> None:
+    found, _ = after_a_surge(60, 0)
+    assert found._constants[0].late > found._requests > 30
+
+
+@pytest.mark.parametrize(("after", "over"), [(1.0, True), (2.0, False)])
+def test_a_surge_is_over_once_no_five_minutes_of_thirty_bring_a_third_of_its_work(after: float, over: bool) -> None:
+    surges = Surges()
+    found: list[tuple[int, float]] = []
+    for minute in range(120):
+        step = surges.over(minute * 60.0, 60 * (5.0 if 30 <= minute < 50 else after), lambda: [])
+        if step is not None:
+            found.append((minute, step.at_s / 60))
+            surges.forget()
+    assert found == ([(80, 50)] if over else [])
 
 
 def test_requests_in_flight_ask_by_their_number() -> None:
