@@ -78,7 +78,7 @@ def prometheus(folder: Path, box: WholeBox) -> Iterator[str]:
 
 
 def firing(address: str) -> dict[str, dict[str, str]]:
-    """Annotations by alert and, where it has one, device, disk or part, once Prometheus has scraped the box. Without the
+    """Annotations by alert and its device, disk or part, once Prometheus has scraped the box. Without the
     doctor's, who looks a minute after the start and then once a day: with luck at the full disk."""
     try:
         seen = httpx.get(f"{address}/query", params={"query": "count(up)"}).json()["data"]["result"]
