@@ -151,7 +151,7 @@ async def test_a_failed_import_says_why_and_leaves_no_model(control: Control):
     assert done["error"] == {
         "code": "invalid_checkpoint",
         "message": "the header of model.safetensors overlaps",
-        "param": "source",
+        "param": None,
     }
     assert [row.id for row in models.list_all(control.db)] == ["starter"]
     bug = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "bug"}))
