@@ -67,6 +67,13 @@ def pause_after(box: WholeBox, job_id: str, step: int) -> int:
     return paused["snapshot"]["step"]
 
 
+def resumed(box: WholeBox, job_id: str) -> tuple[dict[str, Any], list[dict[str, Any]], dict[int, float]]:
+    """The job that went on to its end, its anomalies, and its learning rate by step."""
+    box.run("job", "resume", job_id)
+    done = ended(box, job_id)
+    return done, anomalies(box, job_id), {row["step"]: row["learning_rate"] for row in box.steps(job_id)}
+
+
 def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) -> None:
     data_dir = tmp_path / "box"
     data_dir.mkdir()
@@ -78,10 +85,7 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
         job_id = submit(box, tmp_path, on_loss_spike="rollback")
         kept = pause_after(box, job_id, 1)
         assert 1 <= kept <= 3, f"the machine was too fast: the snapshot is of step {kept}"
-        box.run("job", "resume", job_id)
-        done = ended(box, job_id)
-        told = anomalies(box, job_id)
-        rates = {row["step"]: row["learning_rate"] for row in box.steps(job_id)}
+        done, told, rates = resumed(box, job_id)
         print(f"snapshot of step {kept}; {told}; rates {rates}; losses {box.losses(job_id)}", flush=True)
         assert done["phase"] == "succeeded", done["error"]
         assert {(one["kind"], one["action"]) for one in told} == {("not_finite", "rollback")} and len(told) in (1, 2)
@@ -133,10 +137,7 @@ def test_a_rollback_passes_over_a_snapshot_that_is_broken_already(tmp_path: Path
         box.run("job", "resume", job_id)
         broken = pause_after(box, job_id, breaks - 1)
         assert good <= 3 and broken == breaks - 1, f"the machine was too fast: snapshots of steps {good} and {broken}"
-        box.run("job", "resume", job_id)
-        done = ended(box, job_id)
-        told = anomalies(box, job_id)
-        rates = {row["step"]: row["learning_rate"] for row in box.steps(job_id)}
+        done, told, rates = resumed(box, job_id)
         print(f"breaks in step {breaks}; snapshots of {good}, {broken}; {told}; rates {rates}", flush=True)
         assert done["phase"] == "succeeded", done["error"]
         assert [(one["step"], one["action"], one["poisoned"]) for one in told] == [
