@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.plan import auto, estimate
@@ -165,7 +166,7 @@ class Method(ABC):
         float32. `options`: TrainSpec.options. A method whose loss needs more than `loss` gets makes its own."""
         from train.methods.packed_objective import LogProbObjective
 
-        return LogProbObjective(model, self, options)
+        return LogProbObjective(model, partial(self.loss, options=options), self.needs_reference)
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

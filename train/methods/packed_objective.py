@@ -7,8 +7,8 @@ output head, so the head's matrix product and the vocabulary-wide softmax are pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from train.data.packing import Row
 from train.methods.head_gradient import HeadGradient, chunk_rows
 
-if TYPE_CHECKING:
-    from train.methods.method import Method
+Loss = Callable[[torch.Tensor, dict[str, Any]], tuple[torch.Tensor, list[torch.Tensor]]]
 
 # What some architectures do to logits or hidden states around the head; they go through their own forward.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -78,21 +77,22 @@ class PackedObjective(nn.Module):
 
 
 class LogProbObjective(PackedObjective):
-    """The objective of a method whose loss is a function of the log-probabilities of what is learnt: `Method.loss`."""
+    """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
+    `Method.loss` does."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, options: Mapping[str, Any]):
+    def __init__(self, model: PreTrainedModel, loss: Loss, needs_reference: bool):
         super().__init__(model, LogProbHead)
-        self._method, self._options = method, options
+        self._loss, self._needs_reference = loss, needs_reference
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The row's loss times batch["scale"]; a float32 scalar. For a batch without the reference that the method
-        needs, the log-probability of what is learnt of each sequence, (sequences,) float32."""
+        """The row's loss times batch["scale"]; a float32 scalar. For a batch without the reference that the loss needs,
+        the log-probability of what is learnt of each sequence, (sequences,) float32."""
         # Not index_add, whose order of addition differs from run to run on a GPU.
         parts = self.log_probs(batch).split(list(batch["sequence_sizes"]))
         log_probs = torch.stack([part.sum() for part in parts])
-        if self._method.needs_reference and batch["reference"] is None:
+        if self._needs_reference and batch["reference"] is None:
             return log_probs
-        loss, values = self._method.loss(log_probs, batch, self._options)
+        loss, values = self._loss(log_probs, batch)
         with torch.no_grad():
             self.report([each.sum() for each in values], batch["scale"])
         return loss * batch["scale"]
