@@ -78,7 +78,8 @@ class Run:
         self.lifeline_events = emit
         self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
         self.signals, self.progress = signals, progress
-        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
+        shuffled = spec.data_order == "shuffled"
+        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
         self.step = 0
         self._resumed_from: str | None = None
         self._pace_s = 0.0

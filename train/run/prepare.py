@@ -72,6 +72,7 @@ def prepare(
             Path(spec.run_dir) / "tokens",
             max_length=method.data_length(spec.max_length, spec.options),
             packing=spec.packing,
+            as_given=spec.data_order == "given",
             rank=rank,
             world_size=world_size,
             barrier=comm.barrier,
