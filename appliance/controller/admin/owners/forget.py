@@ -30,7 +30,7 @@ from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.errors import Conflict, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
@@ -92,7 +92,7 @@ def routes(
         """`done` false: the work that `waits_for` names has not ended yet; ask again."""
         owner = body.owner
         if owner == BOX_ITSELF:
-            raise BadRequest("The box itself cannot be forgotten.", param="owner", code="invalid_value")
+            raise InvalidValue("The box itself cannot be forgotten.", "owner")
         there = await db.read(None, found, owner)
         if there["unfinished"] and not body.cancel:
             raise Conflict(
