@@ -63,7 +63,7 @@ class Tracing:
 
 
 class _Session(requests.Session):
-    """Takes an answer's status and nothing else: of a collector whose answer has no end a worker had 3 GiB in memory."""
+    """Takes an answer's status and nothing else: of a collector whose answer had no end a worker had 3 GiB."""
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Raises requests.RequestException."""
