@@ -3,7 +3,6 @@ else a line now and then."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ LINE_EVERY_S = 30.0
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None), flush=True)
+    print(formats.json_line(value, indent=2 if sys.stdout.isatty() else None), flush=True)
 
 
 def say(message: str) -> None:
@@ -104,7 +103,7 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
     if as_json or not sys.stdout.isatty():
         while True:
             answer = fetch()
-            print(json.dumps(answer, ensure_ascii=False), flush=True) if as_json else draw(render(answer))
+            print(formats.json_line(answer), flush=True) if as_json else draw(render(answer))
             time.sleep(every_s)
     from rich.live import Live
 

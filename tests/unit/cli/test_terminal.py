@@ -158,6 +158,7 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
         (formats.or_dash, ["a", 1], "a, 1"),
         (formats.or_dash, 0, "0"),
         (formats.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
+        (formats.json_line, {"ü": "\x1b\x9b2J\u202e"}, '{"ü": "\\u001b\\u009b2J\\u202e"}'),
     ],
 )
 def test_numbers_as_people_read_them(function, value, text):
