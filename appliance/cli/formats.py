@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 
 
@@ -74,16 +72,6 @@ def or_dash(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "-"
     return "-" if value is None or value == "" else str(value)
-
-
-# Beyond those that JSON escapes itself: controls of terminals, and what turns the direction of a line around.
-_UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
-
-
-def json_line(value: object, indent: int | None = None) -> str:
-    """JSON that a terminal can show: what others wrote is in it, and it must not obey that."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent)
-    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def printable(text: object) -> str:

@@ -269,10 +269,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._in_place = weights
         self.dirty = False
 
-    def sleeping(self) -> None:
-        """The memory of the weights is about to be discarded."""
+    def sleeping(self, runner: Any) -> None:
+        """The memory of the weights is about to be discarded, and with it what vLLM's model runner keeps there."""
         if self._loose is not None:
-            self._loose.keep(spans_of_weights())
+            self._loose.keep(spans_of_weights(), runner)
 
     def release_retired(self) -> None:
         """Free what a staged swap replaced, and unmap what a load read. Call it after the engine resumed, because both

@@ -116,7 +116,7 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> Iterato
 
 
 def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any] | None) -> None:
-    text = formats.json_line(event) if session.as_json else formats.printable(event_line(event, job))
+    text = output.json_text(event) if session.as_json else formats.printable(event_line(event, job))
     print(text, flush=True)
 
 

@@ -11,7 +11,7 @@ from appliance.controller.access.naming import (
     root_base,
 )
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
+from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.requests import JobCreate
 from appliance.store.database import Database
@@ -28,27 +28,23 @@ def output_of(
     if body.publish_as is None:
         if not body.activate or body.gate is not None:
             param = "gate" if body.gate is not None else "activate"
-            raise BadRequest(
-                f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.",
-                param=param,
-                code="invalid_value",
+            raise InvalidValue(
+                f"'{param}' is for a name that goes on whatever comes of the job: give 'publish_as' with it.", param
             )
         return fine_tuned_name(root_base(db, base.model), context.config.organization, body.suffix)
     name = body.publish_as
     if body.suffix is not None:
-        raise BadRequest(
+        raise InvalidValue(
             "'suffix' is a part of a name that the box makes up, and 'publish_as' is the whole name: give one of them.",
-            param="suffix",
-            code="invalid_value",
+            "suffix",
         )
     others = jobs.unfinished_making(db, name)
     existing = models.find(db, name)
     if existing is None and not is_stable_name(name):
-        raise BadRequest(
+        raise InvalidValue(
             f"Invalid value for 'publish_as': {shown(name)} was given, expected the name of a fine-tuned model of "
             f"yours, or a new one: {STABLE_NAME_RULE}.",
-            param="publish_as",
-            code="invalid_value",
+            "publish_as",
         )
     if (
         (existing is not None and (existing.job_id is None or existing.owner != caller.owner))

@@ -19,7 +19,7 @@ from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.pipelines.spec import PipelineSpec, check_spec
 from appliance.store.ids import new_id
 from appliance.store.objects import gates, pipelines
-from appliance.store.rows import PipelineRow, PipelineRunRow
+from appliance.store.rows import PipelineRow, PipelineRunRow, columns
 
 MAX_PIPELINES = 100
 """As many as one owner may have."""
@@ -161,8 +161,7 @@ def run_object(context: ControllerContext, row: PipelineRunRow, caller: Principa
         "reason": row.reason or None,
         "steps": row.steps,
         "data": {"files": row.data_files, "bytes": row.data_bytes},
-        "file_id": row.file_id,
-        "job_id": row.job_id,
+        **columns(row, "file_id job_id"),
         "gate_id": None if gate is None else gate.id,
         "ended_at": None if row.ended_s is None else int(row.ended_s),
     } | whose(row, caller)

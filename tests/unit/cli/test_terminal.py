@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,6 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
         (formats.or_dash, ["a", 1], "a, 1"),
         (formats.or_dash, 0, "0"),
         (formats.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
-        (formats.json_line, {"ü": "\x1b\x9b2J\u202e"}, '{"ü": "\\u001b\\u009b2J\\u202e"}'),
     ],
 )
 def test_numbers_as_people_read_them(function, value, text):
@@ -178,3 +178,12 @@ def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, ter
     subprocess.run([sys.executable, "-c", program], stdout=terminal.theirs, env=environment, check=True)
     terminal.expect("y")
     assert terminal.text.count("a") == 60 and terminal.text.count("y") == 60 and "…" not in terminal.text
+
+
+def test_json_holds_no_controls_either(capsys):
+    """`-o json` on a terminal: U+009B begins a command to it, as ESC [ does, and JSON may have it as it stands."""
+    hostile = {"filename\x85": "a\x9b2Jb\x7f\x1b", "name": "é漢"}
+    output.print_json(hostile)
+    told = capsys.readouterr().out
+    assert json.loads(told) == hostile and "é漢" in told
+    assert not [sign for sign in told if unicodedata.category(sign) == "Cc" and sign != "\n"]
