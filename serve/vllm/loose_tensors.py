@@ -9,9 +9,12 @@ tensor-parallel engine find each other's sums (vllm/model_executor/layers/minima
 model runner holds it, of which vLLM makes the sampler and the model's state while it loads the weights: how far back a
 token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and the tokens that limit thinking.
 
-What is large, or in a list, is not kept but comes back as zeros, as it began: Qwen3-VL adds to its first layers what
-pictures left in such a list, and writes nothing there for a text (deepstack_input_embeds). A captured graph reads a row
-of a whole batch of its size, more than a step may write, and a number there that is none would spread.
+What is large, or in a list or a table, is not kept but comes back as zeros, as it began: Qwen3-VL adds to its first
+layers what pictures left in such a list, and writes nothing there for a text (deepstack_input_embeds). Marlin's kernels
+wait for each other by numbers in such a table, which they leave as zeros, and which lie here where a load multiplied by
+them (DeepSeek in 4 bits; get_marlin_workspace in vllm/model_executor/layers/quantization/utils/marlin_utils.py). A
+captured graph reads a row of a whole batch of its size, more than a step may write, and what is no number there would
+spread.
 
 vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs go on
 reading the tensors of the first kernel. So these are looked for once, before any other load, and kept. What the new
@@ -33,6 +36,8 @@ from runtime.devices.kinds import HOST
 
 MOST_BYTES = 1 << 20
 """The largest tensor that is kept. Larger ones are workspaces and inputs, which begin as zeros."""
+MOST_DEEP = 3
+"""How many lists and tables within each other are looked through."""
 
 Spans = Collection[tuple[int, int]]
 """Addresses on the device: (first, bytes)."""
@@ -58,7 +63,7 @@ class LooseTensors:
         found = [tensor for tensor in every if _lies_in(tensor, discarded)]
         self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
         written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers()}  # by vLLM, before the load
-        others = _unkept(chain(self._model.named_modules(), of_runner))
+        others = _unkept(chain(self._model.named_modules(), of_runner, _held_for_all()))
         storages = [tensor.untyped_storage() for tensor in others if _lies_in(tensor, discarded)]
         by_address = {storage.data_ptr(): storage for storage in storages}
         self._emptied = [storage for address, storage in by_address.items() if address not in written]
@@ -110,12 +115,20 @@ def _loose(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tens
 
 
 def _unkept(holding: Iterable[tuple[str, Any]]) -> Iterator[torch.Tensor]:
-    """The large ones, and those in a list."""
+    """The large ones, and those in a list or a table."""
     for _, value in _attributes(holding):
-        if isinstance(value, list | tuple):
-            yield from filter(_plain, value)
-        elif _plain(value) and value.nbytes > MOST_BYTES:
+        if _plain(value) and value.nbytes > MOST_BYTES:
             yield value
+        yield from _within(value, MOST_DEEP)
+
+
+def _within(value: Any, deep: int) -> Iterator[torch.Tensor]:
+    if not isinstance(value, list | tuple | dict) or not deep:
+        return
+    for one in [*(value.values() if isinstance(value, dict) else value)]:
+        if _plain(one):
+            yield one
+        yield from _within(one, deep - 1)
 
 
 def _attributes(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
