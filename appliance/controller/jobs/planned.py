@@ -36,19 +36,11 @@ MEMORY_BYTES = {
 """The memory of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it
 (`runtime.devices.cuda`)."""
 _CONFIG_BYTES = 4 * MIB
-_CHOSEN = (
-    "full",
-    "lora_rank",
-    "n_epochs",
-    "batch_size",
-    "max_length",
-    "learning_rate",
-    "zero_stage",
-    "precision",
-    "offload",
-    "activation_checkpointing",
-    "micro_batch",
-    "tensor_parallel",
+_CHOSEN = tuple(
+    (
+        "full lora_rank n_epochs batch_size max_length learning_rate zero_stage precision offload "
+        "activation_checkpointing micro_batch tensor_parallel"
+    ).split()
 )
 
 
