@@ -65,7 +65,8 @@ class LooseTensors:
         every = {id(tensor): tensor for tensor in small}.values()
         found = [tensor for tensor in every if _lies_in(tensor, discarded)]
         self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
-        written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers()}  # by vLLM, before the load
+        # vLLM has written the buffers by the time of the load.
+        written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers() if _plain(buffer)}
         others = _unkept(chain(self._model.named_modules(), of_runner, _held_for_all()))
         storages = [tensor.untyped_storage() for tensor in others if _lies_in(tensor, discarded)]
         by_address = {storage.data_ptr(): storage for storage in storages}
