@@ -45,12 +45,12 @@ _CHOSEN = tuple(
 
 
 class BadShape(ValueError):
-    """A model or device that is not known well enough to plan with; the message says what is."""
+    """The model or device is not known well enough to plan with; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imagined:
-    """A model that need not be on any box."""
+    """A model that no box needs to have."""
 
     shape: ModelShape
     context_tokens: int | None
@@ -72,7 +72,7 @@ def planned(
     *,
     counted: bool,
 ) -> dict[str, Any]:
-    """counted: whether `dataset` was, or is only assumed."""
+    """counted: whether `dataset` was counted; otherwise it is assumed."""
     fields = chosen.resolved
     answer = verdict.as_dict()
     if counted:
