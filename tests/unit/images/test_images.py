@@ -3,6 +3,7 @@
 import configparser
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -80,6 +81,20 @@ def test_the_power_helpers_unit_starts_the_helper_apart_from_the_users_files():
     socket = Path(arguments[arguments.index("--socket") + 1])
     assert socket.parent == Path("/run") / unit["Service"]["RuntimeDirectory"]
     assert "User" not in unit["Service"] and unit["Service"]["RuntimeDirectoryPreserve"] == "restart"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize(("unit", "most"), [("appliance", 30), ("appliance-power", 50)])
+def test_systemd_finds_a_unit_hardened_and_knows_each_of_its_lines(unit: str, most: int, tmp_path: Path):
+    """most: ten times systemd's exposure level, from 0 (nothing is open) to 100."""
+    known = tmp_path / f"{unit}.service"
+    # The one thing that it may miss here: what is installed elsewhere.
+    known.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", (IMAGES / known.name).read_text(), flags=re.M))
+    told = subprocess.run(["systemd-analyze", "verify", known], capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (0, "")
+    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={most}", "--no-pager", str(known)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
