@@ -1,4 +1,4 @@
-"""images/slurm/appliance.sbatch on Debian's own Slurm: its controller, its node daemon and munge, all of this test's own.
+"""images/slurm/appliance.sbatch on Debian's Slurm: its controller, its node daemon and munge, all of this test's own.
 
 It needs root and `apt-get install slurmctld slurmd slurm-client munge`. The eight GPUs that the script asks for are
 counted by Slurm alone; the box has two logical devices of the CPU.
@@ -88,7 +88,9 @@ class Slurm:
 
     def ended(self, job: str, timeout_s: float = 240) -> tuple[str, str]:
         return wait_for(
-            lambda: (now := self.state(job))[0] not in ("PENDING", "RUNNING", "COMPLETING") and now, "its end", timeout_s
+            lambda: (now := self.state(job))[0] not in ("PENDING", "RUNNING", "COMPLETING") and now,
+            "its end",
+            timeout_s,
         )
 
 
@@ -161,11 +163,20 @@ def test_a_box_lives_in_one_job_after_the_other(tmp_path: Path) -> None:
             cluster.ask("scancel", waiting)
             # The shell of the batch script has become the box's command: nobody stands between Slurm and it.
             (batch,) = [
-                one for one in psutil.process_iter() if [str(box.data_dir)] == one.cmdline()[3:4] and "up" in one.cmdline()
+                one
+                for one in psutil.process_iter()
+                if [str(box.data_dir)] == one.cmdline()[3:4] and "up" in one.cmdline()
             ]
             assert batch.environ()["SLURM_JOB_ID"] == first
-            told = cluster.ask("srun", "--overlap", f"--jobid={first}", f"{exported['VENV']}/bin/appliance", "status",
-                               "--data-dir", str(box.data_dir))
+            told = cluster.ask(
+                "srun",
+                "--overlap",
+                f"--jobid={first}",
+                f"{exported['VENV']}/bin/appliance",
+                "status",
+                "--data-dir",
+                str(box.data_dir),
+            )
             assert "serve" in told
             box.run("model", "starter", "--minutes", "0.1", "--wait")
             box.set_mode(policy="train")
