@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
+_ASKED = "appliance_gateway_model_requests_total"
 WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of one panel
 
 
@@ -108,9 +109,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Share of failed requests",
                 (
                     (
-                        'sum by (model) (rate(appliance_gateway_model_requests_total{model=~"$model", status=~"5.."}'
-                        "[$__rate_interval])) / sum by (model) "
-                        '(rate(appliance_gateway_model_requests_total{model=~"$model"}[$__rate_interval]))',
+                        f'(sum by (model) (rate({_ASKED}{{model=~"$model", status=~"5.."}}[$__rate_interval]))'
+                        f' or 0 * sum by (model) (rate({_ASKED}{{model=~"$model"}}[$__rate_interval])))'
+                        f' / sum by (model) (rate({_ASKED}{{model=~"$model"}}[$__rate_interval]))',
                         "{{model}}",
                     ),
                 ),
