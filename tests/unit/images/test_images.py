@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -126,3 +127,12 @@ def test_make_targets_refer_to_what_exists():
     ).stdout.splitlines()
     assert "install.sh" in plan[0] and "run-tests.sh" in plan[1]
     assert "make test" in (PROJECT / ".ci" / "run").read_text()
+
+
+def test_make_test_says_what_it_skipped_and_why(tmp_path: Path):
+    """Without a browser the page is not looked at, which a number of skipped tests tells nobody."""
+    (told,) = re.findall(r"^pytest=\((.*)\)$", (IMAGES / "run-tests.sh").read_text(), re.M)
+    (tmp_path / "test_page.py").write_text("import pytest\ndef test_it(): pytest.skip('no browser here')\n")
+    command = [sys.executable, *shlex.split(told)[1:], "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "no browser here" in done.stdout, done.stdout + done.stderr
