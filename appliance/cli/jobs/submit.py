@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from appliance.cli import output, paths
+from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, box_command, given, group, with_options
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
@@ -131,7 +131,7 @@ def submit(
         output.print_json(job)
         end_well(job)
         return
-    print(job["id"], flush=True)
+    print(formats.printable(job["id"]), flush=True)
     print_logs(session, job["id"], follow=True)
 
 

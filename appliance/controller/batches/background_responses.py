@@ -22,9 +22,9 @@ import orjson
 
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
-from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.followers import TOO_MANY, Followers, Held, followed_bytes
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned

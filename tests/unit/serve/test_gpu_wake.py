@@ -20,10 +20,12 @@ from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, m
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
@@ -32,6 +34,7 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample import thinking_budget
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+from vllm.v1.worker.workspace import WorkspaceManager
 
 from serve.load.layerwise_load import load_layerwise
 from serve.vllm import loose_tensors, shm_transfer
@@ -154,6 +157,16 @@ def test_a_woken_qwen3_vl_adds_no_picture_to_a_text(slept):
     slept(model, [*model.deepstack_input_embeds, model.weight.data])
     assert not any(added.any() for added in model.deepstack_input_embeds)
     assert model.frequencies.all() and model.weight.isnan().all(), "vLLM writes the one and the load the other"
+
+
+def test_marlins_kernels_find_their_locks_open_after_a_sleep(slept, monkeypatch):
+    """DeepSeek in 4 bits multiplies by them while it loads, so that the locks of all layers lie among the weights."""
+    monkeypatch.setattr(workspace, "_manager", WorkspaceManager(torch.device("cpu")))
+    monkeypatch.setattr(marlin_utils, "num_compute_units", lambda _: 4)
+    locks = marlin_utils.get_marlin_workspace(torch.device("cpu"))
+    assert locks.any() == 0 and marlin_utils.get_marlin_workspace(torch.device("cpu")) is locks
+    slept(torch.nn.Linear(4, 4), [locks])
+    assert not locks.any()
 
 
 def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written(monkeypatch):
