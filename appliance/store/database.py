@@ -130,6 +130,8 @@ class Database:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._connection.execute("PRAGMA synchronous = FULL")
+            # Builds of SQLite differ: what was deleted, a forgotten person's texts, would stand in free pages.
+            self._connection.execute("PRAGMA secure_delete = ON")
             self._connection.execute("PRAGMA foreign_keys = ON")
             migrate(self._connection, path)
         except sqlite3.DatabaseError as error:

@@ -22,18 +22,9 @@ Record = dict[str, Any]
 MOST_MESSAGES = 8192
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_MESSAGE_KEYS = {
-    "role",
-    "content",
-    "name",
-    "weight",
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "refusal",
-    "reasoning_content",
-    "audio",
-}
+_MESSAGE_KEYS = set(
+    "role content name weight tool_calls tool_call_id function_call refusal reasoning_content audio".split()
+)
 _CHAT_KEYS = {"messages", "tools", "parallel_tool_calls", "functions", "metadata"}
 _SHAREGPT_ROLES = {
     "human": "user",

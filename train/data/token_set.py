@@ -67,19 +67,27 @@ class TokenSet:
     """
 
     def __init__(
-        self, directory: Path, *, max_length: int, packing: bool, sequences: int = 1, lay_out: LayOut = build_row
+        self,
+        directory: Path,
+        *,
+        max_length: int,
+        packing: bool,
+        as_given: bool = False,
+        sequences: int = 1,
+        lay_out: LayOut = build_row,
     ):
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
         self.sequences, self.capacity = sequences, sequences * max_length
-        self._packing, self._lay_out = packing, lay_out
+        self._packing, self._as_given, self._lay_out = packing, as_given, lay_out
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
         self.digest: str = facts["digest"]
         # Cache the plan: planning a million examples again takes longer than the rest of a resume.
-        index = directory / f"packs-{self.capacity if packing else 1}.npz"
+        order = "-as-given" if packing and as_given else ""
+        index = directory / f"packs-{self.capacity if packing else 1}{order}.npz"
         if not index.exists():
             self._write_index(index)
         with np.load(index) as kept:
@@ -127,7 +135,7 @@ class TokenSet:
 
     def _write_index(self, index: Path) -> None:
         lengths = np.diff(self._offsets[:: self.sequences])
-        packs = plan_packs(lengths, self.capacity, packing=self._packing)
+        packs = plan_packs(lengths, self.capacity, packing=self._packing, as_given=self._as_given)
         members = np.concatenate(packs) if packs else np.zeros(0, np.int64)
         edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
         # The first token of a sequence is never predicted, so it is not a label, whatever its mark.
@@ -152,6 +160,7 @@ def open_token_set(
     rank: int,
     world_size: int,
     barrier: Callable[[], None],
+    as_given: bool = False,
     sequences: int = 1,
     encode: Encode = encode_chat,
     cut: Cut = cut,
@@ -160,8 +169,8 @@ def open_token_set(
     """Tokenise `path` (chat JSONL) with all ranks unless `cache_dir` has it, and open the result.
 
     `encoder` makes the encoder of the tokenizer in `base_path`; it is called only if something has to be tokenised.
-    `sequences`, `encode`, `cut` and `lay_out` are the training method's (train.methods.method: sequences, encode, cut,
-    row).
+    `as_given`: packs are of neighbours, in the order of the file. `sequences`, `encode`, `cut` and `lay_out` are the
+    training method's (train.methods.method: sequences, encode, cut, row).
 
     Sequences longer than `max_length` tokens are cut; examples with nothing to learn left are dropped. Raises
     InvalidTrainingData, on every rank, when the chat template or the method refuses an example or nothing is left.
@@ -185,7 +194,9 @@ def open_token_set(
         barrier()
         if rank == 0:  # by now every rank has read the others' errors
             shutil.rmtree(kept)
-    tokens = TokenSet(directory, max_length=max_length, packing=packing, sequences=sequences, lay_out=lay_out)
+    tokens = TokenSet(
+        directory, max_length=max_length, packing=packing, as_given=as_given, sequences=sequences, lay_out=lay_out
+    )
     if not len(tokens.packs):
         raise InvalidTrainingData(
             Path(path).name, [(1, f"no example has anything to learn within max_length {max_length}")], 1

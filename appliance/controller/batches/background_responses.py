@@ -22,9 +22,9 @@ import orjson
 
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
-from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.followers import TOO_MANY, Followers, Held, followed_bytes
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -119,8 +119,8 @@ class BackgroundResponses:
         """Cancel it; returns the row afterwards. One that has ended, also since the row was read, stays unchanged."""
         standing = responses.standing(self._db, row.id)
         if standing is not None and standing[0] in UNFINISHED_RESPONSE:
-            self.forget(row.id)
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
+            self.forget(row.id)
         return responses.find(self._db, row.id) or row
 
     def revoke(self, key_id: str) -> list[str]:
@@ -198,9 +198,9 @@ class BackgroundResponses:
             if not responses.exists(self._db, response_id):
                 self.forget(response_id)
             elif self._claims[response_id].expires_s < now_s:
-                self.forget(response_id)
                 if (row := responses.find(self._db, response_id)) is not None:
                     self._fail(row, "server_error", "No engine had room for this response within 24 hours.")
+                self.forget(response_id)
 
     # --- sending
 
@@ -249,11 +249,11 @@ class BackgroundResponses:
         key = keys.find(self._db, claim.key_id) if claim.key_id else None
         refusal = self._metering.refusal(key, model, claim.expires_s)
         if refusal is not None:
-            self.forget(response_id)
             row = responses.find(self._db, response_id)
             if row is not None:
                 code = "rate_limit_exceeded" if refusal.status == 429 else "invalid_prompt"
                 self._fail(row, code, str(refusal.body["error"]["message"]))
+            self.forget(response_id)  # last: what a full disk does not take is tried again
             return False
         if self._metering.waits_for(key, claim.tokens):
             held.add(claim.key_id)

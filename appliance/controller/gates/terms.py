@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs.gate_request import RULES, GateCanary, GateRequest, GateSuite
 from appliance.store.ids import new_id
@@ -50,10 +50,8 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
     if given.canary is not None and given.then != "canary":
-        raise BadRequest(
-            f"'{param}.canary' has the terms of a canary, and '{param}.then' is '{given.then}'.",
-            param=f"{param}.canary",
-            code="invalid_value",
+        raise InvalidValue(
+            f"'{param}.canary' has the terms of a canary, and '{param}.then' is '{given.then}'.", f"{param}.canary"
         )
     _check_evals(context, given, param)
     looked = _Looked()
@@ -74,7 +72,7 @@ def _check_evals(context: ControllerContext, given: GateRequest, param: str) -> 
 
 
 def _too_long(why: str, param: str) -> BadRequest:
-    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")
+    return InvalidValue(f"'{param}' {why}.", param)
 
 
 @dataclass(slots=True)
@@ -110,10 +108,9 @@ def _suite(
     looked.models |= check_judges(context, of, caller, looked.models)
     names = [criterion["name"] for criterion in of.criteria]
     if suite.criterion is not None and suite.criterion not in names:
-        raise BadRequest(
+        raise InvalidValue(
             f"{shown(suite.criterion)} is not a grader of {of.id}; it has {', '.join(map(shown, names))}.",
-            param=f"{param}.criterion",
-            code="invalid_value",
+            f"{param}.criterion",
         )
     source = suite.data_source if suite.data_source is not None else _last_source(context, of, caller, param)
     parsed = _parsed(source, f"{param}.data_source")
@@ -121,10 +118,9 @@ def _suite(
     check_given(context, parsed, caller, f"{param}.data_source", known=known)
     kept = checked_source(parsed, f"{param}.data_source")
     if kept["source"]["type"] != "file_id":
-        raise BadRequest(
+        raise InvalidValue(
             "The items of a gate are kept for later: give them as a file, {'type': 'file_id', 'id': ...}.",
-            param=f"{param}.data_source.source.type",
-            code="invalid_value",
+            f"{param}.data_source.source.type",
         )
     del kept["model"]
     return {
@@ -138,17 +134,15 @@ def _suite(
 
 def _parsed(source: dict[str, Any], param: str) -> Sampled:
     if "model" in source:
-        raise BadRequest(
-            f"'{param}' names a model; a gate asks the new version, and the one before.",
-            param=f"{param}.model",
-            code="invalid_value",
+        raise InvalidValue(
+            f"'{param}' names a model; a gate asks the new version, and the one before.", f"{param}.model"
         )
     try:
         return _SOURCE.validate_python({**source, "model": _ASKED_LATER})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join([param, *map(str, first["loc"])])
-        raise BadRequest(f"Invalid '{where}': {first['msg']}.", param=where, code="invalid_value") from None
+        raise InvalidValue(f"Invalid '{where}': {first['msg']}.", where) from None
 
 
 def _last_source(context: ControllerContext, of: EvalRow, caller: Principal, param: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from appliance.controller.http.views import whose
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
 from appliance.store.objects import gates
-from appliance.store.rows import GateRow
+from appliance.store.rows import GateRow, columns
 
 
 def gate_object(row: GateRow, caller: Principal) -> dict[str, Any]:
@@ -22,12 +22,9 @@ def gate_object(row: GateRow, caller: Principal) -> dict[str, Any]:
         "model": row.model,
         "version": row.version or None,
         "before": row.before or None,
-        "state": row.state,
-        "verdict": row.verdict,
-        "reason": row.reason,
+        **columns(row, "state verdict reason"),
         "activated": bool(row.activated),
-        "terms": row.terms,
-        "runs": row.runs,
+        **columns(row, "terms runs"),
         "suites": row.told,
         "decided_at": None if row.decided_s is None else int(row.decided_s),
         "ended_at": None if row.ended_s is None else int(row.ended_s),
@@ -38,9 +35,7 @@ def in_short(row: GateRow | None) -> dict[str, Any] | None:
     """Beside a job."""
     if row is None:
         return None
-    return {name: getattr(row, name) for name in ("id", "state", "verdict", "reason", "version", "before")} | {
-        "activated": bool(row.activated)
-    }
+    return columns(row, "id state verdict reason version before") | {"activated": bool(row.activated)}
 
 
 def of_model(db: Database, model: str, most: int = 10) -> list[dict[str, Any]]:

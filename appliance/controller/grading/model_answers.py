@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import orjson
 
 from appliance.controller.access.model_access import why_not_asked
-from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.controller.responses.items import salted

@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from appliance.controller.batches.deaths import ended_engines
+from appliance.controller.batches.retry import ended_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.interfaces.ports import EngineAnswer

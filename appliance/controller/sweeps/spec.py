@@ -105,10 +105,11 @@ def job_of(spec: SweepSpec, parameters: dict[str, Any], training_file: str) -> J
     method = fields.get("method")
     if isinstance(method, dict) and isinstance(kind := method.get("type"), str):
         block = method.get(kind) or {}
-        known = block.get("hyperparameters") or {} if isinstance(block, dict) else {}
-        fields["method"] = {**method, kind: {**block, "hyperparameters": {**known, **parameters}}}
-    else:
-        fields["hyperparameters"] = {**(fields.get("hyperparameters") or {}), **parameters}
+        known = (block.get("hyperparameters") or {}) if isinstance(block, dict) else None
+        if isinstance(known, dict):  # what is none, the job's own check refuses
+            fields["method"] = {**method, kind: {**block, "hyperparameters": {**known, **parameters}}}
+    elif isinstance(known := fields.get("hyperparameters") or {}, dict):
+        fields["hyperparameters"] = {**known, **parameters}
     return job_in(fields)
 
 

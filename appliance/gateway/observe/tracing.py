@@ -9,8 +9,11 @@ A thread of the SDK sends spans in batches; an unreachable collector loses spans
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
+import requests
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -40,7 +43,9 @@ class Tracing:
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": "appliance-gateway", "service.instance.id": worker})
         )
-        exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
+        exporter = OTLPSpanExporter(
+            endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S, session=_Session()
+        )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("appliance.gateway")
 
@@ -51,8 +56,21 @@ class Tracing:
         request.trace = _traceparent(spans.span)
 
     def close(self) -> None:
-        """Send remaining spans; blocks for at most about EXPORT_TIMEOUT_S."""
-        self._provider.shutdown()
+        """Send remaining spans; blocks for at most EXPORT_TIMEOUT_S, whatever the collector does."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(EXPORT_TIMEOUT_S)
+
+
+class _Session(requests.Session):
+    """Takes an answer's status and nothing else: of a collector whose answer had no end a worker had 3 GiB."""
+
+    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
+        """Raises requests.RequestException."""
+        answer = super().send(request, **{**how, "stream": True})
+        answer.close()
+        answer.raw, answer._content = None, b""
+        return answer
 
 
 class RequestSpans:

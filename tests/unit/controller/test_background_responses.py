@@ -160,6 +160,39 @@ async def test_what_a_full_disk_does_not_take_is_written_later(control: Control,
     assert failed and not going_on._flying and not going_on._claims and not going_on._waiting
 
 
+@pytest.mark.parametrize("ends", ["its model is gone", "a day has passed", "it is cancelled"])
+async def test_an_end_that_a_full_disk_does_not_take_leaves_it_where_it_waits(control: Control, monkeypatch, ends: str):
+    """Nobody knew of it any more, and its row was queued until the next start."""
+    control.as_key("ann")
+    engines(control).lines = 0
+    made = await asked(control)
+    going_on, left = control.app.state.background, [sqlite3.OperationalError("database or disk is full")]
+    real = responses.update
+
+    def update(*told: Any, **more: Any) -> None:
+        if left and more.get("status") in ("failed", "cancelled"):
+            raise left.pop()
+        real(*told, **more)
+
+    monkeypatch.setattr(responses, "update", update)
+    row = responses.find(control.db, made.id)
+    assert row is not None and made.id in going_on._waiting
+
+    def end() -> None:
+        if ends == "it is cancelled":
+            going_on.cancel(row)
+        elif ends == "a day has passed":
+            going_on.keep_house(row.created_s + 2 * 86400)
+        else:
+            going_on._may_go(made.id, "nobodys", going_on._claims[made.id], set())
+
+    with pytest.raises(sqlite3.OperationalError):
+        end()
+    assert made.id in going_on._waiting and made.id in going_on._claims
+    end()
+    assert made.id not in going_on._waiting and not list(responses.unfinished(control.db))
+
+
 async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Control):
     begun, stopped = asyncio.Event(), asyncio.Event()
 

@@ -172,6 +172,9 @@ async def test_what_cannot_be_a_sweep_is_refused_in_words(control: Control, monk
         # Whichever trial it is of: what its job is refused for would end the sweep with others' jobs begun.
         ({"grid": {"n_epochs": [1, 2, 400]}}, "n_epochs"),
         ({"grid": {"lora_rank": [8], "warmth": [1, 2]}}, "warmth"),
+        ({"train": {**train, "hyperparameters": [1]}}, "hyperparameters"),
+        ({"train": {**train, "method": {"type": "supervised", "supervised": [1]}}}, "supervised"),
+        ({"train": {**train, "method": {"type": "dpo", "dpo": {"hyperparameters": [1]}}}}, "hyperparameters"),
     ):
         answer = await control.http.post("/v1/sweeps", json={"spec": good | more})
         assert answer.status_code in (400, 404, 422) and says in answer.text, (more, answer.text)

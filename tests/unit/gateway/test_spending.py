@@ -186,6 +186,29 @@ def test_anthropics_two_parts_add_up():
     assert (tokens.prompt, tokens.completion) == (11, 6)
 
 
+@pytest.mark.parametrize("piece", [20_011, 4096, 65536, 1 << 20])
+async def test_an_event_too_long_to_be_usage_passes_in_pieces_and_usage_goes(box: Box, piece: int) -> None:
+    """Kept until it was whole, one of 8 MiB took the loop a second, and waited for a client that did not read."""
+    text, usage = (
+        "ab" * (1 << 17),
+        b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n',
+    )
+    long = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % text.encode()
+    stream = long + usage + b"data: [DONE]\n\n"
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for start in range(0, len(stream), piece):
+            await reply.chunk(stream[start : start + piece])
+            await asyncio.sleep(0)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert response.body == long + b"data: [DONE]\n\n"
+    assert [(row["prompt_tokens"], row["completion_tokens"]) for row in box.state.spending.meter.take()] == [(7, 1)]
+
+
 def test_only_the_usage_event_goes():
     a, usage, done = b'data: {"choices":[{}]}\n\n', b'data: {"choices":[],"usage":{}}\n\n', b"data: [DONE]\n\n"
     assert without_usage_event(a + usage + done) == a + done
