@@ -24,9 +24,9 @@ from appliance.controller.sweeps import halving
 from appliance.controller.sweeps.halving import Round
 from appliance.controller.sweeps.spec import SweepSpec, job_of, trials_of
 from appliance.store.ids import new_id
-from appliance.store.objects import files, jobs, models, sweeps
+from appliance.store.objects import files, job_records, jobs, models, sweeps
 from appliance.store.records import keys, usage
-from appliance.store.rows import RunState, SweepRow
+from appliance.store.rows import JobRow, RunState, SweepRow
 from train.data.part import NoPart, write_apart
 
 log = logging.getLogger("appliance.controller")
@@ -144,11 +144,19 @@ class SweepRunner:
                 ended_well = job is not None and job.phase == "succeeded"
                 one |= {
                     "state": "succeeded" if ended_well else "failed",
-                    "loss": _finite(job.valid_loss) if ended_well and job is not None else None,
+                    "loss": self._loss(job) if ended_well and job is not None else None,
                 }
         if trials != row.trials:
             sweeps.update(self._db, row.id, trials=trials)
         return sweeps.find(self._db, row.id) or row
+
+    def _loss(self, job: JobRow) -> float | None:
+        """What trials are compared by, the least being best. Of rewards, which have no loss that says how good a model
+        is, minus the mean reward."""
+        if job.valid_loss is not None:
+            return _finite(job.valid_loss)
+        reward = job_records.held_out_reward(self._db, job.id)
+        return None if reward is None else _finite(-reward)
 
     # --- the data
 
