@@ -124,8 +124,28 @@ class Bursts:
 @dataclass(slots=True)
 class Stint:
     """A time during which the number moved, until it stands still again. gain_s: device seconds that training had more
-    of than with the reference."""
+    of than with the reference.
+
+    A stop of the job is paid while it lasts, as what it is paid for comes then too: devices that the reference would
+    not have given. Paid at once, each hand-over to few replicas looked like a loss before it could bring anything, and
+    where the reference has nearly all devices, moving was barred as soon as it began."""
 
     gain_s: float = 0.0
     ending_s: float | None = None
     """Since when a constant is in force again; the hand-over to it belongs to the stint."""
+    owed_s: float = 0.0
+    """What is left to pay of the last stop, in device seconds."""
+    _owed_per_s: float = 0.0
+
+    def lived(self, passed_s: float, fewer: int) -> None:
+        """Time has passed with this many fewer replicas awake than the reference."""
+        paid_s = min(passed_s * self._owed_per_s, self.owed_s)
+        self.owed_s -= paid_s
+        self.gain_s += passed_s * fewer - paid_s
+
+    def stopped(self, stop_s: float, pause_s: float) -> None:
+        """A stop of the job that costs `stop_s` device seconds within `pause_s` has begun, and replaces one that
+        lasts."""
+        if pause_s <= 0:
+            return
+        self.owed_s, self._owed_per_s = stop_s, stop_s / pause_s
