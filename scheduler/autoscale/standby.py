@@ -65,7 +65,9 @@ _LEAST_FULL = 0.4
 _OVERLOAD_S = 600.0
 """For so long after a request that all replicas together make late an overload goes on."""
 _SPENT = 0.3
-"""Share of the allowance that must be spent before a constant gives way to moving because it is overrun now."""
+"""Share of the allowance that must be spent before a constant gives way to moving because it is overrun now. What is
+late during a constant beyond twice the share that may be is a failure once it is more than this too: one burst that the
+half hour has room for proves nothing, and what answers it is to move."""
 _UNPROVED = 2.0
 """After a surge a choice has been late by this many times the allowance at most."""
 _MOVING = "moving"
@@ -262,7 +264,8 @@ class StandbyLearner:
             tried = self._tried.setdefault(replicas, [0.0, 0.0])
             tried[0] += len(seen.works_s)
             tried[1] += seen.late
-            if tried[1] > 2 * self._late_share * tried[0] * self._left() + 1:
+            burst = max(_SPENT * self._allowed * self._left(), 1.0)
+            if tried[1] > 2 * self._late_share * tried[0] * self._left() + burst:
                 for fewer in [n for n in self._tried if n <= replicas]:
                     del self._tried[fewer]
                 for constant in self._constants:

@@ -291,6 +291,18 @@ def test_a_constant_that_failed_is_tried_ever_less_often() -> None:
     assert tries[-1] - tries[-2] > tries[2] - tries[1]
 
 
+@pytest.mark.parametrize(("late", "failed"), [(8, False), (30, True)])
+def test_a_constant_fails_by_more_than_one_burst_that_the_half_hour_has_room_for(late: int, failed: bool) -> None:
+    found = learner()
+    for look in range(4 * 1800):
+        found.seen(look * LOOK_S, Seen([0.05], awake=found.best.replicas))
+    assert found._allowed > 40
+    found._take(found._constants[0], 1800.0)
+    for look in range(40):
+        found.seen(1800.0 + look * LOOK_S, Seen([0.05], late=late if look == 39 else 0, awake=1))
+    assert found._bars.barred(1, 1810.0) is failed
+
+
 def test_moving_that_cost_more_than_the_least_constant_in_time_is_barred() -> None:
     found, moved_s = learner(), 0.0
     for look in range(4 * 3600):
