@@ -99,7 +99,7 @@ def _read(objects: Objects, name: str) -> Manifest:
             raise BackupDamaged(f"the backup {name} at {objects.where} is of a newer release; restore it with that one")
         files = tuple(SavedFile(**{**file, "chunks": tuple(file["chunks"])}) for file in fields.pop("files"))
         return Manifest(**fields, files=files)
-    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BackupDamaged(f"the manifest of {name} at {objects.where} cannot be read: {error}") from error
 
 

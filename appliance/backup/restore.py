@@ -79,7 +79,7 @@ def _named(objects: Objects, name: str | None) -> Manifest:
 def _inside(folder: Path, name: str) -> Path:
     """A manifest from elsewhere names no place outside the directory."""
     parts = name.split("/")
-    if name.startswith("/") or any(part in ("", ".", "..") for part in parts):
+    if name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise BackupDamaged(f"the backup names a file outside the data directory: {name!r}")
     return folder.joinpath(*parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import time
@@ -27,6 +28,10 @@ _COUNTED = {
     "evals": ("id", "evaluations"),
     "audit": ("seq", "rows of the audit log"),
 }
+# What was deleted of these since stays deleted: all that they had is in their rows.
+_ALL_IN_ROWS = ("responses", "evals", "eval_runs")
+_MAY_USE = {"model_shares": "model, owner", "permissions": "checkpoint, project_id"}
+_OLDEST_SCOPES = frozenset({"admin", "inference", "fine_tuning"})
 
 
 @contextmanager
@@ -48,13 +53,15 @@ def as_owner(data_dir: Path) -> Iterator[None]:
 @dataclass(frozen=True)
 class WayBack:
     """copy: the database that comes back; None: the one there stays, and nothing is lost. lost: what was made since, in
-    words, with how many. back: the same of what was deleted since. revoked: keys that stay revoked, by id."""
+    words, with how many. back: the same of what was deleted since. revoked: keys that stay revoked, by id. forgotten:
+    people who are named again."""
 
     version: str
     copy: Kept | None
     lost: dict[str, int]
     back: dict[str, int]
     revoked: dict[str, float]
+    forgotten: tuple[str, ...] = ()
 
     def words(self) -> str:
         if self.copy is None:
@@ -67,6 +74,10 @@ class WayBack:
             lines.append(f"  named again, though deleted since (what they had is gone): {_listed(self.back)}")
         if self.revoked:
             lines.append(f"  {len(self.revoked)} keys revoked since stay revoked")
+        if self.forgotten:
+            lines.append(
+                f"  named again, though forgotten since: {', '.join(self.forgotten)} (`appliance forget` again)"
+            )
         return "\n".join(lines)
 
 
@@ -96,7 +107,7 @@ def _way(version: str, known: int, database: Path) -> WayBack:
         )
     _check(copies[-1].path)
     lost, back, revoked = _compared(database, copies[-1].path)
-    return WayBack(version, copies[-1], lost, back, revoked)
+    return WayBack(version, copies[-1], lost, back, revoked, _forgotten(database, copies[-1].path))
 
 
 def restore(way: WayBack, data_dir: Path) -> Path | None:
@@ -129,6 +140,7 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
         with closing(sqlite3.connect(partial)) as connection, connection:
             for key_id, revoked_s in revoked.items():
                 connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (revoked_s, key_id))
+        _stays_so(partial, database)
         # Its log is folded in, and goes: it must not be taken for that of the database that comes.
         with closing(sqlite3.connect(database)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
@@ -166,7 +178,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
             (gone,) = connection.execute(count.format("before", "main")).fetchone()
             lost.update({words: made} if made else {})
             # Files come back without their bytes, so their rows do not.
-            back.update({words: gone} if gone and table != "files" else {})
+            back.update({words: gone} if gone and table not in ("files", *_ALL_IN_ROWS) else {})
         # Keys of commands are deleted a day after they were revoked.
         revoked = connection.execute(
             "SELECT id, coalesce(now.revoked_s, ?) FROM before.keys LEFT JOIN main.keys AS now USING (id) "
@@ -174,6 +186,38 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
             (time.time(),),
         )
         return lost, back, dict(revoked.fetchall())
+
+
+def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
+    """Owners who have a pseudonym by now."""
+    with _read(database) as connection:
+        connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        found = connection.execute(
+            "SELECT DISTINCT old.owner FROM before.keys AS old JOIN main.keys AS now USING (id)"
+            " WHERE now.owner LIKE 'forgotten-%' AND old.owner != now.owner ORDER BY 1"
+        )
+        return tuple(owner for (owner,) in found.fetchall())
+
+
+def _stays_so(copy: Path, database: Path) -> None:
+    """In the copy: what its owners have deleted since is deleted, and nobody may more than he may now."""
+    with closing(sqlite3.connect(f"file:{copy}", uri=True)) as connection, connection:
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")
+        connection.execute("ATTACH ? AS now", (f"file:{database}?mode=ro",))
+        for table in _ALL_IN_ROWS:
+            connection.execute(f"DELETE FROM main.{table} WHERE id NOT IN (SELECT id FROM now.{table})")
+        for table, whose in _MAY_USE.items():
+            connection.execute(f"DELETE FROM main.{table} WHERE ({whose}) NOT IN (SELECT {whose} FROM now.{table})")
+        rows = connection.execute("SELECT id, scopes FROM main.keys").fetchall()
+        # A scope that came with the newer release means nothing to the older one.
+        known = _OLDEST_SCOPES.union(*(json.loads(scopes) for _, scopes in rows))
+        for key_id, scopes in connection.execute("SELECT id, scopes FROM now.keys").fetchall():
+            kept = json.dumps([scope for scope in json.loads(scopes) if scope in known])
+            connection.execute(
+                "UPDATE main.keys SET scopes = ?1, models = (SELECT models FROM now.keys WHERE id = ?2) WHERE id = ?2",
+                (kept, key_id),
+            )
 
 
 def _read(database: Path) -> closing[sqlite3.Connection]:

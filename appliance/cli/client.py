@@ -174,12 +174,14 @@ class Client:
                 return _json(response.read())
 
     def download(self, path: str, out: BinaryIO) -> int:
-        """Copy the body of an answer to `out`; returns its bytes."""
+        """Copy the body of an answer to `out`; returns its bytes. Raises CommandFailed for one that was cut off."""
         done = 0
         with self._answer("GET", path, None, {}, TIMEOUT_S) as response:
             while piece := response.read(_CHUNK_BYTES):
                 out.write(piece)
                 done += len(piece)
+            if response.length:  # read in pieces, Python takes the end of a connection for that of a body
+                raise CommandFailed(f"the answer was cut off: {response.length:,} bytes are missing; ask again")
         return done
 
     @contextmanager

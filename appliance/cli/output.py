@@ -22,8 +22,16 @@ LINE_EVERY_S = 30.0
 """Off a terminal: of work that takes less, nothing is said."""
 
 
+_CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
+"""Of these `json.dumps` escapes none: U+009B begins a command to a terminal, as ESC [ does."""
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent).translate(_CONTROLS)
+
+
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None), flush=True)
+    print(json_text(value, 2 if sys.stdout.isatty() else None), flush=True)
 
 
 def say(message: str) -> None:
@@ -104,7 +112,7 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
     if as_json or not sys.stdout.isatty():
         while True:
             answer = fetch()
-            print(json.dumps(answer, ensure_ascii=False), flush=True) if as_json else draw(render(answer))
+            print(json_text(answer), flush=True) if as_json else draw(render(answer))
             time.sleep(every_s)
     from rich.live import Live
 

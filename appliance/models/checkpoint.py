@@ -47,6 +47,7 @@ MAX_TEMPLATES = 8
 # The box writes the first itself; by the second transformers would add an adapter to the model wherever it is trained;
 # vLLM would read the third in place of config.json where weights are called consolidated*.safetensors.
 _NEVER_TAKEN = (MANIFEST_FILE, ADAPTER_CONFIG_FILE, PARAMS_FILE, processor_settings.NEVER_TAKEN)
+_HEADS = ("Classification", "RewardModel", "QuestionAnswering")
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 
@@ -221,6 +222,13 @@ def examine(directory: Path, layout: Layout) -> Facts:
 def _task(arch: str) -> Task:
     if not _CLASS_NAME.fullmatch(arch):
         raise NotACheckpoint("config.json", f"architecture {arch[:80]!r} is not a class name")
+    if arch.endswith(_HEADS):
+        raise UnsupportedModel(
+            "config.json",
+            f"architecture {arch} has a head that gives numbers or labels, which is neither served nor trained here. A "
+            "model that generates gives rewards and labels as a grader (score_model, label_model), and an answer's "
+            "label by a response_format",
+        )
     if arch.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
         return "generate"
     if arch.endswith("Model"):

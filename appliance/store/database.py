@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar
 
 import orjson
 
@@ -56,6 +56,14 @@ class Page(Generic[Row]):
 
     data: list[Row]
     has_more: bool
+
+
+class Part(TypedDict, total=False):
+    """Which part of a list, as `Database.page` takes it."""
+
+    after: str | None
+    limit: int
+    descending: bool
 
 
 class PageBudget:
@@ -130,6 +138,8 @@ class Database:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._connection.execute("PRAGMA synchronous = FULL")
+            # Builds of SQLite differ: what was deleted, a forgotten person's texts, would stand in free pages.
+            self._connection.execute("PRAGMA secure_delete = ON")
             self._connection.execute("PRAGMA foreign_keys = ON")
             migrate(self._connection, path)
         except sqlite3.DatabaseError as error:

@@ -14,6 +14,11 @@ FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"}
 UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase) if phase not in FINISHED_PHASES)
 
 
+def columns(row: Any, names: str) -> dict[str, Any]:
+    """These columns of a row, or what another object has under their names. names: separated by spaces."""
+    return {name: getattr(row, name) for name in names.split()}
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRow:
     """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash.

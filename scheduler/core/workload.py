@@ -235,7 +235,8 @@ class ReplicaView:
     """An engine process. `devices`: held, or while asleep those it last held (it can wake only there).
 
     state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
-    "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with.
+    "asleep", "dead". `since_s`: when the state began. `settings`: those that it was started with. `answered`: False if
+    it did not answer when it was observed, and the state is the last that it reported.
     """
 
     id: str
@@ -246,6 +247,7 @@ class ReplicaView:
     since_s: float = 0.0
     busy: Busy = None
     settings: str = ""
+    answered: bool = True
 
     @property
     def awake(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.core.inventory import Device, Ledger
 from scheduler.core.workload import ReplicaView
@@ -35,9 +35,6 @@ class Box:
         return cls(
             devices={d.id: d for d in observed.devices},
             ledger=Ledger(d.id for d in observed.devices).acquire(*observed.leases),
-            replicas={
-                r.id: ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=now_s, settings=r.settings)
-                for r in observed.replicas
-            },
+            replicas={r.id: replace(r, since_s=now_s, answered=True) for r in observed.replicas},
             groups={g.job_id: GroupView(g.job_id, g.devices, now_s, g.ended is not None) for g in observed.groups},
         )

@@ -19,37 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame
 from scheduler.core.inventory import Device, Lease
-from scheduler.core.workload import ReplicaState
+from scheduler.core.workload import ReplicaView
 
 Detail = Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaOrder:
-    """A replica to start. `devices`: the ids of its lease, in tensor-parallel rank order."""
-
-    id: str
-    model: str
-    version: str
-    tensor_parallel: int
-    devices: tuple[str, ...]
-    settings: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaObserved:
-    """The observed state of a replica's engine process. `devices`: where it runs, or where it would wake. `answered`:
-    False if it did not answer now and this is its last reported state. `settings`: those that it was started with."""
-
-    id: str
-    model: str
-    version: str
-    state: ReplicaState
-    devices: tuple[str, ...]
-    answered: bool = True
-    settings: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +74,7 @@ class Observed:
 
     devices: tuple[Device, ...]
     leases: tuple[Lease, ...] = ()
-    replicas: tuple[ReplicaObserved, ...] = ()
+    replicas: tuple[ReplicaView, ...] = ()
     groups: tuple[GroupObserved, ...] = ()
 
 
@@ -120,9 +95,9 @@ class Effects(Protocol):
     async def release(self, lease_id: str) -> Detail:
         """Give the devices back. Unknown id: no change. Never called while the holder uses them."""
 
-    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
-        """Start an engine process on the lease's devices and load the version. Ends "ready": healthy, fingerprint
-        agreed, taking no requests."""
+    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
+        """Start an engine process on the lease's devices, in this order by tensor-parallel rank, and load the version.
+        Ends "ready": healthy, fingerprint agreed, taking no requests."""
 
     async def stop_replica(self, replica_id: str) -> Detail:
         """End the engine process, by force if necessary, and clean up. Unknown, dead or hung: succeeds."""

@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Lease
 from scheduler.core.workload import ReplicaState, ReplicaView
 from scheduler.handover.box import Box, GroupView
-from scheduler.handover.effects import Detail, Effects, ReplicaOrder
+from scheduler.handover.effects import Detail, Effects
 from scheduler.handover.step import Step
 
 Change = Callable[[Step, Box, float], Box]
@@ -205,9 +206,9 @@ def _group_is_gone(target: str, version: str, box: Box) -> bool:
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
-def _order(step: Step) -> ReplicaOrder:
+def _plan(step: Step) -> ReplicaPlan:
     devices = _lease(step).device_ids
-    return ReplicaOrder(step.target, step.model, step.version, step.tensor_parallel, devices, step.settings)
+    return ReplicaPlan(step.target, step.model, step.version, step.tensor_parallel, devices, "open", step.settings)
 
 
 _WEIGHTS = "for the engine to load its weights and answer its first prompt"
@@ -239,7 +240,7 @@ _ROWS = (
         lambda c: c.start_replica_timeout_s,
         _WEIGHTS,
         "replica",
-        lambda effects, step: effects.start_replica(_order(step), _lease(step).id),
+        lambda effects, step: effects.start_replica(_plan(step), _lease(step).id),
         _stands_awake,
         refusal=_lease_is_held,
         begun=_new_replica,

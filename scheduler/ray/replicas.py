@@ -13,8 +13,10 @@ from typing import Any, Protocol
 from ray.exceptions import RayError
 
 from runtime.errors import SupervisorDied
+from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
-from scheduler.handover.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
+from scheduler.core.workload import ReplicaView
+from scheduler.handover.effects import Detail, Event, ReplicaDied
 from scheduler.ray.actors import (
     ANSWER_S,
     LOOK_S,
@@ -96,38 +98,36 @@ class Replicas:
         self._node_configs: dict[str, NodeConfig] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
-        self._seen: dict[str, ReplicaObserved] = {}  # last reported state of each
+        self._seen: dict[str, ReplicaView] = {}  # last reported state of each
         self._hanging: set[str] = set()
         nodes.on_silence = self._follow_nodes
 
-    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
-        node_config = self._nodes.config_of(order.devices, "start_replica", order.id)
-        path, copied_bytes = await self._version_path(
-            "start_replica", order.id, order.model, order.version, node_config
-        )
+    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
+        node_config = self._nodes.config_of(plan.devices, "start_replica", plan.id)
+        path, copied_bytes = await self._version_path("start_replica", plan.id, plan.model, plan.version, node_config)
         try:
-            spec = self._replica_spec(order, node_config, path)
-            await self._nodes.wait_warm(node_config, "serve", "start_replica", order.id)
-            self._stopping.discard(order.id)
-            replica = self._living(order.id)
+            spec = self._replica_spec(plan, node_config, path)
+            await self._nodes.wait_warm(node_config, "serve", "start_replica", plan.id)
+            self._stopping.discard(plan.id)
+            replica = self._living(plan.id)
             if replica is None:
                 actor = self._nodes.here(
                     Replica,
-                    ACTOR + order.id,
+                    ACTOR + plan.id,
                     node_config,
                     node_config.warm_socket("serve"),
                     str(node_config.log_dir),
                     self._engine,
                 )
-                replica = self._take_in(order.id, actor)
-            self._node_configs[order.id] = node_config
-            detail = await ask("start_replica", order.id, replica.call("start", spec))
+                replica = self._take_in(plan.id, actor)
+            self._node_configs[plan.id] = node_config
+            detail = await ask("start_replica", plan.id, replica.call("start", spec))
         finally:
-            self._versions.taken(order.model)
-        self._seen[order.id] = ReplicaObserved(
-            order.id, order.model, order.version, "ready", order.devices, settings=spec.settings
+            self._versions.taken(plan.model)
+        self._seen[plan.id] = ReplicaView(
+            plan.id, plan.model, plan.version, "ready", plan.devices, settings=spec.settings
         )
-        self._watch(order.id, replica)
+        self._watch(plan.id, replica)
         # Versions on other nodes are not read here.
         home = node_config.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
@@ -238,35 +238,35 @@ class Replicas:
         self._avoid_or_not(replica_id)
         await self._routing.open(replica_id, model, version, str(socket_path))
 
-    def _replica_spec(self, order: ReplicaOrder, node_config: NodeConfig, path: Path) -> ReplicaSpec:
+    def _replica_spec(self, plan: ReplicaPlan, node_config: NodeConfig, path: Path) -> ReplicaSpec:
         """The spec passed to the engine process."""
-        devices = [self._nodes.device(device_id) for device_id in order.devices]
+        devices = [self._nodes.device(device_id) for device_id in plan.devices]
         try:
-            settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
+            settings = dict(self._versions.engine_settings(plan.model, plan.tensor_parallel))
         except NotComputed as error:
-            reason = f"{order.model} cannot be served: {error}"
-            raise EffectFailed("start_replica", order.id, reason, blame="input") from error
+            reason = f"{plan.model} cannot be served: {error}"
+            raise EffectFailed("start_replica", plan.id, reason, blame="input") from error
         except (ModelTooLarge, LookupError) as error:
-            fix = f"`appliance model deploy {order.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
+            fix = f"`appliance model deploy {plan.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
             remedy = f" ({fix})" if isinstance(error, ModelTooLarge) else ""
-            raise EffectFailed("start_replica", order.id, f"{order.model} does not fit: {error}{remedy}") from error
+            raise EffectFailed("start_replica", plan.id, f"{plan.model} does not fit: {error}{remedy}") from error
         if settings.get("adapter_slots") and node_config.name != self._nodes.home.name:
             settings |= {
                 "adapter_roots": (str(node_config.adapters),),
                 "adapter_source": str(node_config.adapter_socket),
             }
         return ReplicaSpec(
-            replica_id=order.id,
-            model=order.model,
-            version=order.version,
+            replica_id=plan.id,
+            model=plan.model,
+            version=plan.version,
             version_path=str(path),
-            socket_path=str(node_config.socket_path(order.id)),
+            socket_path=str(node_config.socket_path(plan.id)),
             devices=tuple(device.index for device in devices),
             numa_nodes=node_config.numa_nodes(devices),
             kind=devices[0].kind,
             shm_root=str(node_config.shm_root),
             node=node_config.name,
-            tensor_parallel=order.tensor_parallel,
+            tensor_parallel=plan.tensor_parallel,
             **settings,
         )
 
@@ -348,7 +348,7 @@ class Replicas:
             self._tell(ReplicaDied(replica_id, reason, blame))
         return blame
 
-    async def observe(self) -> tuple[ReplicaObserved, ...]:
+    async def observe(self) -> tuple[ReplicaView, ...]:
         """Every replica with an actor, whoever started it."""
         names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
         found = await asyncio.gather(*map(self._observe_replica, names))
@@ -357,7 +357,7 @@ class Replicas:
     async def stop_all(self) -> None:
         await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._replicas)))
 
-    async def _observe_replica(self, replica_id: str) -> ReplicaObserved | None:
+    async def _observe_replica(self, replica_id: str) -> ReplicaView | None:
         replica = self._living(replica_id)
         if replica is None:
             actor = find_actor(ACTOR + replica_id)
@@ -373,7 +373,7 @@ class Replicas:
             log.warning("%s", error, extra={"replica": replica_id})
             return replace(last, answered=False)
         except (SupervisorDied, RayError):
-            return ReplicaObserved(replica_id, "", "", "dead", ())
+            return ReplicaView(replica_id, "", "", "dead", ())
         state, node = status["state"], status["node"]
         if (node_config := self._nodes.config(node)) is not None:
             self._node_configs[replica_id] = node_config
@@ -385,9 +385,7 @@ class Replicas:
                 with contextlib.suppress(EffectFailed):  # a node is leaving; the next observation shows it
                     await self._nodes.mend_socket(node_config, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
-        seen = ReplicaObserved(
-            replica_id, status["model"], status["version"], state, devices, settings=status["settings"]
-        )
+        seen = ReplicaView(replica_id, status["model"], status["version"], state, devices, settings=status["settings"])
         self._seen[replica_id] = seen
         return seen
 

@@ -10,11 +10,21 @@ import math
 from dataclasses import dataclass, replace
 
 from scheduler.autoscale.forecast import DemandForecast
+from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device, Lease
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaState, Standby, Workload
-from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed, ReplicaObserved, ReplicaOrder
+from scheduler.core.workload import (
+    Demand,
+    DeploymentView,
+    JobView,
+    Policy,
+    ReplicaState,
+    ReplicaView,
+    Standby,
+    Workload,
+)
+from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.trace import TraceJob
 
@@ -62,12 +72,6 @@ class _Group:
     since_s: float
     timer: asyncio.TimerHandle | None = None
     ended: GroupEnded | None = None
-
-
-@dataclass(slots=True)
-class _Replica:
-    order: ReplicaOrder
-    state: ReplicaState = "ready"
 
 
 class SimModel:
@@ -134,7 +138,7 @@ class SimEffects:
         self._clusters = {name: model.cluster for name, model in models.items()}
         self._devices, self._jobs, self._times = devices, jobs, times
         self._leases: dict[str, Lease] = {}
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReplicaView] = {}
         self._groups: dict[str, _Group] = {}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self.counted_s = (0.0, math.inf)
@@ -153,7 +157,7 @@ class SimEffects:
         return now_s
 
     def _cluster(self, replica_id: str) -> Cluster:
-        return self._clusters[self._replicas[replica_id].order.model]
+        return self._clusters[self._replicas[replica_id].model]
 
     async def _take(self, seconds: float) -> None:
         self._now()
@@ -162,7 +166,7 @@ class SimEffects:
 
     @property
     def serving_devices(self) -> int:
-        return sum(len(r.order.devices) for r in self._replicas.values() if r.state != "asleep")
+        return sum(len(r.devices) for r in self._replicas.values() if r.state != "asleep")
 
     @property
     def training_devices(self) -> int:
@@ -179,10 +183,15 @@ class SimEffects:
         await self._take(self._times.lease_s)
         self._leases.pop(lease_id, None)
 
-    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> None:
+    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> None:
         await self._take(self._times.start_s)
-        self._replicas[order.id] = _Replica(order)
-        self._clusters[order.model].start(order.id)
+        self._replicas[plan.id] = ReplicaView(
+            plan.id, plan.model, plan.version, "ready", plan.devices, settings=plan.settings
+        )
+        self._clusters[plan.model].start(plan.id)
+
+    def _set(self, replica_id: str, state: ReplicaState) -> None:
+        self._replicas[replica_id] = replace(self._replicas[replica_id], state=state)
 
     async def stop_replica(self, replica_id: str) -> None:
         await self._take(self._times.stop_s)
@@ -192,23 +201,23 @@ class SimEffects:
 
     async def open_replica(self, replica_id: str) -> None:
         await self._take(self._times.open_s)
-        self._replicas[replica_id].state = "open"
+        self._set(replica_id, "open")
         self._cluster(replica_id).open(replica_id)
 
     async def drain_replica(self, replica_id: str) -> None:
         self._now()
         self._cluster(replica_id).close(replica_id)
-        self._replicas[replica_id].state = "draining"
+        self._set(replica_id, "draining")
         while self._cluster(replica_id).inflight(replica_id):
             await self._take(REPORT_S)
 
     async def sleep_replica(self, replica_id: str) -> None:
         await self._take(self._times.sleep_s)
-        self._replicas[replica_id].state = "asleep"
+        self._set(replica_id, "asleep")
 
     async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> None:
         await self._take(self._times.wake_s)
-        self._replicas[replica_id].state = "ready"
+        self._set(replica_id, "ready")
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> None:
         await self._take(self._times.wake_s)
@@ -279,17 +288,7 @@ class SimEffects:
         return Observed(
             devices=self._devices,
             leases=tuple(self._leases.values()),
-            replicas=tuple(
-                ReplicaObserved(
-                    r.order.id,
-                    r.order.model,
-                    r.order.version,
-                    r.state,
-                    r.order.devices,
-                    settings=r.order.settings,
-                )
-                for r in self._replicas.values()
-            ),
+            replicas=tuple(self._replicas.values()),
             groups=tuple(
                 GroupObserved(job_id, g.lease.device_ids, g.lease.id, g.ended) for job_id, g in self._groups.items()
             ),

@@ -1,16 +1,28 @@
-"""Keeps what lies among a GPU's weights and is no weight, over a sleep that discards it all.
+"""Preserves tensors that are no weights but lie in the memory of a GPU's weights, over a sleep that discards all of it.
 
-vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). What a layer made of the model's configuration and
-holds as a plain attribute is in no version and comes back as whatever was in the memory: ALiBi's slopes, for one
-(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again; the strides of experts in
-FP8, which a kernel that a layer's method holds keeps for itself (vllm/model_executor/layers/fused_moe/experts,
-cutlass_moe.py). Or a module of vLLM's holds it for all layers: by what MiniMax-M2's norms keep so, the workers of a
-tensor-parallel engine find each other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py).
+vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). But what a layer computes from the model's
+configuration and holds as a plain attribute is in no version, and comes back as whatever was in the memory. Such
+tensors are held by:
+- layers: ALiBi's slopes (vllm/v1/attention/backends/flash_attn.py), without which BLOOM and Falcon-RW never woke again;
+- kernels that a layer's method holds: the strides of experts in FP8 (vllm/model_executor/layers/fused_moe/experts,
+  cutlass_moe.py);
+- modules of vLLM, for all layers: with those of MiniMax-M2's norms the workers of a tensor-parallel engine find each
+  other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py);
+- vLLM's model runner, from which it makes the sampler and the model's state while it loads the weights: how far back a
+  token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and the tokens that limit thinking.
+
+Large tensors, and those in lists and tables, are not kept: they come back as zeros, as they began. Qwen3-VL adds to its
+first layers what pictures left in such a list, and writes nothing there for a text (deepstack_input_embeds). Marlin's
+kernels wait for each other by numbers in such a table, which they leave as zeros and which lie here if a load
+multiplied by them (DeepSeek in 4 bits; get_marlin_workspace in
+vllm/model_executor/layers/quantization/utils/marlin_utils.py). A captured graph reads a row of a whole batch of its
+size, more than a step may write, and a NaN there would spread.
 
 vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs go on
-reading the tensors of the first kernel. So these are looked for once, before any other load, and kept. What the new
-kernel holds in their place is copied into them: some follows from the weights, such as the scales of activations before
-experts in NVFP4 (make_nvfp4_moe_quant_config in vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
+reading the tensors of the first kernel. So the tensors are looked for once, before any other load, and kept. What the
+new kernel holds in their place is copied into them, because some of it follows from the weights, such as the scales of
+activations before experts in NVFP4 (make_nvfp4_moe_quant_config in
+vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
 """
 
 from __future__ import annotations
@@ -26,7 +38,9 @@ from vllm import device_allocator
 from runtime.devices.kinds import HOST
 
 MOST_BYTES = 1 << 20
-"""The largest loose tensor. Larger ones are workspaces, which are written before they are read."""
+"""The largest tensor that is kept. Larger ones are workspaces and inputs, which begin as zeros."""
+MOST_DEEP = 3
+"""How many lists and tables within each other are looked through."""
 
 Spans = Collection[tuple[int, int]]
 """Addresses on the device: (first, bytes)."""
@@ -37,27 +51,40 @@ class LooseTensors:
     read them at their addresses."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         self._first = dict(_loose(model.named_modules()))
         self._for_all = [tensor for _, tensor in _loose(_held_for_all())]
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, on the host
+        self._emptied: list[torch.UntypedStorage] = []
 
-    def keep(self, discarded: Spans) -> None:
-        """Copy to the host the tensors in the memory that is about to be discarded."""
-        every = {id(tensor): tensor for tensor in chain(self._first.values(), self._for_all)}.values()
+    def keep(self, discarded: Spans, runner: Any) -> None:
+        """Copy to the host the tensors in the memory that is about to be discarded. runner: vLLM's model runner, which
+        holds some outside the model."""
+        of_runner = [("runner", runner)]
+        small = chain(self._first.values(), self._for_all, (tensor for _, tensor in _loose(of_runner)))
+        every = {id(tensor): tensor for tensor in small}.values()
         found = [tensor for tensor in every if _lies_in(tensor, discarded)]
         self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
+        # vLLM has written the buffers by the time of the load.
+        written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers() if _plain(buffer)}
+        others = _unkept(chain(self._model.named_modules(), of_runner, _held_for_all()))
+        storages = [tensor.untyped_storage() for tensor in others if _lies_in(tensor, discarded)]
+        by_address = {storage.data_ptr(): storage for storage in storages}
+        self._emptied = [storage for address, storage in by_address.items() if address not in written]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Copy them back. Call it once the memory is mapped again and before weights are loaded: the load computes anew
-        what follows from the weights."""
+        """Copy the tensors back and fill the others with zeros. Call it once the memory is mapped again and before
+        weights are loaded, because the load computes again what follows from the weights."""
+        for storage in self._emptied:
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         for tensor, copy in self._kept:
             tensor.copy_(copy)
-        self._kept = []
+        self._kept, self._emptied = [], []
 
     @torch.no_grad()
     def follow(self, model: torch.nn.Module) -> None:
-        """After a load by vLLM's own way, copy each tensor that it made into the first one in the same place."""
+        """After vLLM's own reload, copy each tensor that it made into the first one in the same place."""
         for place, tensor in _loose(model.named_modules()):
             first = self._first.get(place)
             if first is not None and first is not tensor and _alike(first, tensor):
@@ -65,14 +92,14 @@ class LooseTensors:
 
 
 def spans_of_weights() -> Spans:
-    """The memory that vLLM's allocator discards with the weights."""
+    """Addresses of the memory that vLLM's allocator discards with the weights."""
     allocator: Any = device_allocator.get_mem_allocator_instance()
     allocations = allocator.pointer_to_data.items()
     return [(first, data.handle[1]) for first, data in allocations if data.tag == "weights"]
 
 
 def _held_for_all() -> Iterator[tuple[str, Any]]:
-    """The objects of vLLM's that its modules hold themselves or in a table, by name."""
+    """Objects of vLLM's classes that its modules hold directly or in a table, by name."""
     for module in [module for name, module in [*sys.modules.items()] if name.startswith("vllm.") and module]:
         for name, value in [*vars(module).items()]:
             held = [*value.values()] if isinstance(value, dict) else [value]
@@ -84,19 +111,47 @@ def _of_vllm(value: Any) -> bool:
 
 
 def _loose(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are plain attributes of these holders, or of vLLM's objects that they hold directly or indirectly,
-    such as an attention's implementation or a quantisation's kernel; each with the names that lead to it."""
+    """Small tensors that are plain attributes of these holders, or of vLLM's objects below them; each with the names
+    that lead to it."""
+    for place, value in _attributes(holding):
+        if _plain(value) and value.nbytes <= MOST_BYTES:
+            yield place, value
+
+
+def _unkept(holding: Iterable[tuple[str, Any]]) -> Iterator[torch.Tensor]:
+    """Large tensors, and those in a list or a tuple."""
+    for _, value in _attributes(holding):
+        if _plain(value) and value.nbytes > MOST_BYTES:
+            yield value
+        yield from _within(value, MOST_DEEP)
+
+
+def _within(value: Any, deep: int) -> Iterator[torch.Tensor]:
+    if not isinstance(value, list | tuple | dict) or not deep:
+        return
+    for one in [*(value.values() if isinstance(value, dict) else value)]:
+        if _plain(one):
+            yield one
+        yield from _within(one, deep - 1)
+
+
+def _attributes(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Attributes of these holders, and of vLLM's objects that they hold directly or indirectly, such as an attention's
+    implementation or a quantisation's kernel."""
     holders = list(holding)
     seen = {id(holder) for _, holder in holders}
     while holders:
         place, holder = holders.pop()
         for name, value in [*getattr(holder, "__dict__", {}).items()]:  # other threads write meanwhile
-            if isinstance(value, torch.Tensor):
-                if not isinstance(value, torch.nn.Parameter) and 0 < value.nbytes <= MOST_BYTES:
-                    yield f"{place}.{name}", value
-            elif _of_vllm(value) and id(value) not in seen:
+            yield f"{place}.{name}", value
+            if _of_vllm(value) and id(value) not in seen:
                 seen.add(id(value))
                 holders.append((f"{place}.{name}", value))
+
+
+def _plain(value: Any) -> bool:
+    """Not a parameter, nor one of the compiler's that have no memory."""
+    return type(value) is torch.Tensor and value.nbytes > 0
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -212,8 +212,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to do: there is no peer."""
 
     def start_weight_update(self) -> None:
-        """The whole version comes in one `update_weights`; after a sleep, all else that lay beside the weights comes
-        first."""
+        """Nothing to do here: one `update_weights` brings the whole version. After a sleep, this first puts back what
+        lay beside the weights."""
         if self._loose is not None:
             self._loose.put_back()
 
@@ -269,10 +269,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._in_place = weights
         self.dirty = False
 
-    def sleeping(self) -> None:
-        """The memory of the weights is about to be discarded."""
+    def sleeping(self, runner: Any) -> None:
+        """Keep what vLLM's model runner holds in the memory of the weights, which is about to be discarded."""
         if self._loose is not None:
-            self._loose.keep(spans_of_weights())
+            self._loose.keep(spans_of_weights(), runner)
 
     def release_retired(self) -> None:
         """Free what a staged swap replaced, and unmap what a load read. Call it after the engine resumed, because both

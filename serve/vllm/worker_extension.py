@@ -12,12 +12,6 @@ from serve.core.errors import VersionError, WrongState
 from serve.vllm.profiled_steps import ProfiledSteps
 from serve.vllm.shm_transfer import ShmWeightTransferEngine
 
-# Fields of vLLM's reasoning configuration and, by the same names, on the device.
-THINKING_IDS = ("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids")
-# Of vLLM's state of a model that reads pictures, which lies among its weights: what a captured graph reads for a whole
-# batch of its size, though a step writes only as many rows as it has tokens.
-PADDED_INPUTS = (("rope_state", "positions"), ("encoder_runner", "inputs_embeds"))
-
 
 class ShmWorkerExtension:
     """Mixed into vLLM's worker class; `weight_transfer_engine` and `rank` are the worker's own attributes."""
@@ -25,7 +19,6 @@ class ShmWorkerExtension:
     weight_transfer_engine: ShmWeightTransferEngine
     rank: int
     model_runner: Any
-    vllm_config: Any
     _weight_update_active: bool
 
     def shm_check(self, path: str) -> dict[str, Any]:
@@ -68,40 +61,25 @@ class ShmWorkerExtension:
         return self.weight_transfer_engine.report
 
     def shm_leave_update(self) -> None:
-        """Another worker's transfer failed, so nobody ends this worker's; the next load replaces what it wrote."""
+        """End this worker's transfer after another worker's failed, because nobody else does; the next load replaces
+        what it wrote."""
         self._weight_update_active = False
 
     def shm_sleeping(self) -> None:
-        """Keep what a GPU's level 2 of sleep would lose for good."""
-        self.weight_transfer_engine.sleeping()
+        """Keep what a GPU's sleep of level 2 would discard for good."""
+        self.weight_transfer_engine.sleeping(self.model_runner)
 
     def shm_woken(self) -> None:
-        """Write what vLLM leaves unwritten when a GPU's weights and KV cache are mapped again after level 2 of sleep.
-
-        The KV cache: kernels read whole blocks and mask what no token wrote, and a masked NaN stays one (vLLM itself
-        writes zeros on ROCm only, vllm/device_allocator/cumem.py). The token ids that limit thinking: they lie beside
-        the weights and nothing writes them again (vllm/v1/worker/gpu/sample/thinking_budget.py). So do the inputs of
-        models with pictures: a position that is no number of a row ends the engine (vllm/v1/worker/gpu/mm/rope.py).
-        """
+        """Zero the KV cache, which is mapped again unwritten after a GPU's level 2 of sleep: kernels read whole blocks
+        and mask what no token wrote, and a masked NaN stays one (vLLM itself writes zeros on ROCm only,
+        vllm/device_allocator/cumem.py)."""
         if in_host_memory(self.model_runner.device):
             return
         for cache in _tensors(self.model_runner.kv_caches):
             cache.zero_()
-        state = getattr(self.model_runner, "model_state", None)
-        for holder, name in PADDED_INPUTS:
-            inputs = getattr(getattr(state, holder, None), name, None)
-            if inputs is not None:
-                inputs.zero_()
-        sampler = getattr(self.model_runner, "sampler", None)
-        budget = getattr(sampler, "thinking_budget_state", None)
-        if budget is not None and budget.enabled:
-            reasoning = self.vllm_config.reasoning_config
-            for name in THINKING_IDS:
-                ids = getattr(budget, name)
-                ids.copy_(torch.tensor(getattr(reasoning, name), dtype=ids.dtype))
 
     def shm_profile_begin(self) -> None:
-        """On the first worker alone: all of them would write their traces into the same file."""
+        """Only on the first worker, because all of them would write their traces into the same file."""
         if self.rank == 0:
             self.__dict__["shm_profile"] = ProfiledSteps(self.model_runner)
 

@@ -1,8 +1,8 @@
 """Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
-- Packing depends on the lengths alone, the order on (seed, epoch) alone, and a step on its number alone. Nothing
-  depends on the world size, so a run may change it between steps.
+- Packing depends on the lengths alone, the order on (seed, epoch) alone, or is that of the data; a step depends on its
+  number alone. Nothing depends on the world size, so a run may change it between steps.
 - A row holds whole examples only. Their sequences (one each, or as many as the training method says) never see each
   other (`Row.segments`; positions restart), so packing changes the speed and not the loss.
 """
@@ -13,31 +13,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.plan.best_fit import best_fit
+from train.plan.best_fit import best_fit, in_order
 
 UNPACKED_MULTIPLE = 32  # rows are padded to a multiple, because kernels are compiled for every new shape
 
 
-def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> list[np.ndarray]:
+def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_given: bool = False) -> list[np.ndarray]:
     """Groups of example indices whose lengths sum to at most `capacity` tokens; every example in exactly one.
 
-    Best fit decreasing, O(n log n): lengths (n,) int, each at most `capacity`. Without packing: one by one.
+    Best fit decreasing, O(n log n): lengths (n,) int, each at most `capacity`. Without packing: one by one. as_given:
+    groups of neighbours, in the order of the data, O(n).
     """
     if not packing:
         return [np.array([index]) for index in range(len(lengths))]
+    if as_given:
+        return [np.array(pack) for pack in in_order(lengths.tolist(), capacity)]
     decreasing = ((int(index), int(lengths[index])) for index in np.argsort(-lengths, kind="stable"))
     return [np.array(pack) for pack in best_fit(decreasing, capacity)]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The endless stream of packs (epoch after epoch, each shuffled again) cut into steps of `batch_size`."""
+    """The endless stream of packs (epoch after epoch, each shuffled again unless `shuffled` is false) cut into steps of
+    `batch_size`."""
 
     n_packs: int
     batch_size: int
     micro_batch: int
     n_epochs: int
     seed: int
+    shuffled: bool = True
 
     @property
     def total_steps(self) -> int:
@@ -71,6 +76,8 @@ class StepPlan:
         return [(number, packs[number]) for number in range(rank, len(packs), world_size)]
 
     def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffled:
+            return np.arange(self.n_packs)
         return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(self.n_packs)
 
 

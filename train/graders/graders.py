@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -205,7 +206,9 @@ class ScoreModel(_ModelGrader):
     def score(self, answer: Any) -> float:
         """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
         low, high = self.range
-        return min(high, max(low, float(answer["result"])))
+        if not math.isfinite(found := float(answer["result"])):
+            raise ValueError(f"the result {found} is no number")
+        return min(high, max(low, found))
 
 
 class LabelModel(_ModelGrader):

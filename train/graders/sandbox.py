@@ -21,7 +21,7 @@ from typing import Any
 from runtime.processes.confinement import confine, missing
 from runtime.processes.confinement import prepare as prepare_confinement
 from runtime.processes.kernel import die_with_parent
-from train.graders.errors import GradingErrors, GradingFailed
+from train.graders.errors import GradingErrors, GradingFailed, TookTooLong
 
 TIME_S = 120
 """Seconds of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
@@ -64,9 +64,9 @@ def only_compute(memory_bytes: int, cpu_s: int) -> None:
 def run_python(
     source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S, yields_after_s: float = math.inf
 ) -> float:
-    """What `grade(sample, item)` returns. Raises GradingFailed: no such function, an exception in it, no number, or
-    more than `time_s` of the wall clock, TIME_S of CPU, MEMORY_BYTES or THREADS. yields_after_s: seconds of CPU after
-    which its niceness is NICENESS more than that of this process."""
+    """What `grade(sample, item)` returns. Raises TookTooLong for more than `time_s` of the wall clock or TIME_S of CPU,
+    GradingFailed for all else: no such function, an exception in it, no number, more than MEMORY_BYTES or THREADS.
+    yields_after_s: seconds of CPU after which its niceness is NICENESS more than that of this process."""
     if why := refusal():
         raise GradingFailed(why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why))
     reading, writing = os.pipe()
@@ -82,7 +82,7 @@ def run_python(
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     if told is None:
-        raise _failed(f"grade() took longer than {time_s:g} s")
+        raise _failed(f"grade() took longer than {time_s:g} s", TookTooLong)
     try:
         answer = json.loads(told)
         if "refused" in answer:
@@ -94,7 +94,8 @@ def run_python(
             raise _failed(str(answer["error"]))
         return float(answer["reward"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # the code may have written it itself
-        raise _failed(_ended(status)) from None
+        ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        raise _failed(_ended(status), TookTooLong if ended == signal.SIGXCPU else GradingFailed) from None
 
 
 def _ended(status: int) -> str:
@@ -104,10 +105,8 @@ def _ended(status: int) -> str:
     return f"the process of grade() ended without a reward{limit}"
 
 
-def _failed(details: str) -> GradingFailed:
-    return GradingFailed(
-        details, GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=details)
-    )
+def _failed(details: str, kind: type[GradingFailed] = GradingFailed) -> GradingFailed:
+    return kind(details, GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=details))
 
 
 def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> bytes | None:

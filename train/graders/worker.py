@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import struct
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,9 +23,9 @@ from referencing.exceptions import Unresolvable
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders import similarity
-from train.graders.errors import GradingErrors
+from train.graders.errors import GradingErrors, GradingFailed, TookTooLong
 from train.graders.graders import parse
-from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.grading import Graded, ModelAnswer, RunPython, grade, requests
 from train.graders.sandbox import NICENESS, only_compute, prepare, run_python
 from train.graders.templates import Sample
 
@@ -34,6 +35,9 @@ MEMORY_BYTES = 4 << 30
 WAITED_FOR_CPU_S = 2.0
 """Of a request that work of the box waits for, which has the priority of that work until then: at a lower one, sixteen
 calls of 9 ms took 5 to 17 s where other processes took both processors, most of a step of training."""
+LOOPS = 3
+"""Calls of one code that ran out of time, before any other ended, after which a request runs it no more: the devices of
+a job waited two minutes for each of its answers, hours for a grader that never ends."""
 _REFUSED_SHOWN = 20
 CHECK_CPU_S = 10
 CHECK_BYTES = 1 << 30
@@ -98,7 +102,7 @@ def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
     samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
     if asked.get("only_requests"):
         return {"requests": [requests(grader, sample, item) for sample, item, _ in samples]}
-    graded = []
+    graded, calls = [], Calls()
     for sample, item, answers in samples:
         told = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
         run = run_python
@@ -107,8 +111,32 @@ def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
         elif waited_for:
             os.nice(NICENESS)
             waited_for = False
-        graded.append(asdict(grade(grader, sample, item, told, run)))
+        graded.append(asdict(grade(grader, sample, item, told, partial(calls.run, run))))
     return {"graded": graded}
+
+
+class Calls:
+    """Those of one request."""
+
+    def __init__(self) -> None:
+        self._too_long, self._others = Counter[str](), Counter[str]()
+
+    def run(self, run: RunPython, source: str, sample: dict[str, Any], item: Any) -> float:
+        """Raises GradingFailed."""
+        if self._too_long[source] >= LOOPS and not self._others[source]:
+            raise GradingFailed(
+                f"it was not run: its first {LOOPS} calls all ran out of time", GradingErrors(other_error=True)
+            )
+        try:
+            reward = run(source, sample, item)
+        except TookTooLong:
+            self._too_long[source] += 1
+            raise
+        except GradingFailed:
+            self._others[source] += 1
+            raise
+        self._others[source] += 1
+        return reward
 
 
 def _cpu_s() -> float:

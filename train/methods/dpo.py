@@ -49,13 +49,18 @@ class Dpo(Pairs):
         if not given.is_set("learning_rate"):
             fields["learning_rate"] *= RATE_SHARE
 
-    def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
-        from train.methods.dpo_objective import DpoObjective
+    def loss(
+        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Equation 7, as TRL's DPOTrainer computes it with loss_type "sigmoid": the sum over pairs of
+        -log sigmoid(margin). margin: the reward of the preferred output less that of the other; reward: beta times the
+        log-probability of the output's learnt tokens, less the reference."""
+        from torch.nn.functional import logsigmoid
 
-        return DpoObjective(model, options["beta"])
-
-    def metrics(self, objective: torch.nn.Module) -> list[float]:
-        return objective.take_metrics()
+        rewards = options["beta"] * (log_probs - batch["reference"]).view(-1, 2)
+        margins = rewards[:, 0] - rewards[:, 1]
+        told = [*rewards.unbind(1), (margins > 0).float(), margins, *log_probs.view(-1, 2).unbind(1)]
+        return -logsigmoid(margins).sum(), told
 
 
 METHOD = Dpo()

@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.plan import auto, estimate
@@ -159,11 +160,20 @@ class Method(ABC):
         """What the loss of the step that learns from these packs is divided by: its learnt tokens."""
         return tokens.labels_in(packs)
 
-    @abstractmethod
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         """Wraps the model, as its attribute `model`; forward(batch) is the loss of one micro-batch, a float32 scalar;
         of a row without the reference that the method needs, what the model says of each of its sequences, (sequences,)
-        float32. `options`: TrainSpec.options."""
+        float32. `options`: TrainSpec.options. A method whose loss needs more than `loss` gets makes its own."""
+        from train.methods.packed_objective import LogProbObjective
+
+        return LogProbObjective(model, partial(self.loss, options=options), self.needs_reference)
+
+    def loss(
+        self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The sum over a row's examples, a float32 scalar, and of each of `metric_names` the values that are added up.
+        log_probs: (sequences,) float32, of the learnt tokens of each sequence; batch: as `batch` makes it."""
+        raise NotImplementedError(f"{self.name} has neither a loss nor an objective of its own")
 
     def batch(self, row: Row, scale: float, device: torch.device | str) -> Any:
         """What the objective takes. `scale` is 1 / `denominator` of the whole global step."""
@@ -174,8 +184,8 @@ class Method(ABC):
     def metrics(self, objective: torch.nn.Module) -> list[float]:
         """Sums over the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all
         ranks and reported with the step."""
-        return []
+        return (objective.take_metrics() or [0.0] * len(self.metric_names)) if self.metric_names else []
 
     def peaks(self, objective: torch.nn.Module) -> list[float]:
         """As `metrics`, for each of `peak_names`: of all ranks the largest is reported."""
-        return []
+        return (objective.take_peaks() or [0.0] * len(self.peak_names)) if self.peak_names else []

@@ -155,12 +155,6 @@ class OwnAnswers(Method, ABC):
 
         return to_batch(row, scale, device)
 
-    def metrics(self, objective: torch.nn.Module) -> list[float]:
-        return objective.take_metrics()
-
-    def peaks(self, objective: torch.nn.Module) -> list[float]:
-        return objective.take_peaks()
-
 
 def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
     """Who samples: "engine" or "ranks"."""

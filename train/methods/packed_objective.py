@@ -7,6 +7,7 @@ output head, so the head's matrix product and the vocabulary-wide softmax are pa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from transformers import PreTrainedModel
 
 from train.data.packing import Row
 from train.methods.head_gradient import HeadGradient, chunk_rows
+
+Loss = Callable[[torch.Tensor, dict[str, Any]], tuple[torch.Tensor, list[torch.Tensor]]]
 
 # What some architectures do to logits or hidden states around the head; they go through their own forward.
 _HEAD_EXTRAS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -36,6 +39,24 @@ class PackedObjective(nn.Module):
         self._fused = plain and not any(getattr(config, name, None) for name in _HEAD_EXTRAS)
         if self._fused:
             output.__class__ = head
+        self._sums: list[torch.Tensor] = []
+        self._peaks: list[torch.Tensor] = []
+
+    def report(self, sums: Sequence[torch.Tensor], scale: float, peaks: Sequence[torch.Tensor] = ()) -> None:
+        """Scalars of one micro-batch: `sums` and `peaks` in the order of Method.metric_names and peak_names."""
+        self._sums.append(torch.stack(list(sums)) * scale)
+        if peaks:
+            self._peaks.append(torch.stack(list(peaks)))
+
+    def take_metrics(self) -> list[float]:
+        """What was reported since the last call, added up; [] if nothing was."""
+        seen, self._sums = self._sums, []
+        return torch.stack(seen).sum(0).tolist() if seen else []
+
+    def take_peaks(self) -> list[float]:
+        """The largest of what was reported since the last call; [] if nothing was."""
+        seen, self._peaks = self._peaks, []
+        return torch.stack(seen).amax(0).tolist() if seen else []
 
     def head(self, batch: dict[str, Any], *arguments: Any) -> torch.Tensor:
         """What the head's class makes of the hidden states (n, width) of the n learnt positions, the labels and
@@ -53,6 +74,28 @@ class PackedObjective(nn.Module):
         if self._fused:
             return self.head(batch)
         return -functional.cross_entropy(self.logits(batch), batch["labels"], reduction="none")
+
+
+class LogProbObjective(PackedObjective):
+    """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
+    `Method.loss` does."""
+
+    def __init__(self, model: PreTrainedModel, loss: Loss, needs_reference: bool):
+        super().__init__(model, LogProbHead)
+        self._loss, self._needs_reference = loss, needs_reference
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The row's loss times batch["scale"]; a float32 scalar. For a batch without the reference that the loss needs,
+        the log-probability of what is learnt of each sequence, (sequences,) float32."""
+        # Not index_add, whose order of addition differs from run to run on a GPU.
+        parts = self.log_probs(batch).split(list(batch["sequence_sizes"]))
+        log_probs = torch.stack([part.sum() for part in parts])
+        if self._needs_reference and batch["reference"] is None:
+            return log_probs
+        loss, values = self._loss(log_probs, batch)
+        with torch.no_grad():
+            self.report([each.sum() for each in values], batch["scale"])
+        return loss * batch["scale"]
 
 
 class LogProbHead(nn.Linear):

@@ -50,8 +50,6 @@ class ReinforcementObjective(PackedObjective):
     def __init__(self, model: PreTrainedModel, by_engine: bool = False):
         super().__init__(model, Float32LogProbHead)
         self._by_engine = by_engine
-        self._seen: list[torch.Tensor] = []
-        self._farthest: list[torch.Tensor] = []
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Minus the sum of the surrogate over the row's learnt tokens, times batch["scale"]; float32 scalar."""
@@ -61,20 +59,8 @@ class ReinforcementObjective(PackedObjective):
         with torch.no_grad():
             # The unbiased estimate of KL(sampler, trainer) that is never negative (Schulman, 2020).
             told = [(moved.exp() - 1 - moved).sum(), moved.abs().sum(), cut.float().sum()]
-            self._seen.append(torch.stack(told) * batch["scale"])
-            self._farthest.append(moved.abs().max())
+            self.report(told, batch["scale"], [moved.abs().max()])
         return -surrogate.sum() * batch["scale"]
-
-    def take_metrics(self) -> list[float]:
-        """Means over the tokens of the step, as far as this rank has seen them; in the order of
-        Reinforcement.metric_names."""
-        seen, self._seen = self._seen, []
-        return torch.stack(seen).sum(0).tolist() if seen else [0.0] * 3
-
-    def take_peaks(self) -> list[float]:
-        """As `take_metrics`, in the order of Reinforcement.peak_names."""
-        farthest, self._farthest = self._farthest, []
-        return [float(torch.stack(farthest).max())] if farthest else [0.0]
 
 
 def _clipped(moved: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

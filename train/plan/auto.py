@@ -12,7 +12,7 @@ from typing import Any
 
 from runtime.devices.kinds import HOST, kind_of
 from train.plan import recipe
-from train.plan.best_fit import best_fit
+from train.plan.best_fit import best_fit, in_order
 from train.plan.errors import InvalidHyperparameter
 from train.plan.learning_rate import SCHEDULES
 from train.plan.spikes import CHOICES
@@ -30,7 +30,7 @@ SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 @dataclass(frozen=True)
 class DatasetStats:
     """Figures of the training file; tokens may be estimates (data_check). lengths: in tokens, of some examples that
-    stand for all; without them rows count as full."""
+    stand for all, in the order of the file; without them rows count as full."""
 
     n_examples: int
     n_tokens: int
@@ -68,8 +68,12 @@ def _sequences(dataset: DatasetStats, fields: Mapping[str, Any]) -> float:
     if not dataset.lengths:
         return min(float(dataset.n_examples), dataset.n_tokens / fields["max_length"])
     most = fields["max_length"]
-    decreasing = enumerate(sorted((min(length, most) for length in dataset.lengths), reverse=True))
-    return len(best_fit(decreasing, most)) * (dataset.n_examples / len(dataset.lengths))
+    lengths = [min(length, most) for length in dataset.lengths]
+    if fields["data_order"] == "given":
+        packs = in_order(lengths, most)
+    else:
+        packs = best_fit(enumerate(sorted(lengths, reverse=True)), most)
+    return len(packs) * (dataset.n_examples / len(lengths))
 
 
 def resolve(
@@ -96,6 +100,7 @@ def resolve(
     )
 
     fields["packing"] = given.flag("packing", auto=True)
+    fields["data_order"] = given.choice("data_order", ("shuffled", "given"), auto="shuffled")
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
     devices = max_devices // fields["tensor_parallel"]
     length, batch = _rows(given, dataset, model, fields, devices)

@@ -1,12 +1,12 @@
-"""Which examples share a row: best fit decreasing. Pure; the plan of a job counts with it and the run packs with it, so
-that both have the same number of steps.
+"""Which examples share a row: best fit decreasing, or neighbours. Pure; the plan of a job counts with it and the run
+packs with it, so that both have the same number of steps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[int]]:
@@ -33,4 +33,18 @@ def best_fit(decreasing: Iterable[tuple[int, int]], capacity: int) -> list[list[
         if not with_space[space - length]:
             insort(spaces, space - length)
         with_space[space - length].append(pack)
+    return packs
+
+
+def in_order(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """As `best_fit`, of neighbours: each group has what follows the one before it, as much as fits. Where the order of
+    the data means something, best fit would put a short example of the beginning beside a long one of the end."""
+    packs: list[list[int]] = []
+    left = 0
+    for index, length in enumerate(lengths):
+        if length > left or not packs:
+            packs.append([])
+            left = capacity
+        packs[-1].append(index)
+        left -= length
     return packs

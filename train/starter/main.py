@@ -257,9 +257,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: whatever is fastest; 1 with --steps)")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the calling thread ends")
-    parser.add_argument(
-        "--device", choices=sorted({kind.torch_type for kind in kinds.KINDS.values()}), help="default: what there is"
-    )
+    # A box's GPUs belong to engines and ranks, which have all of their memory, or are out of use for a reason.
+    kinds_of_device = sorted({kind.torch_type for kind in kinds.KINDS.values()})
+    parser.add_argument("--device", choices=kinds_of_device, default=HOST_MEMORY, help="default: %(default)s")
     vocabulary = "text or chat JSONL whose words the tokenizer should know; not trained on"
     parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE", help=vocabulary)
     args = parser.parse_args(argv)
@@ -275,7 +275,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.die_with_parent:
         die_with_parent()
         dies_as(DiesAs.TRIAL)  # below a box, whose jobs and engines outlast it
-    device = args.device or kinds.available().torch_type
     torch.manual_seed(args.seed)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -284,14 +283,14 @@ def main(argv: list[str] | None = None) -> int:
     made = (render(document) for document in itertools.islice(documents(args.seed), TOKENIZER_DOCUMENTS))
     given = itertools.chain.from_iterable(map(vocabulary_texts, args.vocabulary_text))
     tokenizer = train_tokenizer(itertools.chain(made, given), vocab_size=shape.vocab_size)
-    kind = kinds.of_torch(torch.device(device))
+    kind = kinds.of_torch(torch.device(args.device))
     dtype = torch.bfloat16 if kind.computes_bf16() else torch.float32
-    net = StarterNet(shape, compute_dtype=dtype).to(device)
+    net = StarterNet(shape, compute_dtype=dtype).to(args.device)
     if kind.on_host:
         threads = args.threads or (1 if args.steps is not None else choose_threads(net, tokenizer))
         torch.set_num_threads(threads)
         report("progress", stage="threads", fraction=0.05, threads=threads)
-    result = pretrain(tokenizer, net, seed=args.seed, minutes=args.minutes, steps=args.steps, device=device)
+    result = pretrain(tokenizer, net, seed=args.seed, minutes=args.minutes, steps=args.steps, device=args.device)
     report("progress", stage="save", fraction=0.95)
     parameters = sum(p.numel() for p in net.parameters())
     save(args.out, tokenizer, net, model_card(result, parameters=parameters, seed=args.seed, shape=shape))

@@ -113,7 +113,7 @@ class Manifest:
                 )
             files = {name: Content(**content) for name, content in fields.pop("files").items()}
             return cls(**{**fields, "imports": tuple(fields["imports"]), "files": files})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise Unusable(f"the manifest cannot be read: {error!r}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -117,12 +116,12 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> Iterato
 
 
 def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any] | None) -> None:
-    text = json.dumps(event, ensure_ascii=False) if session.as_json else formats.printable(event_line(event, job))
+    text = output.json_text(event) if session.as_json else formats.printable(event_line(event, job))
     print(text, flush=True)
 
 
 def _seconds_left(job: dict[str, Any]) -> float | None:
-    """None when it is not known, or less than a second away."""
+    """Seconds to the estimated finish; None if unknown, or less than one."""
     finish = job.get("estimated_finish")
     if finish is None or job["status"] in FINISHED:
         return None

@@ -9,18 +9,14 @@ from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, HandoverStepRow
+from appliance.store.rows import HandoverRow, HandoverStepRow, columns
 
 
 def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str, Any]:
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
     steps = [step(found, limits) for found in handovers.steps(db, row.id)]
     return {
-        "id": row.id,
-        "reason": row.reason,
-        "state": row.state,
-        "started_s": row.started_s,
-        "ended_s": row.ended_s,
+        **columns(row, "id reason state started_s ended_s"),
         "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
         "bytes": sum(s["bytes"] or 0 for s in steps),
         "asked_by": row.detail.get("asked_by"),
@@ -39,11 +35,7 @@ def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
     rate = count / moved_s if count and moved_s else None
     limit, name = _limit(limits, workers)
     return {
-        "verb": row.verb,
-        "target": row.target,
-        "state": row.state,
-        "started_s": row.started_s,
-        "ended_s": row.ended_s,
+        **columns(row, "verb target state started_s ended_s"),
         "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
         "bytes": count,
         "moved_s": moved_s,

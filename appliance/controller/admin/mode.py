@@ -25,13 +25,13 @@ from appliance.controller.devices.mode import (
 )
 from appliance.controller.http import idempotency
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.ports import Mode
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import handovers, windows
-from appliance.store.rows import WindowRow
+from appliance.store.rows import WindowRow, columns
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import PolicyKind
 from scheduler.loop.mode_schedule import InForce, Window, preview
@@ -143,17 +143,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
         _check(context, body)
         now_s = time.time()
-        row = WindowRow(
-            new_id("win_", 8),
-            body.cron,
-            body.tz,
-            body.policy,
-            now_s,
-            body.until,
-            body.for_s,
-            body.train_devices,
-            body.serving_floor,
-        )
+        row = WindowRow(id=new_id("win_", 8), created_s=now_s, **body.model_dump())
         try:
             window = window_of(row, floor())
         except InvalidSchedule as error:
@@ -163,19 +153,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             if len(windows.list_all(db)) >= MAX_WINDOWS:
                 raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
             windows.insert(db, row)
-            record(
-                context,
-                caller,
-                "mode.schedule.add",
-                row.id,
-                cron=row.cron,
-                tz=row.tz,
-                until=row.until,
-                for_s=row.for_s,
-                policy=row.policy,
-                train_devices=row.train_devices,
-                serving_floor=row.serving_floor,
-            )
+            asked = columns(row, "cron tz until for_s policy train_devices serving_floor")
+            record(context, caller, "mode.schedule.add", row.id, **asked)
             return row
 
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
@@ -254,10 +233,8 @@ def _window_row(row: WindowRow, window: Window) -> dict[str, Any]:
 def _check(context: ControllerContext, body: ModeSet) -> None:
     device_count = len(context.scheduler.status()["devices"])
     if body.serving_floor is not None and body.serving_floor > device_count:
-        raise BadRequest(
-            f"serving_floor is {body.serving_floor}, the box has {device_count} devices.",
-            param="serving_floor",
-            code="invalid_value",
+        raise InvalidValue(
+            f"serving_floor is {body.serving_floor}, the box has {device_count} devices.", "serving_floor"
         )
     if body.policy == "split":
         if body.train_devices is None:
@@ -267,14 +244,8 @@ def _check(context: ControllerContext, body: ModeSet) -> None:
                 code="missing_required_parameter",
             )
         if body.train_devices > device_count:
-            raise BadRequest(
-                f"train_devices is {body.train_devices}, the box has {device_count} devices.",
-                param="train_devices",
-                code="invalid_value",
+            raise InvalidValue(
+                f"train_devices is {body.train_devices}, the box has {device_count} devices.", "train_devices"
             )
     elif body.train_devices is not None:
-        raise BadRequest(
-            f"train_devices belongs to the mode 'split', not to '{body.policy}'.",
-            param="train_devices",
-            code="invalid_value",
-        )
+        raise InvalidValue(f"train_devices belongs to the mode 'split', not to '{body.policy}'.", "train_devices")

@@ -14,14 +14,14 @@ from appliance.controller.devices import node_sizes
 from appliance.controller.http.reading import Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_phase
-from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import devices, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
 from appliance.controller.jobs.wanted import known_job
 from appliance.store.objects import jobs
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobRow, columns
 
 # Slurm's reason codes (https://slurm.schedmd.com/job_reason_codes.html), each with a sentence of the box's own.
 VALIDATING = ("Dependency", "Its training file is being checked.")
@@ -115,7 +115,7 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
         raise BadRequest("The request changes nothing: give at least one field.", code="missing_required_parameter")
     for name in ("priority", "preemptible"):
         if name in given and getattr(body, name) is None:
-            raise BadRequest(f"{name} cannot be null.", param=name, code="invalid_value")
+            raise InvalidValue(f"{name} cannot be null.", name)
     changes = {
         name: getattr(body, name) for name in ("priority", "deadline_s", "min_devices", "max_devices") if name in given
     }
@@ -144,10 +144,7 @@ def _entry(row: JobRow, position: int, planned: dict[str, Any] | None, paused: s
         "owner": row.owner or None,
         "priority": row.priority,
         "phase": job_phase(row),
-        "devices": row.devices,
-        "min_devices": row.min_devices,
-        "max_devices": row.max_devices,
-        "allowed_sizes": row.allowed_sizes,
+        **columns(row, "devices min_devices max_devices allowed_sizes"),
         "preemptible": bool(row.preemptible),
         "deadline_s": row.deadline_s,
         "held": bool(row.held),

@@ -10,7 +10,7 @@ from pydantic import StringConstraints
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import InvalidValue
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.wanted import known_job
@@ -32,7 +32,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """The box's exporter of experiment trackers says so (`appliance.tracking`)."""
         row, told = known_job(context, job_id, caller), body.model_dump(exclude_none=True)
         if (body.address is None) == (body.refused is None):
-            raise BadRequest("Give either 'address' or 'refused'.", param="address", code="invalid_value")
+            raise InvalidValue("Give either 'address' or 'refused'.", "address")
         with context.db.transaction():
             if body.refused is None:
                 add_message(context.db, row.id, f"{body.tracker} has a run of this job: {body.address}", data=told)

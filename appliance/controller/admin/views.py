@@ -13,7 +13,7 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import deployments, model_settings
-from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
+from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow, columns
 from scheduler.core.idle import IdleSettings
 
 
@@ -22,59 +22,26 @@ def job(row: JobRow) -> dict[str, Any]:
         "id": row.id,
         "status": job_status(row),
         "phase": job_phase(row),
-        "reason": row.reason,
-        "model": row.model,
+        **columns(row, "reason model"),
         "fine_tuned_model": row.output_model if row.phase == "succeeded" else None,
         "output_model": row.output_model,
         "publish_as": row.output_model if row.stable_name else None,
         "activate": bool(row.activate),
-        "devices": row.devices,
-        "min_devices": row.min_devices,
-        "max_devices": row.max_devices,
-        "allowed_sizes": row.allowed_sizes,
-        "priority": row.priority,
+        **columns(row, "devices min_devices max_devices allowed_sizes priority"),
         "owner": row.owner or None,
         "deadline_s": row.deadline_s,
         "preemptible": bool(row.preemptible),
         "held": bool(row.held),
-        "step": row.step,
-        "total_steps": row.total_steps,
-        "loss": row.loss,
-        "valid_loss": row.valid_loss,
+        **columns(row, "step total_steps loss valid_loss"),
         "general": forgetting.in_short(row.general),
-        "tokens_per_s": row.tokens_per_s,
-        "eta_s": row.eta_s,
-        "snapshot": row.snapshot,
-        "error": row.error,
-        "hyperparameters": row.hyperparameters,
-        "resolved": row.resolved,
-        "training_file": row.training_file,
-        "validation_file": row.validation_file,
-        "seed": row.seed,
-        "metadata": row.metadata,
-        "created_s": row.created_s,
-        "started_s": row.started_s,
-        "finished_s": row.finished_s,
+        **columns(row, "tokens_per_s eta_s snapshot error hyperparameters resolved training_file validation_file"),
+        **columns(row, "seed metadata created_s started_s finished_s"),
     }
 
 
 def key(row: KeyRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "name": row.name,
-        "scopes": row.scopes,
-        "owner": row.owner,
-        "prefix": row.prefix,
-        "created_s": row.created_s,
-        "revoked_s": row.revoked_s,
-        "models": row.models,
-        "requests_per_minute": row.requests_per_minute,
-        "tokens_per_minute": row.tokens_per_minute,
-        "tokens_per_day": row.tokens_per_day,
-        "tokens_per_month": row.tokens_per_month,
-        "bounds": row.bounds,
-        **{name: getattr(row, name) for name in claims.LIMITS},
-    }
+    limits = "models requests_per_minute tokens_per_minute tokens_per_day tokens_per_month bounds"
+    return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} {' '.join(claims.LIMITS)}")
 
 
 def model(
@@ -88,20 +55,11 @@ def model(
     set_up = model_settings.current(db, row.id)
     return {
         "name": row.id,
-        "kind": row.kind,
-        "arch": row.arch,
-        "task": row.task,
-        "params": row.params,
-        "bytes": row.bytes,
-        "base": row.base,
-        "active_version": row.active_version,
+        **columns(row, "kind arch task params bytes base active_version"),
         "aliases": aliases(db, row),
         "max_model_len": size.max_model_len,
         "context_note": size.problem or size.shortened,
-        "source": row.source,
-        "job_id": row.job_id,
-        "created_s": row.created_s,
-        "info": row.info,
+        **columns(row, "source job_id created_s info"),
         "owner": row.owner or None,
         "shared_with": models.shared_with(db, row.id),
         "adapter": _adapter(db, row),
@@ -112,10 +70,7 @@ def model(
         "settings_number": set_up.number if set_up else 0,
         "versions": [
             {
-                "version": v.version,
-                "created_s": v.created_s,
-                "bytes": v.bytes,
-                "source": v.source,
+                **columns(v, "version created_s bytes source"),
                 "kind": "adapter" if v.meta.get("adapter") else "version",
                 "teacher": v.meta.get("teacher"),
                 "pinned": bool(v.pinned),
@@ -131,12 +86,7 @@ def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
     """`failed_reason`: why its engines fail now, None if they do not."""
     failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
-        "model": row.model,
-        "min_replicas": row.min_replicas,
-        "max_replicas": row.max_replicas,
-        "tensor_parallel": row.tensor_parallel,
-        "ttft_p95_s": row.ttft_p95_s,
-        "tpot_p95_ms": row.tpot_p95_ms,
+        **columns(row, "model min_replicas max_replicas tensor_parallel ttft_p95_s tpot_p95_ms"),
         **IdleSettings.model_construct(**row.idle).model_dump(),
         "pinned": bool(row.pinned),
         "failed_reason": failed,
@@ -157,14 +107,4 @@ def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
 
 def audit(row: AuditRow, by: str) -> dict[str, Any]:
     """`by`: the key's name, "box" for actions that needed none."""
-    return {
-        "id": row.id,
-        "by": by,
-        "key_id": row.key_id,
-        "action": row.action,
-        "target": row.target,
-        "outcome": row.outcome,
-        "detail": row.detail,
-        "request_id": row.request_id,
-        "created_s": row.created_s,
-    }
+    return {"id": row.id, "by": by, **columns(row, "key_id action target outcome detail request_id created_s")}

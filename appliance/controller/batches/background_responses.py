@@ -22,9 +22,9 @@ import orjson
 
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
-from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.followers import TOO_MANY, Followers, Held, followed_bytes
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -45,7 +45,7 @@ URL = "/v1/responses"
 ASKER = "background responses"
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
-_REVOKED_WITHIN_S = 10.0
+_REVOKED_WITHIN_S = WRITTEN_WITHIN_S = 10.0
 KEY_REVOKED = "The API key of this response was revoked."
 
 
@@ -73,6 +73,7 @@ class BackgroundResponses:
         self._waiting: dict[str, str] = {}  # id -> model, in order of arrival
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._sent: dict[str, tuple[str, Sent]] = {}  # id -> (key id, line) of responses at an engine
+        self._answered: set[str] = set()  # ids of those that are paid for and wait to be written
         self._claims: dict[str, _Claim] = {}  # of responses that wait or are at an engine
         self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
@@ -89,9 +90,18 @@ class BackgroundResponses:
         self._task = self._context.background.keep("background responses", self._run)
 
     async def stop(self) -> None:
-        tasks = [task for _, task in self._flying.values()] + ([self._task] if self._task else [])
-        for task in tasks:
+        """What engines have answered is written first: asked again it would be paid for again."""
+        if self._task is not None:
+            self._task.cancel()
+        written = [task for one, (_, task) in self._flying.items() if one in self._answered]
+        asked = [task for one, (_, task) in self._flying.items() if one not in self._answered]
+        for task in asked:
             task.cancel()
+        if written:
+            await asyncio.wait(written, timeout=WRITTEN_WITHIN_S)
+        for task in written:
+            task.cancel()
+        tasks = [*asked, *written, *([self._task] if self._task else [])]
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._ending.stop()
 
@@ -119,8 +129,8 @@ class BackgroundResponses:
         """Cancel it; returns the row afterwards. One that has ended, also since the row was read, stays unchanged."""
         standing = responses.standing(self._db, row.id)
         if standing is not None and standing[0] in UNFINISHED_RESPONSE:
-            self.forget(row.id)
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
+            self.forget(row.id)
         return responses.find(self._db, row.id) or row
 
     def revoke(self, key_id: str) -> list[str]:
@@ -198,9 +208,9 @@ class BackgroundResponses:
             if not responses.exists(self._db, response_id):
                 self.forget(response_id)
             elif self._claims[response_id].expires_s < now_s:
-                self.forget(response_id)
                 if (row := responses.find(self._db, response_id)) is not None:
                     self._fail(row, "server_error", "No engine had room for this response within 24 hours.")
+                self.forget(response_id)
 
     # --- sending
 
@@ -249,11 +259,11 @@ class BackgroundResponses:
         key = keys.find(self._db, claim.key_id) if claim.key_id else None
         refusal = self._metering.refusal(key, model, claim.expires_s)
         if refusal is not None:
-            self.forget(response_id)
             row = responses.find(self._db, response_id)
             if row is not None:
                 code = "rate_limit_exceeded" if refusal.status == 429 else "invalid_prompt"
                 self._fail(row, code, str(refusal.body["error"]["message"]))
+            self.forget(response_id)  # last: what a full disk does not take is tried again
             return False
         if self._metering.waits_for(key, claim.tokens):
             held.add(claim.key_id)
@@ -296,7 +306,11 @@ class BackgroundResponses:
                 self._charge(row, model, answer, sent)
             except sqlite3.Error as error:
                 log.warning("what a response in background has cost is written later: %s", error)
-            await self._ends(response_id, partial(self._take, row, answer))
+            self._answered.add(response_id)
+            try:
+                await self._ends(response_id, partial(self._take, row, answer))
+            finally:
+                self._answered.discard(response_id)
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:

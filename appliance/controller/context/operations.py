@@ -18,7 +18,7 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import Progress, Report
 from appliance.store.ids import new_id
 from appliance.store.records import operations
-from appliance.store.rows import OperationRow
+from appliance.store.rows import OperationRow, columns
 from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
@@ -137,14 +137,4 @@ class _Progress:
 
 
 def view(row: OperationRow) -> dict[str, Any]:
-    return {
-        "id": row.id,
-        "kind": row.kind,
-        "target": row.target,
-        "state": row.state,
-        "progress": row.progress,
-        "error": row.error,
-        "result": row.result,
-        "created_s": row.created_s,
-        "ended_s": row.ended_s,
-    }
+    return columns(row, "id kind target state progress error result created_s ended_s")

@@ -21,7 +21,7 @@ from appliance.controller.evals.requests import (
 )
 from appliance.controller.files import storage
 from appliance.controller.grading.given import check_asked
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
@@ -64,7 +64,7 @@ def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[s
         check_source(data_source)
     except InvalidGrader as error:
         where = f"{param}.{error.param}".rstrip(".")
-        raise BadRequest(f"Invalid '{where}': {error.message}.", param=where, code="invalid_value") from None
+        raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     return data_source
 
 
@@ -98,10 +98,6 @@ def check_given(
         try:
             check_sampled(given)
         except InvalidGrader as error:
-            raise BadRequest(
-                f"Invalid '{param}.{error.param}': {error.message}.",
-                param=f"{param}.{error.param}",
-                code="invalid_value",
-            ) from None
+            raise InvalidValue(f"Invalid '{param}.{error.param}': {error.message}.", f"{param}.{error.param}") from None
         if not known:
             check_asked(fields_of(given), f"{param}.sampling_params")

@@ -17,7 +17,7 @@ from appliance.controller.files import multipart, storage
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
+from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, files
@@ -162,19 +162,16 @@ def _keep_s(fields: dict[str, str]) -> float | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise BadRequest(
-            f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.",
-            param="expires_after.anchor",
-            code="invalid_value",
+        raise InvalidValue(
+            f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.", "expires_after.anchor"
         )
     # What is checked is what is returned: of a number of 400 digits the first 20 once passed, and the file never ended.
     short = seconds is not None and len(seconds) <= _SECONDS_DIGITS and seconds.isascii() and seconds.isdigit()
     kept_s = int(seconds) if seconds is not None and short else -1
     if kept_s not in storage.EXPIRY_S:
-        raise BadRequest(
+        raise InvalidValue(
             f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from "
             f"{storage.EXPIRY_S.start} to {storage.EXPIRY_S.stop - 1}.",
-            param="expires_after.seconds",
-            code="invalid_value",
+            "expires_after.seconds",
         )
     return float(kept_s)

@@ -19,7 +19,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from appliance.controller.access.disk import insufficient_storage
-from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, shown
+from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, InvalidValue, shown
 
 INCOMING_PREFIX = ".incoming-"
 MAX_FILENAME_BYTES = 255
@@ -224,11 +224,7 @@ class _Form:
         if not self._is_file:
             self._value += piece
             if len(self._value) > _FIELD_BYTES:
-                raise BadRequest(
-                    f"The form field {shown(self._name)} is over {_FIELD_BYTES} bytes.",
-                    param=self._name,
-                    code="invalid_value",
-                )
+                raise InvalidValue(f"The form field {shown(self._name)} is over {_FIELD_BYTES} bytes.", self._name)
             return
         self._size += len(piece)
         if self._size > self._limit_bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart
-from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import files
 from appliance.store.rows import FileRow
@@ -93,10 +93,9 @@ def checked_purpose(purpose: str | None) -> str:
     if purpose is None:
         raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")
     if purpose not in UPLOAD_PURPOSES:
-        raise BadRequest(
+        raise InvalidValue(
             f"Invalid value for 'purpose': {shown(purpose)} was given, expected one of {', '.join(UPLOAD_PURPOSES)}.",
-            param="purpose",
-            code="invalid_value",
+            "purpose",
         )
     return purpose
 

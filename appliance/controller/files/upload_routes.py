@@ -31,7 +31,7 @@ from appliance.controller.files import storage as files
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.store.chunks import CHUNK_ROWS, little_by_little
 from appliance.store.ids import new_id
@@ -298,10 +298,8 @@ def _check_parts(row: UploadRow, number: int) -> None:
 def _check_chosen(row: UploadRow, body: UploadComplete, known: dict[str, int]) -> None:
     """known: bytes of the parts that are there. Raises BadRequest."""
     if body.md5 is not None and not _MD5.match(body.md5):
-        raise BadRequest(
-            f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.",
-            param="md5",
-            code="invalid_value",
+        raise InvalidValue(
+            f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.", "md5"
         )
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:

@@ -1,4 +1,4 @@
-"""The terms of a gate: what a request says of it, checked, with the data of every suite as it was then."""
+"""Checks the terms of a gate in a request, and fixes the data of every suite as it is then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs.gate_request import RULES, GateCanary, GateRequest, GateSuite
 from appliance.store.ids import new_id
@@ -21,12 +21,12 @@ from appliance.store.rows import EvalRow, GateRow, JobRow
 
 _SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
 MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
-"""What a gate's evaluations have together at most: as much as one may have."""
+"""The largest size of a gate's evaluations together: as much as one evaluation may have."""
 MAX_TERMS_BYTES = 512 << 10
-"""Two suites whose data sources are as long as those of runs may be, and sixteen of the usual length."""
+"""The largest size of all data sources: two of the longest that a run may have, or sixteen of the usual length."""
 MAX_SAMPLING_BYTES = 48 << 10
-"""What the different sampling parameters of its suites have together at most: an engine's tools and forms, of which 32
-KiB take 0.1 s."""
+"""The largest size of the suites' different sampling parameters together. They hold an engine's tools and forms, of
+which 32 KiB take 0.1 s to check."""
 _ASKED_LATER = "the version that is judged"
 
 
@@ -50,10 +50,8 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
     if not caller.may(INFERENCE):  # the box asks models for it
         raise Forbidden(INFERENCE)
     if given.canary is not None and given.then != "canary":
-        raise BadRequest(
-            f"'{param}.canary' has the terms of a canary, and '{param}.then' is '{given.then}'.",
-            param=f"{param}.canary",
-            code="invalid_value",
+        raise InvalidValue(
+            f"'{param}.canary' has the terms of a canary, and '{param}.then' is '{given.then}'.", f"{param}.canary"
         )
     _check_evals(context, given, param)
     looked = _Looked()
@@ -68,25 +66,25 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
 
 
 def _check_evals(context: ControllerContext, given: GateRequest, param: str) -> None:
-    """Before any of them is read, on the controller's loop. Raises BadRequest."""
+    """Checks the sizes before anything is read, on the controller's loop. Raises BadRequest."""
     if (size := sum(evals.bytes_of(context.db, one.eval_id) for one in given.suites)) > MAX_EVALS_BYTES:
         raise _too_long(f"has evals of {size} bytes; at most {MAX_EVALS_BYTES} are taken", f"{param}.suites")
 
 
 def _too_long(why: str, param: str) -> BadRequest:
-    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")
+    return InvalidValue(f"'{param}' {why}.", param)
 
 
 @dataclass(slots=True)
 class _Looked:
-    """What suites of one gate say that was looked at, on the controller's loop: each once. models: that graders ask.
-    sampling: parameters, as JSON."""
+    """What was already checked for one gate on the controller's loop, so that each is checked once. models: those that
+    graders ask. sampling: parameters, as JSON."""
 
     models: set[str] = field(default_factory=set)
     sampling: set[bytes] = field(default_factory=set)
 
     def knows(self, sampling: Any, param: str) -> bool:
-        """Whether these parameters were looked at before; if not, they are from now on. Raises BadRequest."""
+        """Whether these parameters were checked before; remembers them. Raises BadRequest."""
         text = orjson.dumps(sampling)
         if text in self.sampling:
             return True
@@ -110,10 +108,9 @@ def _suite(
     looked.models |= check_judges(context, of, caller, looked.models)
     names = [criterion["name"] for criterion in of.criteria]
     if suite.criterion is not None and suite.criterion not in names:
-        raise BadRequest(
+        raise InvalidValue(
             f"{shown(suite.criterion)} is not a grader of {of.id}; it has {', '.join(map(shown, names))}.",
-            param=f"{param}.criterion",
-            code="invalid_value",
+            f"{param}.criterion",
         )
     source = suite.data_source if suite.data_source is not None else _last_source(context, of, caller, param)
     parsed = _parsed(source, f"{param}.data_source")
@@ -121,10 +118,9 @@ def _suite(
     check_given(context, parsed, caller, f"{param}.data_source", known=known)
     kept = checked_source(parsed, f"{param}.data_source")
     if kept["source"]["type"] != "file_id":
-        raise BadRequest(
+        raise InvalidValue(
             "The items of a gate are kept for later: give them as a file, {'type': 'file_id', 'id': ...}.",
-            param=f"{param}.data_source.source.type",
-            code="invalid_value",
+            f"{param}.data_source.source.type",
         )
     del kept["model"]
     return {
@@ -138,17 +134,15 @@ def _suite(
 
 def _parsed(source: dict[str, Any], param: str) -> Sampled:
     if "model" in source:
-        raise BadRequest(
-            f"'{param}' names a model; a gate asks the new version, and the one before.",
-            param=f"{param}.model",
-            code="invalid_value",
+        raise InvalidValue(
+            f"'{param}' names a model; a gate asks the new version, and the one before.", f"{param}.model"
         )
     try:
         return _SOURCE.validate_python({**source, "model": _ASKED_LATER})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join([param, *map(str, first["loc"])])
-        raise BadRequest(f"Invalid '{where}': {first['msg']}.", param=where, code="invalid_value") from None
+        raise InvalidValue(f"Invalid '{where}': {first['msg']}.", where) from None
 
 
 def _last_source(context: ControllerContext, of: EvalRow, caller: Principal, param: str) -> dict[str, Any]:

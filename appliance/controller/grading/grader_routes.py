@@ -18,7 +18,7 @@ from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.presence import while_present
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest
+from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
 from train.data.formats import is_deeper
 from train.graders.graders import Grader, judges
@@ -54,7 +54,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
     async def run(body: Run, request: Request, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
         if is_deeper(body.item, MAX_DEPTH):
-            raise BadRequest(f"'item' is nested deeper than {MAX_DEPTH} levels.", param="item", code="invalid_value")
+            raise InvalidValue(f"'item' is nested deeper than {MAX_DEPTH} levels.", "item")
         if running[caller.owner] >= MAX_RUNS_OF_AN_OWNER:
             raise ApiError(
                 429,

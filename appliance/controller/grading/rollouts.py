@@ -18,7 +18,10 @@ from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 ANSWER_WITHIN_S = 300.0
-"""For a judge: meanwhile the job's devices stand still."""
+"""How long a judge may take; the job's devices stand still meanwhile."""
+MOST_REWARD = 1e9
+"""The largest reward: ranks learn in float32, where the squares of gradients from larger ones overflow and the loss is
+no number any more."""
 
 
 class RolloutGrading:
@@ -27,8 +30,9 @@ class RolloutGrading:
 
     async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"rewards", "errors"} of the question's "samples", {"text", "item"}, in their order. One that the box could
-        not grade has None; one that the grader failed at has 0. An answer that is not JSON where JSON is read is no
-        error, but what the model has to learn. {"failed"}, in words, where the job cannot go on."""
+        not grade, or whose reward is beyond MOST_REWARD, has None; one that the grader failed at has 0. An answer that
+        is not JSON where JSON is read is no error, but what the model has to learn. {"failed"}, in words, where the
+        job cannot go on."""
         samples = question["samples"]
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
@@ -44,18 +48,24 @@ class RolloutGrading:
             return {"rewards": [None] * len(samples), "errors": [str(error)] * len(samples)}
         return {
             "rewards": [_reward(graded) for graded, _ in told],
-            "errors": ["; ".join(graded.messages) if _is_fault(graded.errors) else "" for graded, _ in told],
+            "errors": [_error(graded) for graded, _ in told],
         }
 
 
 def _reward(graded: Graded) -> float | None:
     errors = graded.errors
     ours = errors.model_grader_server_error or errors.python_grader_server_error or errors.other_error
-    return None if ours else graded.reward
+    return None if ours or abs(graded.reward) > MOST_REWARD else graded.reward
+
+
+def _error(graded: Graded) -> str:
+    if abs(graded.reward) > MOST_REWARD:
+        return f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
+    return "; ".join(graded.messages) if _is_fault(graded.errors) else ""
 
 
 def _is_fault(errors: GradingErrors) -> bool:
-    """Whether it is a fault of the grader or of the box, not of the answer."""
+    """Whether the grader or the box is at fault, and not the answer."""
     return bool(errors) and errors != GradingErrors(
         sample_parse_error=True, truncated_observation_error=errors.truncated_observation_error
     )

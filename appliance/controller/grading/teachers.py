@@ -1,5 +1,5 @@
-"""Teachers of jobs that distil: models of the box that the job's owner may ask. Whether their tokens are the student's
-is seen while the job is validated, for that takes a second (jobs.validation)."""
+"""Checks the teacher of a job that distils: a model of the box that the job's owner may ask. Whether it has the
+student's tokens is checked when the job is validated, because that takes a second (jobs.validation)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from appliance.controller.access.model_access import check_may_ask, unknown_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.settings import tokenizer_of
 from serve.core import scoring
@@ -20,10 +20,8 @@ def teacher_of(
     """The name, checked. longest: tokens of a prompt with its answer. Raises Forbidden and NotFound for a model that
     the caller may not ask, BadRequest for one that cannot teach this student."""
     if not isinstance(name, str) or not name:
-        raise BadRequest(
-            f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).",
-            param=param,
-            code="invalid_value",
+        raise InvalidValue(
+            f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
         )
     check_may_ask(context.db, caller, name, chats=False)
     teacher = resolve(context.db, name)

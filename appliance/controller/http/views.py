@@ -15,6 +15,7 @@ from appliance.store.rows import (
     JobJudgeRow,
     JobRow,
     PermissionRow,
+    columns,
 )
 from train.methods.methods import DEFAULT, METHODS
 
@@ -48,10 +49,7 @@ def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
         "bytes": row.bytes,
         "created_at": int(row.created_s),
         "expires_at": None if row.expires_s is None else int(row.expires_s),
-        "filename": row.filename,
-        "purpose": row.purpose,
-        "status": row.status,
-        "status_details": row.status_details,
+        **columns(row, "filename purpose status status_details"),
         **_data_check(row),
     } | whose(row, caller)
 
@@ -133,9 +131,7 @@ def event_object(row: JobEventRow) -> dict[str, Any]:
         "id": row.id,
         "object": "fine_tuning.job.event",
         "created_at": int(row.created_s),
-        "level": row.level,
-        "message": row.message,
-        "type": row.type,
+        **columns(row, "level message type"),
         "data": row.data if row.data is not None else {},
     }
 

@@ -8,6 +8,7 @@ ControllerError
 
 ApiError (an HTTPException)
 ├── BadRequest        400
+│   └── InvalidValue  of one parameter
 ├── Unauthorized      401
 ├── Forbidden         403
 ├── NotFound          404
@@ -91,6 +92,11 @@ def error_object(message: str, kind: str, param: str | None, code: str | None) -
 class BadRequest(ApiError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(400, message, param=param, code=code)
+
+
+class InvalidValue(BadRequest):
+    def __init__(self, message: str, param: str | None):
+        super().__init__(message, param=param, code="invalid_value")
 
 
 class Unauthorized(ApiError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from appliance.controller.devices.node_sizes import NodeSizes
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import InvalidValue
 from appliance.store.rows import JobRow
 from train.plan import auto
 
@@ -38,16 +38,10 @@ def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[in
     """The request must leave at least one size. Raises BadRequest."""
     least, most = min_devices or 1, max_devices or max([min_devices or 1, *(asked_sizes or [])])
     if least > most:
-        raise BadRequest(
-            f"min_devices is {least} and max_devices {most}; expected min <= max.",
-            param="min_devices",
-            code="invalid_value",
-        )
+        raise InvalidValue(f"min_devices is {least} and max_devices {most}; expected min <= max.", "min_devices")
     if asked_sizes is not None and not any(least <= size <= most for size in asked_sizes):
-        raise BadRequest(
-            f"allowed_sizes is {asked_sizes}; expected at least one size from {least} to {most}.",
-            param="allowed_sizes",
-            code="invalid_value",
+        raise InvalidValue(
+            f"allowed_sizes is {asked_sizes}; expected at least one size from {least} to {most}.", "allowed_sizes"
         )
 
 
@@ -77,7 +71,7 @@ def check_sizes(row: Wished, resolved: dict[str, Any], nodes: NodeSizes) -> list
     by_batch, fitting = sizes(row, resolved, nodes.largest)
     param = "allowed_sizes" if row.asked_sizes else "min_devices"
     if not fitting:
-        raise BadRequest(no_size(resolved, by_batch), param=param, code="invalid_value")
+        raise InvalidValue(no_size(resolved, by_batch), param)
     nodes.refuse_more(
         param,
         fitting[0],

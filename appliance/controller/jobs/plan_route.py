@@ -15,7 +15,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
 from appliance.controller.jobs.fit import box_facts
@@ -60,7 +60,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/plan")
     async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
         if (body.serve is None) == (body.job is None):
-            raise BadRequest("Give either 'serve' or 'job'.", param="serve", code="invalid_value")
+            raise InvalidValue("Give either 'serve' or 'job'.", "serve")
         return _serve(context, body.serve) if body.serve else await _job(context, body.job, caller)  # type: ignore[arg-type]
 
 

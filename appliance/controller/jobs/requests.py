@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.jobs import devices
 from appliance.controller.jobs.gate_request import GateRequest
 from train.methods.method import Method
@@ -43,8 +43,8 @@ class MethodChoice(StrictBody):
 
 
 class Wandb(StrictBody):
-    """Same limits as W&B: names of 128 characters, without some in that of a project, tags of 64. What W&B refuses it
-    refuses again and again, and nothing would come of it."""
+    """W&B's own limits: names of 128 characters, a project's without certain ones, tags of 64. W&B refuses anything
+    else every time, and the job would have no run there."""
 
     project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
     entity: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -99,10 +99,8 @@ def check(request: JobCreate) -> None:
                 code="unknown_parameter",
             )
     if request.suffix is not None and not is_suffix(request.suffix):
-        raise BadRequest(
-            f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
-            param="suffix",
-            code="invalid_value",
+        raise InvalidValue(
+            f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.", "suffix"
         )
     devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
     check_metadata(request.metadata)
@@ -125,18 +123,13 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA_PAIRS:
-        raise BadRequest(
-            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.",
-            param="metadata",
-            code="invalid_value",
-        )
+        raise InvalidValue(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.", "metadata")
     for key, value in metadata.items():
         if not 1 <= len(key) <= 64 or len(value) > 512:
-            raise BadRequest(
+            raise InvalidValue(
                 f"metadata {shown(key, 70)}: keys have 1 to 64 characters and values at most 512; "
                 f"{len(key)} and {len(value)} were given.",
-                param=f"metadata.{key[:64]}",
-                code="invalid_value",
+                f"metadata.{key[:64]}",
             )
 
 
@@ -154,23 +147,21 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
         try:
             block = MethodBlock.model_validate({k: v for k, v in block.items() if k not in method(request).takes})
         except ValidationError as error:
-            raise BadRequest(
+            raise InvalidValue(
                 f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
                 "{'hyperparameters': {...}}.",
-                param=f"method.{name_of_method}",
-                code="invalid_value",
+                f"method.{name_of_method}",
             ) from error
     new = (block.hyperparameters if block else None) or {}
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
-            raise BadRequest(
+            raise InvalidValue(
                 f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
-                param=f"hyperparameters.{name}",
-                code="invalid_value",
+                f"hyperparameters.{name}",
             )
     both = old | new
     where = where if request.method else "hyperparameters"
-    # They stand in the job's row, which the scheduler reads in each of its rounds: 8 MB each took it for seconds.
+    # The scheduler reads the job's row in each of its rounds: 8 MB of hyperparameters each took it seconds.
     if (size := len(orjson.dumps(both, default=str))) > MOST_BYTES:
         raise BadRequest(
             f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
@@ -181,7 +172,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
 
 
 def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
-    """What is said of the requested method beside its hyperparameters (`Method.takes`)."""
+    """The fields of the requested method's block that are no hyperparameters (`Method.takes`)."""
     chosen = method(request)
     block = getattr(request.method, chosen.name, None)
     return {k: v for k, v in block.items() if k in chosen.takes} if isinstance(block, dict) else {}
@@ -193,7 +184,7 @@ def method(request: JobCreate) -> Method:
 
 
 def job_in(train: dict[str, Any]) -> JobCreate:
-    """The request that `train` in the file of a pipeline or a sweep stands for. Raises BadRequest."""
+    """The job request in `train` of a pipeline's or a sweep's file. Raises BadRequest."""
     try:
         return JobCreate.model_validate(train)
     except ValidationError as error:
@@ -202,8 +193,8 @@ def job_in(train: dict[str, Any]) -> JobCreate:
 
 
 def wrong(param: str, why: str) -> BadRequest:
-    """In such a file."""
-    return BadRequest(f"'{param}' {why}.", param=param, code="invalid_value")
+    """An error in such a file."""
+    return InvalidValue(f"'{param}' {why}.", param)
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

@@ -17,14 +17,14 @@ from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.idempotency import Carried, Deed
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
+from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, decide, p95_s
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments
-from appliance.store.rows import CanaryRow, ModelRow, VersionRow
+from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
 
 log = logging.getLogger("appliance.controller")
 
@@ -88,10 +88,8 @@ class Canaries:
                 code="canary_running",
             )
         if row.version == row.before:
-            raise BadRequest(
-                f"{row.version} is already the active version of {row.model}; name another one.",
-                param="version",
-                code="invalid_value",
+            raise InvalidValue(
+                f"{row.version} is already the active version of {row.model}; name another one.", "version"
             )
         self._check_room(model, version)
         if running is not None:  # with other settings: the counts are kept
@@ -100,17 +98,8 @@ class Canaries:
         self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
-        record(
-            self._context,
-            caller,
-            "model.canary",
-            row.model,
-            version=row.version,
-            share=row.share,
-            auto=bool(row.auto),
-            watch_s=row.watch_s,
-            min_requests=row.min_requests,
-        )
+        told = columns(row, "version share watch_s min_requests") | {"auto": bool(row.auto)}
+        record(self._context, caller, "model.canary", row.model, **told)
 
     async def promote(
         self, model: str, caller: Principal, reason: str = "asked for", *, carried: Carried | None = None
@@ -188,17 +177,9 @@ class Canaries:
         running = row.state == "running"
         decision = self.decision(row, now_s) if running else None
         return {
-            "model": row.model,
-            "name": row.name,
-            "version": row.version,
-            "before": row.before,
-            "share": row.share,
+            **columns(row, "model name version before share"),
             "auto": bool(row.auto),
-            "watch_s": row.watch_s,
-            "min_requests": row.min_requests,
-            "state": row.state,
-            "created_s": row.created_s,
-            "ended_s": row.ended_s,
+            **columns(row, "watch_s min_requests state created_s ended_s"),
             "reason": row.reason or None,
             "decision": None if decision is None else asdict(decision),
             "message": self._message(row) if running else row.reason,

@@ -17,7 +17,7 @@ from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
 from appliance.store.ids import new_id
@@ -49,11 +49,10 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
         if body.endpoint not in ENDPOINTS:
-            raise BadRequest(
+            raise InvalidValue(
                 f"Invalid value for 'endpoint': {shown(body.endpoint)} was given, expected one of "
                 f"{', '.join(ENDPOINTS)}.",
-                param="endpoint",
-                code="invalid_value",
+                "endpoint",
             )
         check_metadata(body.metadata)
         file = files.known_file(context, body.input_file_id, caller, "input_file_id")

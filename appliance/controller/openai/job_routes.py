@@ -16,7 +16,7 @@ from appliance.controller.files import storage
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
@@ -109,17 +109,13 @@ def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:
     for name, value in request.query_params.multi_items():
         if name == "metadata":
             if value != "null":
-                raise BadRequest(
-                    f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.",
-                    param="metadata",
-                    code="invalid_value",
+                raise InvalidValue(
+                    f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.", "metadata"
                 )
             null = True
         elif name.startswith("metadata[") and name.endswith("]"):
             pairs[name[len("metadata[") : -1]] = value
     if pairs and null:
-        raise BadRequest(
-            "metadata=null and metadata[key]=value exclude each other.", param="metadata", code="invalid_value"
-        )
+        raise InvalidValue("metadata=null and metadata[key]=value exclude each other.", "metadata")
     requests.check_metadata(pairs)
     return pairs, null

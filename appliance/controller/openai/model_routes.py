@@ -21,6 +21,7 @@ from appliance.controller.interfaces.errors import (
     ApiError,
     BadRequest,
     Forbidden,
+    InvalidValue,
     KeyRevoked,
     shown,
 )
@@ -99,11 +100,7 @@ def _share(context: ControllerContext, name: str, body: Share, caller: Principal
     found = usable_model(context.db, caller, name)
     model = found.model
     if found.checkpoint or found.pinned:
-        raise BadRequest(
-            f"{shown(name)} is a version of {model.id}; a model is shared as a whole.",
-            param="model",
-            code="invalid_value",
-        )
+        raise InvalidValue(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", "model")
     _refuse_unless_own(model, caller, "share")
     if not body.owners and not body.everybody:
         raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")

@@ -25,6 +25,9 @@ _EVENT: Final = b'data: {"'
 _USAGE: Final = b'"usage"'
 # More than the object with an answer's usage has.
 _USAGE_BYTES: Final = 1024
+# More than an event with nothing but its usage has. One of 8 MiB (`echo`) that was kept until it was whole was put
+# together anew with each of its packets, a second of the loop, and waited whole for a client that did not read.
+_EVENT_BYTES: Final = 16 * 1024
 _SSE_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -98,9 +101,11 @@ class Answer:
 
     def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
         if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
-            # Only whole events can be removed.
+            # Only whole events can be removed, and only short ones are: of a longer one each piece passes as it comes.
             body = b"%b%b" % (self._partial, body)
             end = len(body) if last else body.rfind(b"\n\n") + 2
+            if len(body) - end > _EVENT_BYTES:
+                end = len(body)
             if end < 2:
                 self._partial = body
                 return b""

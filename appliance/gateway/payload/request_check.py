@@ -177,7 +177,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
             param="n",
         )
-    _prompt_logprobs(data, body_bytes)
+    _repeated_prompts(route, data, body_bytes)
     ending = b""
     if not stream and ("logprobs" in data or "top_logprobs" in data):
         ending = _answer_logprobs(route, data, completion, sequences)
@@ -404,23 +404,53 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
 # one answer: 5 µs each, twice.
 _PROMPT_LOGPROBS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 2
+# 0.1 µs each; and 2 ns.
+_PROMPT_IDS: Final = 1 << 19
+_ECHOED_BYTES: Final = 8 << 20
 
 
-def _prompt_logprobs(data: dict[str, Any], body_bytes: int) -> None:
+def _repeated_prompts(route: Route, data: dict[str, Any], body_bytes: int) -> None:
+    """What an answer says again of its prompts, which an engine writes once for each of its choices: with `n` 64,
+    log-probabilities of 65,536 tokens held its event loop for twenty seconds, and 8 MiB of text (of which it computed
+    one token, by `truncate_prompt_tokens`) became an answer of 512 MiB. Raises HttpError 400."""
+    choices = max(data.get("n") or 1, data.get("best_of") or 1)
+    _prompt_logprobs(data, body_bytes, choices)
+    echoed = body_bytes * choices if data.get("echo") else 0
+    ids = 0
+    if data.get("return_token_ids") and route.name == "completions":  # a chat has them once
+        ids = _prompt_tokens(data.get("prompt"), body_bytes) * choices
+    for name, what, asked, most in (
+        ("echo", "bytes of its prompts again", echoed, _ECHOED_BYTES),
+        ("return_token_ids", f"tokens of its prompts (of texts, one for {_BYTES_PER_TOKEN} bytes)", ids, _PROMPT_IDS),
+    ):
+        if asked > most:
+            raise errors.bad_request(
+                f"The request asks for {asked} {what}, in {choices} choices of each together; at most {most} are "
+                "allowed. Send fewer prompts in one request, or ask for fewer choices.",
+                param=name,
+                code="too_many_values",
+            )
+
+
+def _prompt_tokens(prompt: Any, body_bytes: int) -> int:
+    """As many as it may have at most, nearly."""
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
+        return len(prompt) if isinstance(prompt[0], int) else sum(map(len, prompt))
+    return body_bytes // _BYTES_PER_TOKEN
+
+
+def _prompt_logprobs(data: dict[str, Any], body_bytes: int, choices: int) -> None:
     wanted = data.get("prompt_logprobs")
     if wanted is None and data.get("echo"):
         wanted = data.get("top_logprobs") if "messages" in data else data.get("logprobs")
     if wanted is None or isinstance(wanted, bool):
         return
-    prompt = data.get("prompt")
-    tokens = body_bytes // _BYTES_PER_TOKEN
-    if isinstance(prompt, list) and not isinstance(prompt[0], str):
-        tokens = len(prompt) if isinstance(prompt[0], int) else sum(map(len, prompt))
-    if tokens * (wanted + 1) > _PROMPT_LOGPROBS:
+    tokens = _prompt_tokens(data.get("prompt"), body_bytes)
+    if tokens * (wanted + 1) * choices > _PROMPT_LOGPROBS:
         raise errors.bad_request(
             f"The request asks for {wanted + 1} log-probabilities of each of {tokens} tokens of its prompts (of texts, "
-            f"one for {_BYTES_PER_TOKEN} bytes), at most {_PROMPT_LOGPROBS} altogether are allowed. Send fewer prompts "
-            "in one request, or ask for fewer of each token.",
+            f"one for {_BYTES_PER_TOKEN} bytes), in {choices} choices of each, at most {_PROMPT_LOGPROBS} altogether "
+            "are allowed. Send fewer prompts in one request, or ask for fewer of each token or fewer choices.",
             param="prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs",
             code="too_many_values",
         )

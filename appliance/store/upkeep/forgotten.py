@@ -111,7 +111,11 @@ _TEXTS = {
     "evals": ("name", "metadata", "owner"),
     "eval_runs": ("name", "metadata", "owner"),
     "audit": ("target", "detail"),
+    "operations": ("target", "error", "result"),
 }
+# Many rows say the same: each text is named once. They hold names of models that were deleted, too.
+_REPEATED = {"usage": "model", "handovers": "reason", "handover_steps": "target"}
+_SHOWN_CHARACTERS = 200
 
 
 def mentions(db: Database, owner: str) -> list[str]:
@@ -125,6 +129,9 @@ def mentions(db: Database, owner: str) -> list[str]:
         any_ = " OR ".join(f"instr(lower({column}), ?1)" for column in there)
         for row in db.execute(f"SELECT * FROM {table} WHERE {any_} ORDER BY seq", [owner.lower()]).fetchall():
             found += [f"{table} {row['id']}: {column}" for column in there if word.search(row[column] or "")]
+    for table, column in _REPEATED.items():
+        texts = db.column(f"SELECT DISTINCT {column} FROM {table} WHERE instr(lower({column}), ?1)", [owner.lower()])
+        found += [f"{table} {text[:_SHOWN_CHARACTERS]}: {column}" for text in sorted(texts) if word.search(text)]
     return found
 
 

@@ -188,9 +188,10 @@ def test_a_damaged_backup_is_said_and_leaves_no_directory(paths, place, tmp_path
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["box", "place", "shm"]
 
 
-def test_a_manifest_cannot_write_outside_the_directory(paths, place, tmp_path):
+@pytest.mark.parametrize("path", ["../../evil", "/evil", "files/e\0vil"])
+def test_a_manifest_cannot_write_outside_the_directory(paths, place, tmp_path, path):
     made = take(paths, place)
-    evil = replace(made, name="evil", files=(*made.files, replace(made.files[1], path="../../evil")))
+    evil = replace(made, name="evil", files=(*made.files, replace(made.files[1], path=path)))
     manifests.write(place, evil)
     with pytest.raises(BackupDamaged, match="outside"):
         restore(place, "evil", tmp_path / "back")

@@ -142,6 +142,15 @@ def test_what_is_read_before_it_is_verified_is_bounded(tmp_path, name):
         Bundle(to)
 
 
+def test_a_manifest_that_is_nested_without_end_is_refused_in_words(tmp_path):
+    with zipfile.ZipFile(tmp_path / "b", "w", zipfile.ZIP_DEFLATED) as archive:
+        for one in (MANIFEST, SIGNATURE, SIGNER):
+            archive.writestr(one, "[" * 1_000_000)
+        archive.comment = END
+    with pytest.raises(Unusable, match="the manifest cannot be read"):
+        Bundle(tmp_path / "b")
+
+
 def test_one_that_was_cut_short_says_so_itself(made, tmp_path):
     data, cut = made.read_bytes(), tmp_path / "cut.run"
     for size in (len(data) - 1, len(data) // 2, 3000):

@@ -19,6 +19,9 @@ from appliance.bundle.running import NotUp, Running
 from appliance.store import migrator
 from appliance.store.copies import FOLDER, kept_copies
 from appliance.store.database import Database
+from appliance.store.objects import models, responses
+from appliance.store.rows import ResponseRow
+from tests.unit.controller.conftest import insert_model
 
 SCHEMA = max(migrator.migrations())
 
@@ -113,6 +116,36 @@ def test_a_key_that_was_revoked_or_deleted_after_the_question_stays_so(releases,
     restore(way, data_dir)
     live = rows(data_dir / DATABASE, "SELECT id FROM keys WHERE revoked_s IS NULL")
     assert live == [] and rows(data_dir / DATABASE, "SELECT revoked_s FROM keys WHERE id = 'kept'") == [(99,)]
+
+
+def test_what_was_deleted_cut_or_forgotten_since_does_not_come_back(releases, data_dir, monkeypatch):
+    """A response that its owner had deleted was there again, and a key that was an administrator's once was one."""
+    with Database(data_dir / DATABASE) as db:
+        db.execute("UPDATE keys SET scopes = '[\"admin\"]', owner = 'annabel' WHERE id = 'kept'")
+        db.execute("UPDATE keys SET scopes = '[\"inference\"]', owner = 'ben' WHERE id = 'stolen'")
+        insert_model(db, "m")
+        for owner in ("ben", "carl"):
+            models.share(db, "m", owner)
+        for name in ("resp_stays", "resp_goes"):
+            row = ResponseRow(name, "kept", "completed", created_s=1.0, used_s=1.0, bytes=3, input="[]", response="{}")
+            assert responses.insert(db, row)
+        assert db.value("SELECT number FROM held WHERE kind = 'responses'") == 2
+    migrated(data_dir, monkeypatch)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute("DELETE FROM responses WHERE id = 'resp_goes'")
+        connection.execute("DELETE FROM model_shares WHERE owner != 'ben'")
+        new = """["read", "inference", "of-the-newer-release"]"""
+        connection.execute(
+            "UPDATE keys SET scopes = ?, models = '[\"m\"]', owner = 'forgotten-1' WHERE id = 'kept'", [new]
+        )
+    way = way_back(releases, data_dir)
+    assert way.back == {} and way.forgotten == ("annabel",) and "annabel (`appliance forget` again)" in way.words()
+    restore(way, data_dir)
+    found = rows(data_dir / DATABASE, "SELECT id, scopes, models FROM keys ORDER BY id")
+    assert found == [("kept", '["inference"]', '["m"]'), ("stolen", '["inference"]', None)]
+    assert rows(data_dir / DATABASE, "SELECT owner FROM model_shares") == [("ben",)]
+    assert rows(data_dir / DATABASE, "SELECT id FROM responses") == [("resp_stays",)]
+    assert rows(data_dir / DATABASE, "SELECT number FROM held WHERE kind = 'responses'") == [(1,)]
 
 
 def test_without_a_copy_or_with_a_damaged_one_it_refuses(releases, data_dir, monkeypatch):

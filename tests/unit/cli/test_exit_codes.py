@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -190,3 +191,23 @@ def test_a_reader_that_leaves_ends_a_watch(prepared):
         watching.stdout.close()
         assert watching.wait(20) == 1
         assert b"Traceback" not in watching.stderr.read()
+
+
+def test_a_download_that_was_cut_off_is_no_file(tmp_path):
+    """Python's own client takes the end of a connection for that of a body when it is read in pieces."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for answer in (b'{"id": "file-1", "object": "file"}', b"half"):
+            with listener.accept()[0] as client:
+                client.recv(65536)
+                length = 10 if answer == b"half" else len(answer)
+                client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (length, answer))
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    result = run("file", "get", "file-1", "--save", str(tmp_path / "x"), "--url", url)
+    serving.join()
+    listener.close()
+    assert result.exit_code == 1 and "the answer was cut off: 6 bytes are missing" in result.stderr

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,12 @@ def test_ids_are_folded_on_a_narrow_terminal_never_shortened(tmp_path: Path, ter
     subprocess.run([sys.executable, "-c", program], stdout=terminal.theirs, env=environment, check=True)
     terminal.expect("y")
     assert terminal.text.count("a") == 60 and terminal.text.count("y") == 60 and "…" not in terminal.text
+
+
+def test_json_holds_no_controls_either(capsys):
+    """`-o json` on a terminal: U+009B begins a command to it, as ESC [ does, and JSON may have it as it stands."""
+    hostile = {"filename\x85": "a\x9b2Jb\x7f\x1b", "name": "é漢"}
+    output.print_json(hostile)
+    told = capsys.readouterr().out
+    assert json.loads(told) == hostile and "é漢" in told
+    assert not [sign for sign in told if unicodedata.category(sign) == "Cc" and sign != "\n"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,11 +99,11 @@ class Person:
 
 
 def written(control: Control) -> str:
-    """All that a thief of the data directory could read."""
+    """All that a thief of the data directory could read, in pages and logs of the database too."""
     dump = "\n".join(control.db._connection.iterdump())
     folder = Path(control.context.box["data_dir"])
     for path in folder.rglob("*"):
-        if path.is_file() and "appliance.db" not in path.name:
+        if path.is_file() and path.name != "appliance.db-shm":
             dump += f"\n{path}\n" + path.read_bytes().decode("utf-8", "replace")
     return dump
 
@@ -131,6 +133,7 @@ async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(co
     assert done["done"] and done["models"] == [ann.model] and done["models_deleted"] == []
     left = written(control)
     assert NAME not in left and SECRET.decode() not in left
+    assert control.db.path.with_name("appliance.db-wal").stat().st_size == 0, "what is deleted stands in it for long"
     assert len(control.gateway_keys) == 2 and control.scheduler.nudges[-1] == f"cancel of {ann.job}"
     assert jobs.get(control.db, ann.job).phase == "cancelled" and models.find(control.db, ann.model) is not None
     now = spent(control)
@@ -156,6 +159,46 @@ async def test_models_of_the_files_go_when_asked_to(control: Control):
     assert deployments.find(control.db, ann.model) is None
     assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
     assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
+
+
+async def test_names_of_deleted_models_come_into_no_log_and_are_named_where_they_stand(control: Control):
+    """The row about it in the audit log said which models were deleted; usage and hand-overs go on naming them."""
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    gone = f"ft:starter:local:{NAME}:abcdefgh"
+    insert_model(control.db, gone, kind="fine-tuned", base="starter")
+    models.update(control.db, gone, job_id=ann.job)
+    spent = {"errors": 0, "requests": 1, "prompt_tokens": 3, "completion_tokens": 4}
+    usage.add(control.db, [{"key": row.id, "model": gone, "version": "v1", **spent} for row in ann.rows], 7200.0)
+    done = await ask(control, cancel=True, models=True)
+    assert gone in done["models_deleted"] and done["mentions"] == [f"usage {gone}: model"]
+    (row,) = [row for row in audit.page(control.db, after=None, limit=999).data if row.action == "owner.forget"]
+    assert NAME not in str(row.detail) and len(row.detail["models_deleted"]) == 2
+
+
+async def test_what_trackers_keep_of_their_jobs_on_the_box_goes(control: Control):
+    ann, ben = Person(control, NAME), Person(control, OTHER)
+    for person in (ann, ben):
+        await person.does_something_of_everything()
+    kept = control.context.files_dir.parent / "tracking" / "wandb"
+    runs = [kept / f"offline-run-20260101_000000-{person.job}-0" for person in (ann, ben)]
+    for run in runs:
+        (run / "files").mkdir(parents=True)
+        (run / "files" / "config.yaml").write_text(NAME)
+    await ask(control, cancel=True)
+    assert [run.exists() for run in runs] == [False, True]
+
+
+async def test_a_log_that_cannot_be_emptied_is_named(control: Control, monkeypatch):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    monkeypatch.setattr(forget, "LOG_WITHIN_S", 0.0)
+    with closing(sqlite3.connect(control.db.path, isolation_level=None)) as other:
+        other.execute("BEGIN")
+        other.execute("SELECT count(*) FROM keys").fetchone()
+        (told,) = (await ask(control, cancel=True))["mentions"]
+    assert "appliance.db-wal" in told
+    assert (await ask(control))["mentions"] == []
 
 
 async def test_a_model_of_theirs_that_answers_nobody_is_no_hindrance(control: Control):

@@ -619,6 +619,21 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
     assert jobs.list_unfinished(control.db) == []
 
 
+async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(control: Control):
+    messages = [{"role": "user", "content": "{{sample.output_text}}"}]
+    judge = {"type": "score_model", "name": "judge", "model": "nosuch", "input": messages}
+    both = {"type": "multi", "name": "both", "calculate_output": "judge", "graders": judge}
+    for grader in (judge, both):
+        with pytest.raises(openai.NotFoundError, match="'nosuch' does not exist") as refused:
+            await control.sdk.fine_tuning.jobs.create(
+                model="starter",
+                training_file=await control.upload(prompts()),
+                method={"type": "reinforcement", "reinforcement": {"grader": grader}},
+            )
+        assert refused.value.code == "model_not_found"
+    assert jobs.list_unfinished(control.db) == []
+
+
 async def test_conversations_with_answers_are_not_for_rewards(control: Control):
     job_id = await control.job(method={"type": "reinforcement", "reinforcement": {"grader": GRADER}})
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
@@ -640,6 +655,22 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     keys.revoke(control.db, key_id)
     assert "revoked" in (await grade(job_id, asked))["failed"]
     assert "deleted" in (await grade("ftjob-none", asked))["failed"]
+
+
+async def test_a_reward_that_nothing_can_be_learnt_from_is_none_and_says_so(control: Control):
+    """The loss of its step was no number any more, and the job failed with that, not a word of rewards."""
+    grader = {"type": "multi", "name": "far", "calculate_output": "exp(700 * same) - 1", "graders": {"same": GRADER}}
+    body = {
+        "model": "starter",
+        "training_file": await control.upload(prompts()),
+        "method": {"type": "reinforcement", "reinforcement": {"grader": grader}},
+    }
+    job_id = (await control.http.post("/v1/fine_tuning/jobs", json=body)).raise_for_status().json()["id"]
+    await control.settle()
+    asked = {"samples": [{"text": text, "item": {"answer": "4"}} for text in ("4", "5")]}
+    told = await control.app.state.rollouts["grade"](job_id, asked)
+    assert told["rewards"] == [None, 0.0]
+    assert told["errors"] == ["the reward is 1.01423e+304: a model can learn from rewards within ±1,000,000,000", ""]
 
 
 async def test_the_events_of_a_job_of_rewards_say_them(control: Control):

@@ -15,12 +15,10 @@ import pytest
 
 from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
-from appliance.controller.admin.owners.keys import KeyBounds
 from appliance.controller.app import create_app, keep_house
 from appliance.controller.bus.bus import Bus
 from appliance.controller.files import multipart
 from appliance.controller.http.peers import FromBox
-from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import Principal
@@ -553,7 +551,3 @@ async def test_who_fills_the_gateways_table_leaves_the_others_their_part(tmp_pat
     bus.keys_changed({"ab": {"owner": "carl", "models": ["m" * 200] * 400}})
     assert refused("carl") and not refused("dora")
     context.quotas.check_names(Principal(None, frozenset({"admin"}), "req_1", ""))
-
-
-def test_an_admin_can_give_a_key_every_bound_that_a_refusal_names() -> None:
-    assert set(KeyBounds.model_fields) == set(OwnerBounds.model_fields)

@@ -907,6 +907,24 @@ def test_log_probabilities_as_evaluations_ask_for_them_pass() -> None:
         check_body(COMPLETIONS, orjson.dumps({**ASKED, **more}), LIMITS)
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [list(range(2048))] * 16, "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2}, "logprobs"),
+        ({"prompt": [list(range(2048))] * 4, "prompt_logprobs": 0, "n": 64}, "prompt_logprobs"),
+        ({"prompt": TEXT * 40, "echo": True, "n": 64, "truncate_prompt_tokens": 1}, "echo"),
+        ({"prompt": TEXT * 40, "echo": True, "n": 64, "stream": True}, "echo"),
+        ({"prompt": [list(range(2049))] * 8, "return_token_ids": True, "n": 32, "max_tokens": 1}, "return_token_ids"),
+        ({"prompt": TEXT * 40, "return_token_ids": True, "n": 64, "stream": True}, "return_token_ids"),
+    ],
+)
+def test_what_is_said_of_prompts_again_is_bounded_for_all_choices_together(body: dict[str, Any], param: str) -> None:
+    """An engine says it once for each of them: with `n` 64 that held its event loop for twenty seconds."""
+    error = refusal(COMPLETIONS, {**ASKED, **body})
+    assert (error.param, error.code) == (param, "too_many_values")
+    check_body(COMPLETIONS, orjson.dumps({**ASKED, **body, "n": 1}), LIMITS)
+
+
 PLAIN_CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
 
 

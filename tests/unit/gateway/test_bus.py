@@ -220,6 +220,32 @@ async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: Dum
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
+async def test_a_revoked_key_ends_before_the_models_beside_it_are_read(
+    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await box.engine("e1")
+    first, revoked = box.table(), hashlib.sha256(b"sk-revoked").hexdigest()
+    await bus.push(
+        {**first, "generation": 60, "keys": {**first["keys"], revoked: {"id": "r", "scopes": ["inference"]}}}
+    )
+    await bus.report(generation=60)
+    assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-revoked")).status == 200
+    parsed, known = bus_module.parsing, list[bool]()
+
+    def heard(*message: Any, **how: Any) -> Any:
+        for found in parsed(*message, **how):
+            known.append(revoked in box.state.keys)
+            yield found
+
+    monkeypatch.setattr(bus_module, "parsing", heard)
+    models = {**first["models"], **{f"m{n}": {} for n in range(2 * ROWS_AT_ONCE)}}
+    await bus.push({**first, "generation": 61, "models": models})
+    await bus.report(generation=61)
+    assert known == [False] * 3 and "m" in box.state.router.models
+    for status, key in ((401, "sk-revoked"), (200, "sk-test-all")):
+        assert (await box.ask("POST", "/v1/chat/completions", chat(), key=key)).status == status
+
+
 async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(box: Box, bus: DummyBus) -> None:
     """One key with an odd name in it froze the tables of all gateways: nobody could be revoked any more."""
     await box.engine("e1")

@@ -341,7 +341,10 @@ async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
     assert box.state.pool._idle == {}
 
 
-async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_run(start_box: Start) -> None:
+@pytest.mark.parametrize("ends", [b"\n\n", b""], ids=["many events", "one long event"])
+async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_run(
+    start_box: Start, ends: bytes
+) -> None:
     box = await start_box(limits={"write_stall_s": 0.5})
     sent = 0
 
@@ -352,7 +355,7 @@ async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_r
             return
         await reply.sse_head()
         for _ in range(4000):
-            await reply.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+            await reply.chunk(b"data: " + b"x" * 65536 + ends)
             sent += 65536
 
     await box.engine("e0", script)

@@ -186,6 +186,29 @@ def test_anthropics_two_parts_add_up():
     assert (tokens.prompt, tokens.completion) == (11, 6)
 
 
+@pytest.mark.parametrize("piece", [20_011, 4096, 65536, 1 << 20])
+async def test_an_event_too_long_to_be_usage_passes_in_pieces_and_usage_goes(box: Box, piece: int) -> None:
+    """Kept until it was whole, one of 8 MiB took the loop a second, and waited for a client that did not read."""
+    text, usage = (
+        "ab" * (1 << 17),
+        b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n',
+    )
+    long = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % text.encode()
+    stream = long + usage + b"data: [DONE]\n\n"
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for start in range(0, len(stream), piece):
+            await reply.chunk(stream[start : start + piece])
+            await asyncio.sleep(0)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert response.body == long + b"data: [DONE]\n\n"
+    assert [(row["prompt_tokens"], row["completion_tokens"]) for row in box.state.spending.meter.take()] == [(7, 1)]
+
+
 def test_only_the_usage_event_goes():
     a, usage, done = b'data: {"choices":[{}]}\n\n', b'data: {"choices":[],"usage":{}}\n\n', b"data: [DONE]\n\n"
     assert without_usage_event(a + usage + done) == a + done
@@ -426,6 +449,33 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     spending.account(request, 10.0)
     (row,) = spending.meter.take()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
+
+
+async def test_who_reads_slowly_makes_leaving_early_no_cheaper(box: Box) -> None:
+    """Of forty streams that were held up for a minute each, the model's rate was a hundredth of what it is."""
+    rate, going_on = box.state.spending._rate, asyncio.Event()
+    rate.answered("m", 100, sequences=1, took_s=1.0)
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a", done=False)[0])
+        await going_on.wait()
+        usage = {"prompt_tokens": 3, "completion_tokens": 80, "total_tokens": 83}
+        await reply.chunk(b'data: {"choices":[],"usage":%b}\n\ndata: [DONE]\n\n' % orjson.dumps(usage))
+        await reply.end()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await box.until(lambda: any(r.stream_events for c in box.state.connections if (r := c.active_request)))
+    (conn,) = (conn for conn in box.state.connections if conn.active_request is not None)
+    conn.pause_writing()
+    conn.active_request.sent_s -= 60.0
+    conn.resume_writing()
+    going_on.set()
+    assert (await wire.response()).status == 200
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    assert taken(box)["completion_tokens"] == 80 and rate.written("m", 1, 1.0) == 100
 
 
 @pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, {}])

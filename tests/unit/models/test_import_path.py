@@ -298,6 +298,17 @@ def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
     assert taken.task == "embed" and taken.warnings == ()
 
 
+@pytest.mark.parametrize(
+    "arch", ["Qwen2ForRewardModel", "LlamaForSequenceClassification", "Qwen3ForTokenClassification"]
+)
+def test_a_head_of_rewards_or_labels_is_refused_by_name_and_says_what_is_there_instead(library, tmp_path, arch):
+    """A reward model was taken for one of embeddings, by the end of its name."""
+    source = checkpoints.write(tmp_path / "r", config={"architectures": [arch]}, template=None)
+    with pytest.raises(UnsupportedModel, match=f"{arch} has a head .*score_model, label_model"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
 def test_no_tokenizer_no_model(library, source):
     (source / "tokenizer.json").unlink()
     with pytest.raises(MissingTokenizer, match="copy the tokenizer files"):

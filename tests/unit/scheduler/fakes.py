@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device, Lease
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import (
     Event,
     GroupEnded,
@@ -24,8 +25,6 @@ from scheduler.handover.effects import (
     InventoryChanged,
     Observed,
     ReplicaDied,
-    ReplicaObserved,
-    ReplicaOrder,
 )
 from scheduler.simulator import virtual_time
 
@@ -111,9 +110,7 @@ class World:
         return Observed(
             devices=self.devices,
             leases=tuple(self.leases.values()),
-            replicas=tuple(
-                ReplicaObserved(r.id, r.model, r.version, r.state, r.devices) for r in self.replicas.values()
-            ),
+            replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in self.replicas.values()),
             groups=tuple(GroupObserved(g.job_id, g.devices, g.lease_id, g.ended) for g in self.groups.values()),
         )
 
@@ -200,14 +197,14 @@ class FakeEffects:
     async def release(self, lease_id: str) -> dict[str, float]:
         return await self._verb("release", lease_id, lambda: self.world.leases.pop(lease_id, None) and None)
 
-    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> dict[str, float]:
+    async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> dict[str, float]:
         def effect() -> None:
-            self._is_held("start_replica", order.id, lease_id, order.devices)
-            if order.id in self.world.replicas:
-                assert self.world.replicas[order.id].state == "ready"
-            self.world.replicas[order.id] = FakeReplica(order.id, order.model, order.version, "ready", order.devices)
+            self._is_held("start_replica", plan.id, lease_id, plan.devices)
+            if plan.id in self.world.replicas:
+                assert self.world.replicas[plan.id].state == "ready"
+            self.world.replicas[plan.id] = FakeReplica(plan.id, plan.model, plan.version, "ready", plan.devices)
 
-        return await self._verb("start_replica", order.id, effect)
+        return await self._verb("start_replica", plan.id, effect)
 
     async def stop_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from runtime.processes.kernel import life
+from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
-from scheduler.handover.effects import ReplicaOrder
 from scheduler.ray import replicas
 from scheduler.ray.replicas import ACTOR, Replicas
 from serve.core.config import EngineConfig
@@ -95,7 +95,7 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
     monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model: None))
     monkeypatch.setattr(found, "_version_path", version)
     monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v", settings=""))
-    await found.start_replica(ReplicaOrder("r0", "m", "v1", 1, ("n0/0",)), "lease")
+    await found.start_replica(ReplicaPlan("r0", "m", "v1", 1, ("n0/0",), "open"), "lease")
     supervisors[0].stopped = True
     after = {replica.id: replica for replica in await found.observe()}
     assert not after["r0"].answered and after["r1"].answered

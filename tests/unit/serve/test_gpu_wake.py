@@ -20,22 +20,29 @@ from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, m
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample import thinking_budget
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+from vllm.v1.worker.workspace import WorkspaceManager
 
 from serve.load.layerwise_load import load_layerwise
-from serve.vllm import shm_transfer
+from serve.vllm import loose_tensors, shm_transfer
 from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors, spans_of_weights
 from serve.vllm.patches import forget_devices
 from serve.vllm.shm_loader import prefer_experts_in_parameters
 from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
-from serve.vllm.worker_extension import THINKING_IDS, ShmWorkerExtension
+from serve.vllm.worker_extension import ShmWorkerExtension
 
 IDS = {
     "reasoning_start_token_ids": [5],
@@ -52,70 +59,114 @@ class OnHost:
         pass
 
 
-@pytest.fixture
-def woken(monkeypatch):
-    """A worker on whose device (named a GPU's, in the host's memory) nothing of before the sleep is left."""
-    monkeypatch.setattr(thinking_budget, "UvaBackedTensor", OnHost)
-    requests = SimpleNamespace(max_num_reqs=4, device=torch.device("cpu"))
-    reasoning = SimpleNamespace(**IDS)
-    budget = ThinkingBudgetState(requests, reasoning)
-    worker = ShmWorkerExtension()
-    worker.vllm_config = SimpleNamespace(reasoning_config=reasoning)
-    half = torch.full((2, 3, 16), float("nan"), dtype=torch.bfloat16)
-    states = [torch.full((4,), float("nan")), torch.full((2, 8), 255, dtype=torch.uint8)]
-    worker.model_runner = SimpleNamespace(
-        device=torch.device("cuda"),
-        kv_caches=[half.permute(1, 0, 2), states],
-        sampler=SimpleNamespace(thinking_budget_state=budget),
-    )
-    for name in THINKING_IDS:
-        getattr(budget, name).fill_(-77)
-    return worker
-
-
-def test_a_woken_gpu_has_zeros_in_its_kv_cache_and_the_ids_that_end_thinking(woken):
-    woken.shm_woken()
-    attention, states = woken.model_runner.kv_caches
-    assert all(not tensor.float().any() and not tensor.float().isnan().any() for tensor in (attention, *states))
-    budget = woken.model_runner.sampler.thinking_budget_state
-    assert {name: getattr(budget, name).tolist() for name in THINKING_IDS} == IDS
-    every = {name for name, value in vars(budget).items() if isinstance(value, torch.Tensor)}
-    each_request = {"cached_last_start", "cached_last_end", "cached_scan_pos"}
-    assert every == each_request | set(THINKING_IDS), "what else would vLLM keep there that no request writes?"
-
-
-def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_batch(woken, monkeypatch):
-    """Of Qwen2.5-VL and the like: a step of three tokens leaves the fourth row of the graph that it runs as it was."""
-    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
-    rope = RopeState(3, 2, 8, 16, torch.device("cpu"))
-    runner = EncoderRunner(SimpleNamespace(), 8, 4, None, torch.bfloat16, torch.device("cpu"))
-    for state, kept in ((rope, ["positions"]), (runner, ["inputs_embeds"])):
-        every = [name for name, value in vars(state).items() if isinstance(value, torch.Tensor)]
-        assert every == kept, "what else would vLLM keep there that a step writes in part?"
-    rope.positions.fill_(1 << 40)
-    runner.inputs_embeds.fill_(float("nan"))
-    woken.model_runner.model_state = SimpleNamespace(rope_state=rope, encoder_runner=runner)
-    woken.shm_woken()
-    assert not rope.positions.any() and runner.inputs_embeds.eq(0).all()
-    woken.model_runner.model_state = SimpleNamespace(rope_state=None)  # of a model of text alone
-    woken.shm_woken()
-
-
-def test_engines_without_thinking_or_generation_wake_too(woken):
-    woken.model_runner.sampler.thinking_budget_state = ThinkingBudgetState(
-        SimpleNamespace(max_num_reqs=4, device=torch.device("cpu")), None
-    )
-    woken.shm_woken()
-    woken.model_runner.sampler = None  # a pooling model's
-    woken.shm_woken()
-    woken.model_runner.device = torch.device("cpu")
-    woken.model_runner.kv_caches = [torch.ones(3)]
-    woken.shm_woken()
-    assert woken.model_runner.kv_caches[0].all(), "on processors memory that is not written takes none"
-
-
 def span(tensor):
     return tensor.data_ptr(), tensor.untyped_storage().nbytes()
+
+
+def kept(holder):
+    return {name for name, value in vars(holder).items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """Of a worker on whose device (named a GPU's, in the host's memory) vLLM's runner has made this: after a sleep that
+    discarded these tensors, as a wake leaves them before it loads weights."""
+
+    def sleep(model, lost, **of_runner):
+        told = {first: AllocationData((0, size, first, 7), "weights") for first, size in map(span, lost)}
+        monkeypatch.setattr(
+            device_allocator, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=told)
+        )
+        worker = ShmWorkerExtension()
+        worker.model_runner = SimpleNamespace(device=torch.device("cuda"), kv_caches=[], **of_runner)
+        engine = worker.weight_transfer_engine = object.__new__(ShmWeightTransferEngine)
+        engine._loose = LooseTensors(model)
+        worker.shm_sleeping()
+        for tensor in lost:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+        engine.start_weight_update()
+
+    return sleep
+
+
+def test_a_woken_gpu_has_zeros_in_its_kv_cache():
+    worker = ShmWorkerExtension()
+    half = torch.full((2, 3, 16), float("nan"), dtype=torch.bfloat16)
+    states = [torch.full((4,), float("nan")), torch.full((2, 8), 255, dtype=torch.uint8)]
+    worker.model_runner = SimpleNamespace(device=torch.device("cuda"), kv_caches=[half.permute(1, 0, 2), states])
+    worker.shm_woken()
+    attention, states = worker.model_runner.kv_caches
+    assert all(not tensor.float().any() and not tensor.float().isnan().any() for tensor in (attention, *states))
+    worker.model_runner = SimpleNamespace(device=torch.device("cpu"), kv_caches=[torch.ones(3)])
+    worker.shm_woken()
+    assert worker.model_runner.kv_caches[0].all(), "on processors memory that is not written takes none"
+
+
+def test_a_woken_gpu_knows_the_ids_that_end_thinking(slept, monkeypatch):
+    monkeypatch.setattr(thinking_budget, "UvaBackedTensor", OnHost)
+    requests = SimpleNamespace(max_num_reqs=4, device=torch.device("cpu"))
+    sampler = object.__new__(Sampler)
+    sampler.thinking_budget_state = budget = ThinkingBudgetState(requests, SimpleNamespace(**IDS))
+    slept(torch.nn.Linear(4, 4), [getattr(budget, name) for name in kept(budget)], sampler=sampler)
+    assert {name: getattr(budget, name).tolist() for name in IDS} == IDS
+
+
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 16])
+def test_a_woken_gpu_has_valid_positions_for_tokens_that_only_fill_a_captured_batch(slept, monkeypatch, most_bytes):
+    """Of Qwen2.5-VL and the like: a step of three tokens leaves the fourth row of the graph that it runs as it was. The
+    inputs of most models are too large to be kept."""
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+    monkeypatch.setattr(loose_tensors, "MOST_BYTES", most_bytes)
+    state = object.__new__(DefaultModelState)
+    state.rope_state = RopeState(3, 2, 8, 16, torch.device("cpu"))
+    state.encoder_runner = EncoderRunner(SimpleNamespace(), 8, 4, None, torch.bfloat16, torch.device("cpu"))
+    lost = [getattr(holder, name) for holder in vars(state).values() for name in kept(holder)]
+    assert len(lost) == 2
+    slept(torch.nn.Linear(4, 4), lost, model_state=state)
+    assert not any(tensor.any() for tensor in lost)
+
+
+def test_a_woken_qwen4_exp_finds_the_tokens_before_each(slept, monkeypatch):
+    """By how far back they stand, which the model's state keeps beside the weights."""
+    monkeypatch.setattr(MambaHybridModelState, "__init__", lambda self, *_: vars(self).update(OF_QWEN4_EXP))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+    state = Qwen4ExpModelState(config, None, None, torch.device("cpu"))
+    slept(torch.nn.Linear(4, 4), [getattr(state, name) for name in kept(state)], model_state=state)
+    tokens = SimpleNamespace(gpu=torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]], dtype=torch.int32))
+    requests = SimpleNamespace(all_token_ids=tokens, num_computed_tokens=SimpleNamespace(gpu=torch.tensor([3, 1])))
+    batch = SimpleNamespace(num_reqs=2, idx_mapping=torch.tensor([0, 1]))
+    assert state._prepare_ngram_context(batch, requests)[:2].tolist() == [[12, 13], [9, 21]]
+
+
+OF_QWEN4_EXP = {
+    "max_num_reqs": 3,
+    "device": torch.device("cpu"),
+    "model_config": SimpleNamespace(
+        hf_text_config=SimpleNamespace(ple_layer_ids=[1], ngram_size=3, eos_token_id=9),
+    ),
+}
+
+
+def test_a_woken_qwen3_vl_adds_no_picture_to_a_text(slept):
+    """Its first layers add what the last pictures left in a list (deepstack_input_embeds in vLLM's qwen3_vl.py), where
+    nothing is written for a text."""
+    model = torch.nn.Linear(4, 4)
+    model.deepstack_input_embeds = [torch.zeros(8, 4) for _ in range(3)]
+    model.register_buffer("frequencies", torch.ones(4))
+    model.all_of_them = (model.frequencies,)
+    slept(model, [*model.deepstack_input_embeds, model.weight.data])
+    assert not any(added.any() for added in model.deepstack_input_embeds)
+    assert model.frequencies.all() and model.weight.isnan().all(), "vLLM writes the one and the load the other"
+
+
+def test_marlins_kernels_find_their_locks_open_after_a_sleep(slept, monkeypatch):
+    """DeepSeek in 4 bits multiplies by them while it loads, so that the locks of all layers lie among the weights."""
+    monkeypatch.setattr(workspace, "_manager", WorkspaceManager(torch.device("cpu")))
+    monkeypatch.setattr(marlin_utils, "num_compute_units", lambda _: 4)
+    locks = marlin_utils.get_marlin_workspace(torch.device("cpu"))
+    assert locks.any() == 0 and marlin_utils.get_marlin_workspace(torch.device("cpu")) is locks
+    slept(torch.nn.Linear(4, 4), [locks])
+    assert not locks.any()
 
 
 def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written(monkeypatch):
@@ -128,12 +179,12 @@ def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written
     layer.workspace = torch.ones(MOST_BYTES)
     lost = (layer.impl.alibi_slopes, layer.mask, layer.workspace, layer.weight)
     loose = LooseTensors(torch.nn.Sequential(layer))
-    loose.keep([span(tensor) for tensor in lost])
+    loose.keep([span(tensor) for tensor in lost], None)
     for tensor in (*lost, layer.kv_cache):
         tensor.data.fill_(float("nan"))
     loose.put_back()
     assert layer.impl.alibi_slopes is lost[0] and lost[0].tolist() == slopes and lost[1].tolist() == [1, 1, 1]
-    assert all(tensor.isnan().all() for tensor in (layer.kv_cache, layer.workspace, layer.weight))
+    assert layer.kv_cache.isnan().all() and layer.weight.isnan().all() and not layer.workspace.any()
     lost[0].zero_()
     loose.put_back()
     assert not lost[0].any(), "once: a load without a sleep finds them as they are"
@@ -165,7 +216,7 @@ def test_what_vllm_keeps_for_all_layers_comes_back_too(lamport):
     lost = {held._flag_buf: [0, 0, 2], held._layout_buf: [0, 4096], norm.workspace: norm.workspace.tolist()}
     held._flag_buf[2] = 2
     loose = LooseTensors(torch.nn.Sequential(norm))
-    loose.keep([span(tensor) for tensor in lost])
+    loose.keep([span(tensor) for tensor in lost], None)
     for tensor in lost:
         tensor.fill_(-1)
     loose.put_back()
@@ -201,7 +252,7 @@ def test_strides_that_captured_graphs_read_come_back_after_every_sleep_whatever_
     layer.quant_method.moe_kernel = fp8_kernel()
     loose, graphs_read = LooseTensors(layer), strides(layer.quant_method.moe_kernel)
     for _ in range(2):
-        loose.keep([span(tensor) for tensor in graphs_read])
+        loose.keep([span(tensor) for tensor in graphs_read], None)
         for tensor in graphs_read:
             tensor.fill_(-1)
         loose.put_back()

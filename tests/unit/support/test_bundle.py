@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from appliance.cli.box.support import without_graders
 from appliance.config import load_config
 from appliance.paths import BoxPaths
 from appliance.support import main as support
@@ -97,3 +98,16 @@ def test_a_tool_that_is_not_here_is_said():
 def test_since_is_of_this_clock(tmp_path):
     (tmp_path / "now.log").write_text("a line\n")
     assert [part.name for part in sources.logs(tmp_path, since_s=time.time() - 60)] == ["logs/now.log"]
+
+
+def test_of_a_jobs_grader_its_kind_alone_is_packed():
+    """It has the prompts of judges and what answers are held against, and the bundle says that it has neither."""
+    grader = {"type": "score_model", "input": [{"role": "user", "content": CANARY}]}
+    job = {
+        "id": "ftjob-1",
+        "method": {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": {}}},
+    }
+    told = without_graders({"object": "list", "data": [job, {"id": "ftjob-2", "method": {"type": "dpo", "dpo": {}}}]})
+    kept = {"grader": {"type": "score_model"}, "hyperparameters": {}}
+    assert [one["method"] for one in told["data"]][0] == {"type": "reinforcement", "reinforcement": kept}
+    assert without_graders({"state": "up"}) == {"state": "up"} and CANARY not in json.dumps(told)

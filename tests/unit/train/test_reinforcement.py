@@ -251,8 +251,9 @@ def test_loss_and_gradients_are_those_of_a_plain_computation(tmp_path, monkeypat
     assert loss.item() / 0.25 / 21 == pytest.approx(-0.0407224, abs=1e-6)
     norm = torch.sqrt(sum(one.grad.square().sum() for one in objective.model.parameters())).item()
     assert norm / 0.25 / 21 == pytest.approx(1.8867627, rel=1e-5)
-    mismatch, moved, clipped = objective.take_metrics()
-    assert 0 < mismatch and 0 < moved and 0 < clipped < len(row.labels) and objective.take_metrics() == [0.0] * 3
+    mismatch, moved, clipped = REINFORCEMENT.metrics(objective)
+    assert 0 < mismatch and 0 < moved and 0 < clipped < len(row.labels)
+    assert REINFORCEMENT.metrics(objective) == [0.0] * 3
 
 
 def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(tmp_path):
@@ -282,7 +283,8 @@ def test_tokens_of_an_engine_are_weighed_by_how_likely_they_are_to_the_trainer(t
     kl, mean, cut = objective.take_metrics()
     assert kl == pytest.approx(0.25 * (ratios - 1 - ratios.log()).sum().item(), rel=1e-3)
     assert mean == pytest.approx(0.25 * moved.sum().item(), rel=1e-4) and cut == 0.25 * (ratios > 2).sum().item()
-    assert objective.take_peaks() == [pytest.approx(moved.max().item(), rel=1e-4)] and objective.take_peaks() == [0.0]
+    assert REINFORCEMENT.peaks(objective) == [pytest.approx(moved.max().item(), rel=1e-4)]
+    assert REINFORCEMENT.peaks(objective) == [0.0]
 
 
 def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runtime.devices.cpu import Cpu
+from runtime.devices.torch_cuda import MOST_ROUNDED_MB
 from train.state import copies, staging
 from train.state.copies import CopyPlan
 from train.state.staging import StagingRing
@@ -104,3 +105,9 @@ def test_a_plan_copies_a_devices_tensors_through_the_ring(tmp_path, monkeypatch)
     with store.lease(stored) as lease:
         back.read(lease)
     assert torch.equal(ours, was)
+
+
+def test_a_rank_keeps_its_buffers_locked_from_one_snapshot_to_the_next():
+    """To lock memory holds up kernels of other streams (CUDA programming guide, implicit synchronization), and the step
+    goes on beside the copy."""
+    assert copies.FLOAT_BYTES * copies._PIECE_ELEMENTS <= MOST_ROUNDED_MB << 20

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from torch.optim import _muon
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from runtime.devices import cuda
+from train.starter import main as starter_main
 from train.starter.main import least_steps, main, orthogonal, rate_scale, vocabulary_texts
 from train.starter.model import ChunkedCrossEntropy, Shape, StarterNet
 from train.starter.tokenizer import render
@@ -124,6 +126,23 @@ def test_the_card_says_what_it_is(starter):
     path, events = starter
     card = (path / "README.md").read_text()
     assert "not a useful assistant" in card and str(events[-1]["validation_loss"]) in card and f"| {STEPS}, " in card
+
+
+def test_it_is_made_on_the_processors_whatever_else_there_is(tmp_path, monkeypatch):
+    """It holds no lease: on a GPU it ran beside the engine or the rank there, which count on all of its memory, or on
+    one that was out of use."""
+
+    class Begun(Exception):
+        pass
+
+    def begun(*_, device, **__):
+        raise Begun(device)
+
+    monkeypatch.setattr(cuda.KIND, "available", lambda: True)
+    monkeypatch.setattr(starter_main, "train_tokenizer", lambda *_, **__: None)
+    monkeypatch.setattr(starter_main, "pretrain", begun)
+    with pytest.raises(Begun, match="^cpu$"):
+        main(["--out", str(tmp_path / "model"), "--steps", "1"])
 
 
 def test_an_existing_directory_is_left_alone(tmp_path, capsys):

@@ -39,7 +39,7 @@ def test_ranks_on_gpus_lock_no_more_of_the_hosts_memory_than_they_ask_for(tmp_pa
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
     gpus = (Device("n0/0", "n0", 0, "cuda"),)
-    for devices, expected in ((gpus, "pinned_max_cached_size_mb:64"), (logical_devices(1), None)):
+    for devices, expected in ((gpus, "pinned_max_cached_size_mb:4"), (logical_devices(1), None)):
         serve, train = (dict(spec.env) for spec in node_config_of(BoxConfig(), paths, devices).warm)
         assert train.get("PYTORCH_ALLOC_CONF") == expected and "PYTORCH_ALLOC_CONF" not in serve
 

@@ -16,7 +16,7 @@ from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.http.reading import Status
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import InvalidValue
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.objects import adapters
 from appliance.store.records import deployments
@@ -62,7 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         changes = {field: getattr(body, field) for field in body.model_fields_set}
         for field in _NEVER_NULL:
             if field in changes and changes[field] is None:
-                raise BadRequest(f"{field} cannot be null.", param=field, code="invalid_value")
+                raise InvalidValue(f"{field} cannot be null.", field)
         _refuse_of_adapter(context, name, changes)
         told = dict(changes)
         if "pinned" in changes:
@@ -88,11 +88,10 @@ def _refuse_of_adapter(context: ControllerContext, name: str, changes: Mapping[s
     base = adapters.base_of_model(context.db, name)
     field = next((field for field, value in changes.items() if field not in _OF_ADAPTERS and value is not None), None)
     if base is not None and field is not None:
-        raise BadRequest(
+        raise InvalidValue(
             f"{name} is an adapter and is served by the engines of {base}: set {field} of {base}. "
             f"An adapter's own are {' and '.join(_OF_ADAPTERS)}.",
-            param=field,
-            code="invalid_value",
+            field,
         )
 
 
@@ -100,11 +99,7 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
     """Raises BadRequest. Values set before a node left stay valid while other fields change."""
     if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
         least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
-        raise BadRequest(
-            f"max_replicas is {row.max_replicas} and {least}; expected min <= max.",
-            param="max_replicas",
-            code="invalid_value",
-        )
+        raise InvalidValue(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.", "max_replicas")
     nodes = node_sizes.known(context)
     if "tensor_parallel" in changed:
         nodes.refuse_more("tensor_parallel", row.tensor_parallel)

@@ -13,7 +13,7 @@ from appliance.controller.access.model_access import absent_model, stored_model
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, NotFound
+from appliance.controller.interfaces.errors import BadRequest, InvalidValue, NotFound
 from appliance.controller.interfaces.principal import Caller
 from appliance.models.errors import TemplateRefused
 from appliance.models.template_trial import try_template
@@ -44,11 +44,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise absent_model(name)
         if version.meta.get("adapter"):
             base = version.meta["adapter"]["base"]
-            raise BadRequest(
-                f"{name} is an adapter and is served by the engines of {base}: set {base} up.",
-                param="model",
-                code="invalid_value",
-            )
+            raise InvalidValue(f"{name} is an adapter and is served by the engines of {base}: set {base} up.", "model")
         return model, version
 
     def view(name: str) -> dict[str, Any]:
@@ -75,7 +71,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = model_settings.current(db, name)
         before = row.settings if row is not None else {}
         if body.number is not None and body.set:
-            raise BadRequest("Give either 'set' or 'number'.", param="number", code="invalid_value")
+            raise InvalidValue("Give either 'set' or 'number'.", "number")
         wanted = _parsed(_version(context, name, body.number) if body.number is not None else merged(before, body.set))
         deployment = deployments.find(db, name)
         devices = deployment.tensor_parallel if deployment is not None else 1
@@ -83,9 +79,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         await _check_template(wanted)
         refused = await context.settings_check.refused(model, version, devices, wanted)
         if refused:
-            raise BadRequest(
-                f"vLLM does not start {name} with these settings: {refused[:2000]}", param="set", code="invalid_value"
-            )
+            raise InvalidValue(f"vLLM does not start {name} with these settings: {refused[:2000]}", "set")
         with db.transaction():
             last = model_settings.current(db, name)
             if (last.settings if last is not None else {}) != before:
@@ -123,7 +117,7 @@ def _parsed(body: dict[str, Any]) -> ModelSettings:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(f"{where}: {message}", param=f"set.{where}", code="invalid_value") from error
+        raise InvalidValue(f"{where}: {message}", f"set.{where}") from error
 
 
 def _version(context: ControllerContext, name: str, number: int) -> dict[str, Any]:
@@ -140,14 +134,10 @@ def _check_size(
     size = context.sizes.sized(model, version, devices, wanted)
     if size.problem:
         what = "cannot be served" if size.not_computed else "would not fit"
-        raise BadRequest(f"{model.id} {what}: {size.problem}.", param="set", code="invalid_value")
+        raise InvalidValue(f"{model.id} {what}: {size.problem}.", "set")
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
         own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
-        raise BadRequest(
-            f"max_model_len {wanted.max_model_len:,} does not fit: {own}.",
-            param="set.max_model_len",
-            code="invalid_value",
-        )
+        raise InvalidValue(f"max_model_len {wanted.max_model_len:,} does not fit: {own}.", "set.max_model_len")
 
 
 async def _check_template(wanted: ModelSettings) -> None:
@@ -157,4 +147,4 @@ async def _check_template(wanted: ModelSettings) -> None:
     try:
         await asyncio.to_thread(try_template, str(text))
     except TemplateRefused as error:
-        raise BadRequest(str(error), param="set.chat_template", code="invalid_value") from error
+        raise InvalidValue(str(error), "set.chat_template") from error

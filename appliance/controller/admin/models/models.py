@@ -26,7 +26,15 @@ from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, OperationFailed, SwapFailed, shown
+from appliance.controller.interfaces.errors import (
+    BadRequest,
+    Conflict,
+    InvalidValue,
+    NotFound,
+    OperationFailed,
+    SwapFailed,
+    shown,
+)
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller, Principal
@@ -116,7 +124,7 @@ def routes(
             return _accepted(earlier)
         for field, text in (("source", body.source), ("origin", body.origin or "")):
             if not text.isprintable():
-                raise BadRequest(f"The {field} contains control characters.", param=field, code="invalid_value")
+                raise InvalidValue(f"The {field} contains control characters.", field)
         if body.name is not None:
             _check_new_name(db, body.name)
         context.quotas.disk.check()  # only the import itself finds out how much more it needs
@@ -250,11 +258,9 @@ def _accepted(row: OperationRow) -> JSONResponse:
 
 def _check_new_name(db: Database, name: str) -> None:
     if not is_model_name(name):
-        raise BadRequest(
-            f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", param="name", code="invalid_value"
-        )
+        raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
     if name.startswith("ft:"):
-        raise BadRequest("Names that begin with 'ft:' belong to fine-tuned models.", param="name", code="invalid_value")
+        raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
     if models.find(db, name) is not None or made_by_jobs(db, name):
         raise _exists(name)
 
@@ -276,10 +282,8 @@ async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFou
     if found is not None:
         return found, adapter_base(context, found, body.base)
     if body.base is not None:
-        raise BadRequest(
-            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one.",
-            param="base",
-            code="invalid_value",
+        raise InvalidValue(
+            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one.", "base"
         )
     return None
 

@@ -9,10 +9,12 @@ Repeating the request continues where the last one stopped; when all is done, no
 from __future__ import annotations
 
 import asyncio
+import glob
 import secrets
 import shutil
 import time
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -28,12 +30,13 @@ from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.errors import Conflict, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
 from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.sweeps.runner import SweepRunner
+from appliance.store import write_log
 from appliance.store.chunks import little_by_little
 from appliance.store.objects import batches, evals, jobs, responses, sweeps
 from appliance.store.objects import files as file_rows
@@ -41,10 +44,11 @@ from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
 from appliance.store.upkeep import forgotten, retention
 
-ENDS_WITHIN_S = 20.0
+ENDS_WITHIN_S = LOG_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 10
 _MENTIONED = 100
+_LOG_STANDS = "the database's log (appliance.db-wal): others read from it all the while, or the disk is full; ask again"
 
 
 class Forget(StrictBody):
@@ -88,7 +92,7 @@ def routes(
         """`done` false: the work that `waits_for` names has not ended yet; ask again."""
         owner = body.owner
         if owner == BOX_ITSELF:
-            raise BadRequest("The box itself cannot be forgotten.", param="owner", code="invalid_value")
+            raise InvalidValue("The box itself cannot be forgotten.", "owner")
         there = await db.read(None, found, owner)
         if there["unfinished"] and not body.cancel:
             raise Conflict(
@@ -126,11 +130,14 @@ def routes(
             pseudonym,
             keys=len(there["keys"]),
             **told,
-            models_deleted=deleted,
+            models_deleted=[_without(name, owner) for name in deleted],
             models_left=[_without(name, owner) for name in there["models"] if name not in deleted],
             mentions=[_without(one, owner) for one in mentions[:_MENTIONED]],
             mentions_number=len(mentions),
         )
+        # Last: what was deleted stands in the log until it is written over.
+        if not await to_thread.run_sync(write_log.emptied, db.path, LOG_WITHIN_S):
+            mentions.append(_LOG_STANDS)
         return {
             "owner": owner,
             "done": True,
@@ -183,6 +190,7 @@ def routes(
                 if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                     files.remove(context, row)
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
+            await to_thread.run_sync(_delete_of_trackers, context.files_dir.parent / "tracking", job_id)
             await little_by_little(partial(retention.delete_some_texts_of_job, db, job_id))
             forgotten.forget_texts(db, job_id)
         for file_id in forgotten.ids(db, "files", owner):
@@ -204,3 +212,9 @@ def routes(
             await models.remove(context, models.doomed(context, name), caller)
             deleted.append(name)
         return deleted
+
+
+def _delete_of_trackers(folder: Path, job_id: str) -> None:
+    """The files of a job's runs that W&B keeps on the box: they have the job's name, its tags and its project."""
+    for run in (folder / "wandb").glob(f"*run-*-{glob.escape(job_id)}-*"):
+        shutil.rmtree(run, ignore_errors=True)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
-from pydantic import Field
+from pydantic import Field, create_model
 
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
@@ -17,7 +17,8 @@ from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.config import OwnerBounds
+from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
@@ -37,23 +38,12 @@ Jobs = Annotated[int, Field(ge=0, le=10**6)]
 _LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in claims.LIMITS}
 
 
-class KeyBounds(StrictBody):
-    """Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`)."""
-
-    files: Amount | None = None
-    file_bytes: Amount | None = None
-    uploads: Amount | None = None
-    downloads: Amount | None = None
-    batches: Amount | None = None
-    jobs: Amount | None = None
-    models: Amount | None = None
-    model_bytes: Amount | None = None
-    background: Amount | None = None
-    evals: Amount | None = None
-    eval_runs: Amount | None = None
-    eval_bytes: Amount | None = None
-    responses: Amount | None = None
-    responses_bytes: Amount | None = None
+KeyBounds = create_model(
+    "KeyBounds",
+    __base__=StrictBody,
+    __doc__="Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`).",
+    **dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None)),
+)
 
 
 class KeyLimits(StrictBody):
@@ -71,7 +61,7 @@ class KeyLimits(StrictBody):
     max_non_preemptible: Jobs | None = None
     max_deadlines: Jobs | None = None
     max_held: Jobs | None = None
-    bounds: KeyBounds | None = None
+    bounds: KeyBounds | None = None  # type: ignore[valid-type]
 
     def columns(self) -> dict[str, Any]:
         """The columns of the fields that were given."""
@@ -112,16 +102,10 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         scopes = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
         unknown = [scope for scope in scopes if scope not in keys.SCOPES]
         if unknown:
-            raise BadRequest(
-                f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.",
-                param="scopes",
-                code="invalid_value",
-            )
+            raise InvalidValue(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.", "scopes")
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
-            raise BadRequest(
-                f"The owner name {owner!r} is reserved; choose another name.",
-                param="owner" if body.owner else "name",
-                code="invalid_value",
+            raise InvalidValue(
+                f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
             )
         _refuse_unknown(context, body.models)
         limits = body.columns()

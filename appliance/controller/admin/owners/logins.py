@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.store.records import keys, page_sessions
-from appliance.store.rows import PageSessionRow
+from appliance.store.rows import PageSessionRow, columns
 
 IDLE_S = 8 * 3600.0
 """Without a touch of its person's."""
@@ -57,9 +57,6 @@ def shown(context: ControllerContext, row: PageSessionRow) -> dict[str, Any]:
         "key_id": row.key_id,
         "key": key.name if key else None,
         "owner": keys.owner_of(context.db, row.key_id),
-        "agent": row.agent,
-        "created_s": row.created_s,
-        "seen_s": row.seen_s,
-        "until_s": row.until_s,
+        **columns(row, "agent created_s seen_s until_s"),
         "ends_s": row.created_s + LONGEST_S,
     }

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import psutil
@@ -120,6 +121,31 @@ def test_what_a_step_waits_for_yields_once_it_has_computed_for_long(monkeypatch:
     samples = [{"sample": {"output_text": ""}, "item": None}] * 5
     worker.answer({"grader": source, "samples": samples}, waited_for=True)
     assert given == pytest.approx([1.5, 0.1, math.inf, math.inf, math.inf]) and nice == [sandbox.NICENESS]
+
+
+@pytest.mark.skipif(bool(sandbox.refusal()), reason=sandbox.refusal())
+@pytest.mark.parametrize(
+    ("loops", "run", "rewards"),
+    [
+        # Devices waited two minutes for each of a step's answers, and a step may have thousands.
+        ("True", 3, [0] * 5),
+        ("sample['output_text'] != 'd'", 3, [0] * 5),
+        # A grader that runs what the model wrote meets answers that loop.
+        ("sample['output_text'] in 'bcde'", 5, [1, 0, 0, 0, 0]),
+    ],
+    ids=["always", "until then", "some answers"],
+)
+def test_code_that_never_ends_is_not_run_for_every_answer(
+    monkeypatch: pytest.MonkeyPatch, loops: str, run: int, rewards: list[int]
+) -> None:
+    monkeypatch.setattr(worker, "run_python", partial(sandbox.run_python, time_s=0.1))
+    source = f"def grade(sample, item):\n    while {loops}: pass\n    return 1"
+    samples = [{"sample": {"output_text": text}, "item": None} for text in "abcde"]
+    told = worker.answer({"grader": {"type": "python", "name": "p", "source": source}, "samples": samples})["graded"]
+    assert [one["reward"] for one in told] == rewards
+    messages = ["; ".join(one["messages"]) for one in told]
+    assert sum("took longer than 0.1 s" in text for text in messages) == run - sum(rewards)
+    assert sum("not run: its first 3 calls all ran out of time" in text for text in messages) == len(told) - run
 
 
 async def test_code_is_told_nothing_of_where_the_box_is(host: GraderHost, monkeypatch: pytest.MonkeyPatch) -> None:
