@@ -15,7 +15,7 @@ UNFINISHED_PHASES: tuple[str, ...] = tuple(phase for phase in get_args(JobPhase)
 
 
 def columns(row: Any, names: str) -> dict[str, Any]:
-    """These columns of a row as the API shows them. names: separated by spaces."""
+    """These columns of a row, or what another object has under their names. names: separated by spaces."""
     return {name: getattr(row, name) for name in names.split()}
 
 

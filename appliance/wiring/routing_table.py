@@ -111,6 +111,14 @@ class BusRouting:
         served = self._replicas.get(replica_id)
         return served is not None and served.state == "open"
 
+    def open_engines(self) -> dict[str, tuple[str, str]]:
+        """Model and socket, by replica, of those that answer requests and give signs of life."""
+        return {
+            replica_id: (served.model, served.socket)
+            for replica_id, served in self._replicas.items()
+            if served.state == "open" and not served.avoided
+        }
+
     def close(self, replica_id: str) -> None:
         self._avoided.discard(replica_id)
         if self._replicas.pop(replica_id, None) is not None:

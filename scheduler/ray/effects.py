@@ -42,7 +42,7 @@ class RayEffects:
         self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
         self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
         self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
-        self.profile_replica = self._replicas.profile_replica
+        self.profile_replica, self.resident_bytes = self._replicas.profile_replica, self._replicas.resident_bytes
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group, self.profile_group = self._groups.stop_group, self._groups.profile_group
         self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
@@ -75,10 +75,6 @@ class RayEffects:
 
     async def next_event(self) -> Event:
         return await self._events.get()
-
-    async def resident_bytes(self) -> dict[str, int]:
-        """Resident memory of each engine, by replica id."""
-        return await self._replicas.resident_bytes()
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box is stopping."""

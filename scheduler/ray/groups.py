@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
-from scheduler.core.inventory import Device, Holder, Lease, node_of
+from scheduler.core.inventory import Holder, Lease, node_of
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.ray.actors import ANSWER_S, LOOK_S, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
@@ -121,7 +121,8 @@ class Groups:
         group = Group(self._teller(job_id, coming), on_question=lambda asked: self._jobs.answer(job_id, asked))
         began_s = time.monotonic()
         try:
-            await self._start(job_id, group, spec, hosts, devices, snapshot)
+            addresses = [kind_of(device.kind).address(device.index) for device in devices]
+            await ask("start_group", job_id, group.start(spec, hosts, addresses, str(snapshot) if snapshot else None))
         except BaseException:
             if coming is not None:
                 coming.stop()
@@ -133,26 +134,6 @@ class Groups:
             "bytes": read_bytes,
             "ranks": "parked" if group.resumed else "forked",
         }
-
-    async def _start(
-        self,
-        job_id: str,
-        group: Group,
-        spec: TrainSpec,
-        hosts: list[_Host],
-        devices: list[Device],
-        snapshot: Path | None,
-    ) -> None:
-        await ask(
-            "start_group",
-            job_id,
-            group.start(
-                spec,
-                hosts,
-                [kind_of(device.kind).address(device.index) for device in devices],
-                str(snapshot) if snapshot else None,
-            ),
-        )
 
     def _result_transfer(self, job_id: str, node_config: NodeConfig) -> ResultTransfer | None:
         """For ranks on a node other than home; None at home."""

@@ -37,7 +37,7 @@ from serve.api.answer_version import AnswerVersions
 from serve.core.errors import EngineStartFailed, WrongState
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
-from serve.engine.core_life import while_alive
+from serve.engine.while_alive import while_alive
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment

@@ -20,16 +20,10 @@ from weights.format.names import TOKENIZER_FILES
 
 # Keys of config.json that describe how the file was written, not what the model computes.
 IGNORED_CONFIG_KEYS = frozenset(
-    {
-        "_name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "auto_map",
-        "_attn_implementation",
-        "_from_model_config",
-    }
+    (
+        "_name_or_path transformers_version torch_dtype dtype use_cache auto_map _attn_implementation "
+        "_from_model_config"
+    ).split()
 )
 # Keys of tokenizer_config.json that change how text is rendered or split.
 TOKENIZER_KEYS = ("chat_template", "bos_token", "eos_token", "pad_token", "add_bos_token", "add_eos_token")

@@ -29,39 +29,24 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
 
     `model_config` is the version's config.json, `chat_template` its template text if it has one.
     """
-    args = [
-        "--model",
-        spec.version_path,
-        "--served-model-name",
-        spec.model,
-        "--uds",
-        spec.socket_path,
-        "--load-format",
-        LOAD_FORMAT,
-        "--weight-transfer-config",
-        json.dumps({"backend": TRANSFER_BACKEND}),
-        "--worker-extension-cls",
-        WORKER_EXTENSION,
-        "--dtype",
-        spec.dtype,
-        "--tensor-parallel-size",
-        str(spec.tensor_parallel),
-        "--kv-cache-memory-bytes",
-        str(spec.kv_cache_bytes),
-        "--max-num-seqs",
-        str(spec.max_num_seqs),
-        "--fingerprint-mode",
-        "custom",
-        "--fingerprint-value",
-        spec.version,
-        "--disable-uvicorn-access-log",
-        "--no-enable-log-requests",
-        "--disable-fastapi-docs",
-        "--enable-prompt-tokens-details",
-        # Its numbers are given in serve.api.fair_order.
-        "--scheduling-policy",
-        "priority",
-    ]
+    values = {
+        "--model": spec.version_path,
+        "--served-model-name": spec.model,
+        "--uds": spec.socket_path,
+        "--load-format": LOAD_FORMAT,
+        "--weight-transfer-config": json.dumps({"backend": TRANSFER_BACKEND}),
+        "--worker-extension-cls": WORKER_EXTENSION,
+        "--dtype": spec.dtype,
+        "--tensor-parallel-size": str(spec.tensor_parallel),
+        "--kv-cache-memory-bytes": str(spec.kv_cache_bytes),
+        "--max-num-seqs": str(spec.max_num_seqs),
+        "--fingerprint-mode": "custom",
+        "--fingerprint-value": spec.version,
+        "--scheduling-policy": "priority",  # its numbers are given in serve.api.fair_order
+    }
+    args = [word for pair in values.items() for word in pair]
+    args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]
+    args += ["--enable-prompt-tokens-details"]
     kind = kind_of(spec.kind)
     args += kind.engine_arguments()
     if kind.on_host:

@@ -1,25 +1,28 @@
-"""Keeps what lies among a GPU's weights and is no weight, over a sleep that discards it all.
+"""Preserves tensors that are no weights but lie in the memory of a GPU's weights, over a sleep that discards all of it.
 
-vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). What a layer made of the model's configuration and
-holds as a plain attribute is in no version and comes back as whatever was in the memory: ALiBi's slopes, for one
-(vllm/v1/attention/backends/flash_attn.py), without which BLOOM or Falcon-RW never woke again; the strides of experts in
-FP8, which a kernel that a layer's method holds keeps for itself (vllm/model_executor/layers/fused_moe/experts,
-cutlass_moe.py). Or a module of vLLM's holds it for all layers: by what MiniMax-M2's norms keep so, the workers of a
-tensor-parallel engine find each other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py). Or its
-model runner holds it, of which vLLM makes the sampler and the model's state while it loads the weights: how far back a
-token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and the tokens that limit thinking.
+vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). But what a layer computes from the model's
+configuration and holds as a plain attribute is in no version, and comes back as whatever was in the memory. Such
+tensors are held by:
+- layers: ALiBi's slopes (vllm/v1/attention/backends/flash_attn.py), without which BLOOM and Falcon-RW never woke again;
+- kernels that a layer's method holds: the strides of experts in FP8 (vllm/model_executor/layers/fused_moe/experts,
+  cutlass_moe.py);
+- modules of vLLM, for all layers: with those of MiniMax-M2's norms the workers of a tensor-parallel engine find each
+  other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py);
+- vLLM's model runner, from which it makes the sampler and the model's state while it loads the weights: how far back a
+  token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and the tokens that limit thinking.
 
-What is large, or in a list or a table, is not kept but comes back as zeros, as it began: Qwen3-VL adds to its first
-layers what pictures left in such a list, and writes nothing there for a text (deepstack_input_embeds). Marlin's kernels
-wait for each other by numbers in such a table, which they leave as zeros, and which lie here where a load multiplied by
-them (DeepSeek in 4 bits; get_marlin_workspace in vllm/model_executor/layers/quantization/utils/marlin_utils.py). A
-captured graph reads a row of a whole batch of its size, more than a step may write, and what is no number there would
-spread.
+Large tensors, and those in lists and tables, are not kept: they come back as zeros, as they began. Qwen3-VL adds to its
+first layers what pictures left in such a list, and writes nothing there for a text (deepstack_input_embeds). Marlin's
+kernels wait for each other by numbers in such a table, which they leave as zeros and which lie here if a load
+multiplied by them (DeepSeek in 4 bits; get_marlin_workspace in
+vllm/model_executor/layers/quantization/utils/marlin_utils.py). A captured graph reads a row of a whole batch of its
+size, more than a step may write, and a NaN there would spread.
 
 vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs go on
-reading the tensors of the first kernel. So these are looked for once, before any other load, and kept. What the new
-kernel holds in their place is copied into them: some follows from the weights, such as the scales of activations before
-experts in NVFP4 (make_nvfp4_moe_quant_config in vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
+reading the tensors of the first kernel. So the tensors are looked for once, before any other load, and kept. What the
+new kernel holds in their place is copied into them, because some of it follows from the weights, such as the scales of
+activations before experts in NVFP4 (make_nvfp4_moe_quant_config in
+vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
 """
 
 from __future__ import annotations
@@ -55,14 +58,15 @@ class LooseTensors:
         self._emptied: list[torch.UntypedStorage] = []
 
     def keep(self, discarded: Spans, runner: Any) -> None:
-        """Copy to the host the tensors in the memory that is about to be discarded. runner: vLLM's, which holds such
-        ones outside the model."""
+        """Copy to the host the tensors in the memory that is about to be discarded. runner: vLLM's model runner, which
+        holds some outside the model."""
         of_runner = [("runner", runner)]
         small = chain(self._first.values(), self._for_all, (tensor for _, tensor in _loose(of_runner)))
         every = {id(tensor): tensor for tensor in small}.values()
         found = [tensor for tensor in every if _lies_in(tensor, discarded)]
         self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
-        written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers()}  # by vLLM, before the load
+        # vLLM has written the buffers by the time of the load.
+        written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers() if _plain(buffer)}
         others = _unkept(chain(self._model.named_modules(), of_runner, _held_for_all()))
         storages = [tensor.untyped_storage() for tensor in others if _lies_in(tensor, discarded)]
         by_address = {storage.data_ptr(): storage for storage in storages}
@@ -70,8 +74,8 @@ class LooseTensors:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Copy them back, and fill the others with zeros. Call it once the memory is mapped again and before weights
-        are loaded: the load computes anew what follows from the weights."""
+        """Copy the tensors back and fill the others with zeros. Call it once the memory is mapped again and before
+        weights are loaded, because the load computes again what follows from the weights."""
         for storage in self._emptied:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         for tensor, copy in self._kept:
@@ -80,7 +84,7 @@ class LooseTensors:
 
     @torch.no_grad()
     def follow(self, model: torch.nn.Module) -> None:
-        """After a load by vLLM's own way, copy each tensor that it made into the first one in the same place."""
+        """After vLLM's own reload, copy each tensor that it made into the first one in the same place."""
         for place, tensor in _loose(model.named_modules()):
             first = self._first.get(place)
             if first is not None and first is not tensor and _alike(first, tensor):
@@ -88,14 +92,14 @@ class LooseTensors:
 
 
 def spans_of_weights() -> Spans:
-    """The memory that vLLM's allocator discards with the weights."""
+    """Addresses of the memory that vLLM's allocator discards with the weights."""
     allocator: Any = device_allocator.get_mem_allocator_instance()
     allocations = allocator.pointer_to_data.items()
     return [(first, data.handle[1]) for first, data in allocations if data.tag == "weights"]
 
 
 def _held_for_all() -> Iterator[tuple[str, Any]]:
-    """The objects of vLLM's that its modules hold themselves or in a table, by name."""
+    """Objects of vLLM's classes that its modules hold directly or in a table, by name."""
     for module in [module for name, module in [*sys.modules.items()] if name.startswith("vllm.") and module]:
         for name, value in [*vars(module).items()]:
             held = [*value.values()] if isinstance(value, dict) else [value]
@@ -107,15 +111,15 @@ def _of_vllm(value: Any) -> bool:
 
 
 def _loose(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Small tensors that are plain attributes of these holders or of what they hold; each with the names that lead to
-    it."""
+    """Small tensors that are plain attributes of these holders, or of vLLM's objects below them; each with the names
+    that lead to it."""
     for place, value in _attributes(holding):
         if _plain(value) and value.nbytes <= MOST_BYTES:
             yield place, value
 
 
 def _unkept(holding: Iterable[tuple[str, Any]]) -> Iterator[torch.Tensor]:
-    """The large ones, and those in a list or a table."""
+    """Large tensors, and those in a list or a tuple."""
     for _, value in _attributes(holding):
         if _plain(value) and value.nbytes > MOST_BYTES:
             yield value

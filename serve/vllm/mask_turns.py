@@ -1,11 +1,13 @@
-"""Forms take turns: the masks of one step take a bounded time together, whoever's and however many they are.
+"""Lets requests with a form take turns, so that the masks of one step take a bounded time, whoever sent the requests
+and however many there are.
 
-vLLM asks the grammar of each request in a step which tokens may follow, one after the other, and all requests wait for
-it. One mask is bounded (serve.vllm.step_bounds), but one owner may have as many requests as the engine has places:
+vLLM asks the grammar of each request in a step which tokens may follow, one request after the other, and all requests
+wait for it. serve.vllm.step_bounds bounds one mask, but one owner may have as many requests as the engine has places:
 sixty, with texts of five bounded lengths and a vocabulary of 4,096, took a neighbour's stream from 72 tokens a second
-to 2.5. So of the requests whose masks take long each step has those that fit into STEP_S, owner by owner, and the
-others wait for a later step; new ones wait for their first as well. A mask that takes longer than that alone comes no
-more than half of the time while others are written.
+to 2.5.
+
+So each step has only as many of the requests with slow masks as fit into STEP_S, owner by owner; the others wait for a
+later step, and so do new ones. A mask that alone takes longer comes at most half of the time while others are written.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from vllm.v1.request import Request
 from serve.api.turns import owner_in
 
 STEP_S = 0.05
-# What takes less is in every step, as most forms are: 256 of them take as long as a step of a large model.
+# A quicker mask is in every step, as most are: 256 of them take as long as a step of a large model.
 SHORT_S = 0.0005
 _OWNERS = 4096
 MASK = "shm_mask_s"
@@ -62,7 +64,7 @@ class MaskTurns:
         if others and now_s < self._rests_until_s:
             return set()
         for queue in queues.values():
-            queue.sort(key=lambda one: one.served, reverse=True)  # the one that waits longest is at the end
+            queue.sort(key=lambda one: one.served, reverse=True)  # the one that has waited longest is last
         found: set[str] = set()
         spent_s = 0.0
         while queues:
@@ -81,7 +83,7 @@ class MaskTurns:
 
 
 def apply(grammars: Iterable[Any]) -> None:
-    """Once per process, before it makes its engine. grammars: classes of vLLM's StructuredOutputGrammar."""
+    """Call once per process, before it makes its engine. grammars: classes of vLLM's StructuredOutputGrammar."""
     for grammar in grammars:
         grammar.fill_bitmask = _measured(grammar.fill_bitmask)
     Scheduler.schedule = _in_turns(Scheduler.schedule)
@@ -94,7 +96,8 @@ def _measured(fill: Callable[..., Any]) -> Callable[..., Any]:
         began_s = time.thread_time()
         filled = fill(self, *args, **kwargs)
         took_s = time.thread_time() - began_s
-        # One that is quick once is still taken for slow for a few tokens: which of them takes long depends on the text.
+        # After one quick mask a grammar still counts as slow for a few tokens: the text decides which of them take
+        # long.
         setattr(self, MASK, max(took_s, (getattr(self, MASK, 0.0) + took_s) / 2))
         return filled
 

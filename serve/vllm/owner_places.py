@@ -1,9 +1,11 @@
-"""Gives every owner who waits one of an engine's places, whoever has all of them.
+"""Gives every waiting owner one of an engine's places, even if another owner has all of them.
 
-An engine computes `max_num_seqs` answers at once, and vLLM lets each run to its end. An owner with as many long answers
-had all places: another one waited until one of them ended, 220 s where 64 answers of 500 tokens were written on one
-core. So when all places are taken and an owner without any waits, the newest answer of the owner who has most gives its
-place, and goes on with the next that is free: it is computed again up to where it was, mostly from the prefix cache.
+An engine computes `max_num_seqs` answers at once, and vLLM lets each run to its end. An owner with that many long
+answers had all places, and another one waited until one of them ended: 220 s where 64 answers of 500 tokens were
+written on one core.
+
+So if all places are taken and an owner without one waits, the newest answer of the owner with the most places gives up
+its place and goes on in the next free one. It is computed again up to where it was, mostly from the prefix cache.
 """
 
 from __future__ import annotations

@@ -78,11 +78,11 @@ log = logging.getLogger(__name__)
 
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
-"""How long the other workers have to reply once one has failed: they may wait for it in a collective for ever."""
+"""How long the other workers have to reply once one has failed; they may be waiting for it in a collective for ever."""
 OUT_OF_STEP = 70
 """Exit code of a worker that failed in a step to which another one replies."""
 OWED = "shm_owed"
-"""Attribute of a worker's queue: how many replies will come that nobody waits for any more."""
+"""Attribute of a worker's queue: the number of replies to come that nobody waits for any more."""
 FP8_FROM = DeviceCapability(8, 9)
 """Triton's kernels compute in FP8 from Ada on."""
 _applied: list[bool] = []
@@ -113,8 +113,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
 
-    # One worker replies to a step, and the error of another one was only logged: the one that replies then waited for
-    # it in a collective, until vLLM gave up after five minutes. A worker that ends is noticed at once.
+    # Only one worker replies to a step, and vLLM just logged the error of another one: the one that replies waited for
+    # it in a collective, until vLLM gave up after five minutes. Now a worker with an error exits, which is noticed at
+    # once.
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
@@ -220,7 +221,8 @@ def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[.
 
 
 def forget_devices(platform: type) -> None:
-    """Clear what a platform of vLLM's remembers about devices (vllm/platforms/cuda.py, get_device_capability)."""
+    """Clear the device properties that a vLLM platform class has cached (vllm/platforms/cuda.py,
+    get_device_capability)."""
     for owner in platform.__mro__:
         for method in vars(owner).values():
             clear = getattr(getattr(method, "__func__", method), "cache_clear", None)

@@ -1,5 +1,4 @@
-"""Profiles the steps of one worker of an engine, on demand: vLLM's own profiler has to be asked for when an engine
-starts."""
+"""Profiles the steps of one engine worker on demand. vLLM's own profiler has to be asked for when the engine starts."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from runtime.profile_shares import MOST_EVENTS, shares
 
 
 class ProfiledSteps:
-    """From its making to `end`. `runner`: vLLM's model runner, each call of whose `execute_model` is a step, if it has
-    tokens to compute."""
+    """Profiles from its creation to `end`. `runner`: vLLM's model runner; each call of its `execute_model` with tokens
+    to compute is a step."""
 
     def __init__(self, runner: Any):
         self.done = 0

@@ -1,14 +1,15 @@
-"""Refuses what vLLM's frontend lets through and a step cannot take: its error there ends the engine and every request.
+"""Refuses or changes what vLLM's frontend accepts but a step cannot take: an error there ends the engine and every
+request on it.
 
-The runner for GPUs has a row of fixed length for what a request forbids, and raises where it is too short
-(vllm/v1/worker/gpu/sample): 64 texts of 256 letters, which the gateway lets through, may be 16,000 tokens. Of several
-answers with a seed each has the next number, which after the largest is none of 64 bits. These are refused, or made to
+The runner for GPUs has a row of fixed length for the tokens that a request forbids, and raises if it is too short
+(vllm/v1/worker/gpu/sample): 64 texts of 256 letters, which the gateway accepts, may be 16,000 tokens. Each of several
+answers with a seed has the next seed, and after the largest of 64 bits there is none. These are refused, or made to
 fit, on every device alike.
 
-A token that the tokenizer has and the model does not, such as a picture's placeholder with a model of text alone,
-passes vLLM's check, which goes by the larger of the two. The embedding has no row for it, on no device, and on a GPU
-the error names some later kernel. Where a request forbids it, a GPU's kernel writes beyond the row of its logits, into
-the next request's.
+A token that the tokenizer has and the model lacks, such as a picture's placeholder in a model of text only, passes
+vLLM's check, which uses the larger of the two vocabularies. The embedding has no row for it on any device, and on a GPU
+the error names some later kernel. If a request forbids it, a GPU's kernel writes beyond the row of the request's
+logits, into the next request's.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SPARE_TOKENS = 1024
 
 
 def bound_forbidden(parameters: Any) -> None:
-    """parameters: vllm.sampling_params.SamplingParams, whose `update_from_tokenizer` is the last to add to them, in the
-    frontend."""
+    """parameters: vllm.sampling_params.SamplingParams. Its `update_from_tokenizer` is the last method in the frontend
+    that adds to them."""
     update = parameters.update_from_tokenizer
 
     @functools.wraps(update)
@@ -91,8 +92,8 @@ def cut_texts(parameters: Any) -> None:
 
 
 def forbid_known(processor: Any) -> None:
-    """processor: vllm.v1.engine.input_processor.InputProcessor. What the model has no token for it does not write, so
-    there is nothing to forbid; neither does such a token end an answer."""
+    """processor: vllm.v1.engine.input_processor.InputProcessor. The model never writes a token that it lacks, so there
+    is nothing to forbid, and no answer ends with such a token."""
     process = processor.process_inputs
 
     @functools.wraps(process)

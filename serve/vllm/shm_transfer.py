@@ -212,8 +212,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to do: there is no peer."""
 
     def start_weight_update(self) -> None:
-        """The whole version comes in one `update_weights`; after a sleep, all else that lay beside the weights comes
-        first."""
+        """Nothing to do here: one `update_weights` brings the whole version. After a sleep, this first puts back what
+        lay beside the weights."""
         if self._loose is not None:
             self._loose.put_back()
 
@@ -270,7 +270,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.dirty = False
 
     def sleeping(self, runner: Any) -> None:
-        """The memory of the weights is about to be discarded, and with it what vLLM's model runner keeps there."""
+        """Keep what vLLM's model runner holds in the memory of the weights, which is about to be discarded."""
         if self._loose is not None:
             self._loose.keep(spans_of_weights(), runner)
 

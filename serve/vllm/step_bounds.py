@@ -1,18 +1,19 @@
-"""Bounds what one request may take of an engine's steps, in which all others wait: its grammar and its logits.
+"""Bounds how much of an engine's steps one request may take, through its grammar and its logits; all others wait in a
+step.
 
-xgrammar's rule for `patternProperties` and `propertyNames` takes whitespace after a comma in two places. Each space
-then doubles what it keeps of an answer so far: 120 tokens of spaces, which `logit_bias` can ask for, took 0.6 s for
-each further token of all requests, and 2.5 GB. So a run of whitespace in JSON is bounded, as xgrammar can do itself.
+xgrammar's rule for `patternProperties` and `propertyNames` takes whitespace after a comma in two places, so each space
+doubles what it keeps of an answer: 120 tokens of spaces, which `logit_bias` can ask for, took 0.6 s for each further
+token of all requests, and 2.5 GB. So a run of whitespace in JSON is bounded, which xgrammar can do itself.
 
-Another such rule may be found, and expressions have them: `(.|\\n)*` six times took 0.04 s for each token after 120,
-and one mask for `(.{1,8}){32}` 1.7 s. So what each grammar takes to accept tokens, and to say which may follow, is
-measured: beyond what any real form takes it ends its own request.
+There may be other such rules, and expressions have them: `(.|\n)*` six times took 0.04 s for each token after 120, and
+one mask for `(.{1,8}){32}` 1.7 s. So the time that each grammar takes to accept tokens and to make masks is measured,
+and a grammar that takes longer than any real form ends its own request.
 
-Where log-probabilities of a prompt are asked for, vLLM's first model runner (all CPU engines; GPU engines only where
-its second lacks what is asked for, see VllmConfig.use_v2_model_runner) computes the logits of all its tokens of a step
-at once, each row as long as the vocabulary, in float32 and with several copies: 1,700 tokens took 1.5 GB with 49,152,
-and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time. So the
-first does it in slices, too.
+If log-probabilities of a prompt are asked for, vLLM's first model runner (all CPU engines; GPU engines only where its
+second lacks something, see VllmConfig.use_v2_model_runner) computes the logits of all tokens of the prompt in a step at
+once, each row as long as the vocabulary, in float32 and in several copies: 1,700 tokens took 1.5 GB with a vocabulary
+of 49,152, and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time,
+and the first now does it in slices too.
 """
 
 from __future__ import annotations

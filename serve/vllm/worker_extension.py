@@ -61,11 +61,12 @@ class ShmWorkerExtension:
         return self.weight_transfer_engine.report
 
     def shm_leave_update(self) -> None:
-        """Another worker's transfer failed, so nobody ends this worker's; the next load replaces what it wrote."""
+        """End this worker's transfer after another worker's failed, because nobody else does; the next load replaces
+        what it wrote."""
         self._weight_update_active = False
 
     def shm_sleeping(self) -> None:
-        """Keep what a GPU's level 2 of sleep would lose for good."""
+        """Keep what a GPU's sleep of level 2 would discard for good."""
         self.weight_transfer_engine.sleeping(self.model_runner)
 
     def shm_woken(self) -> None:
@@ -78,7 +79,7 @@ class ShmWorkerExtension:
             cache.zero_()
 
     def shm_profile_begin(self) -> None:
-        """On the first worker alone: all of them would write their traces into the same file."""
+        """Only on the first worker, because all of them would write their traces into the same file."""
         if self.rank == 0:
             self.__dict__["shm_profile"] = ProfiledSteps(self.model_runner)
 

@@ -1,5 +1,6 @@
-"""Jobs as a real MLflow server and W&B's own run file have them: a server of the package registry, the trackers'
-libraries as images/requirements/tracking.txt pins them, each in a virtual environment that is thrown away.
+"""Jobs as a real MLflow server, W&B's own run file and a server of W&B's protocol have them: MLflow's server from the
+package registry, the trackers' libraries as images/requirements/tracking.txt pins them, each in a virtual environment
+that is thrown away.
 
 It needs the package registry. What it prints: how long the environments took, and what came of the job.
 """
@@ -22,6 +23,7 @@ import psutil
 import pytest
 
 from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for
+from tests.e2e.wandb_server import Run, wandb_server
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
@@ -74,6 +76,12 @@ def environment(folder: Path, *packages: str) -> Path:
     subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=900)
     print(f"{' '.join(packages)} installed in {time.monotonic() - began_s:.0f} s")
     return python
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of the trackers' environment, as docs/tracking.md has it made."""
+    return environment(tmp_path_factory.mktemp("trackers") / "venv", "--require-hashes", "--no-deps", "-r", str(PINS))
 
 
 @contextmanager
@@ -155,10 +163,9 @@ def troubles(box: WholeBox) -> set[str]:
     return {one["name"] for one in box.admin("status")["degraded"] if one["name"].startswith("tracking")}
 
 
-def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path):
+def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, python):
     """The server is away when the job begins and again in its midst, and the exporter is killed: nothing is lost, and
     nothing there twice."""
-    python = environment(tmp_path / "trackers", "--require-hashes", "--no-deps", "-r", str(PINS))
     server = environment(tmp_path / "server", "mlflow>=3.17,<4")
     port, box = free_port(), WholeBox(tmp_path / "box")
     box.data_dir.mkdir()
@@ -220,6 +227,68 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path):
         assert any("MLflow has a run of this job: http://127.0.0.1" in text for text in said)
         assert any("W&B has a run of this job: wandb/offline-run-" in text for text in said)
         print(f"{len(losses)} steps, {len(history)} rows of W&B, MLflow away for the first {before}")
+        box.run("down")
+        assert exporters(box) == [] and box.left() == []
+    finally:
+        box.destroy()
+
+
+def test_a_job_is_at_a_wandb_server_to_its_end(tmp_path, python):
+    """W&B's own client, online. The server is away when the job begins and again in its midst, and the exporter is
+    killed once the server has heard something: nothing is lost, and nothing is sent twice."""
+    port, box, key = free_port(), WholeBox(tmp_path / "box"), "0123456789abcdef" * 3
+    box.data_dir.mkdir()
+    secret = tmp_path / "trackers.env"
+    secret.touch(mode=0o600)
+    secret.write_text(f"WANDB_API_KEY={key}\n")
+    (box.data_dir / "appliance.toml").write_text(
+        f'[tracking]\nwandb_mode = "online"\nwandb_url = "http://127.0.0.1:{port}"\npython = "{python}"\n'
+        f'credentials_file = "{secret}"\n[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s = 400\n'
+    )
+
+    def heard(run: Run | None) -> list[int]:
+        return [] if run is None else [row["train/global_step"] for row in run.history if "train/loss" in row]
+
+    try:
+        box.up()
+        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.set_mode(policy="train")
+        job = box.client().fine_tuning.jobs.create(
+            model="starter",
+            training_file=box.upload(gsm8k("train", 48)),
+            validation_file=box.upload(gsm8k("test", 8), "valid.jsonl"),
+            integrations=[WANDB],
+            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 20, "batch_size": 4}}},
+        )
+        wait_for(lambda: len(box.losses(job.id)) >= 3, "the first steps", 300)
+        box.run("job", "pause", job.id)
+        wait_for(lambda: "tracking: W&B" in troubles(box), "a word about the server that is away", 120)
+        with wandb_server(port, key) as server:
+            # What the last step was is told only when a further one is.
+            wait_for(lambda: len(heard(server.runs.get(f"{job.id}-0"))) >= 2, "the first points", 240)
+            (exporter,) = exporters(box)
+            exporter.kill()
+            wait_for(lambda: [one.pid for one in exporters(box)] not in ([], [exporter.pid]), "a new exporter", 60)
+            before = len(heard(server.runs[f"{job.id}-0"]))
+        box.run("job", "resume", job.id)
+        wait_for(lambda: len(box.losses(job.id)) >= before + 10, "steps of which nobody hears", 300)
+        with wandb_server(port, key, server):
+            box.run("job", "wait", job.id, "--timeout", "600")
+            (run,) = server.runs.values()
+            wait_for(lambda: run.exit_code is not None, "the end of the run", 240)
+        losses = box.losses(job.id)
+        found = {row["train/global_step"]: row["train/loss"] for row in run.history if "train/loss" in row}
+        assert heard(run) == sorted(losses) and found == pytest.approx(losses)
+        assert run.sent == len(run.lines), "some were sent twice"
+        validated = [row["validation/loss"] for row in run.history if "validation/loss" in row]
+        assert len(validated) == len(box.validation_losses(job.id)) > 0
+        assert (run.project, run.title, run.tags, run.exit_code) == ("sums", "first", ["night", job.id], 0)
+        assert json.loads(run.config)["model"]["value"] == "starter"
+        assert json.loads(run.summary)["appliance.state"] == "succeeded"
+        assert server.unknown == []
+        said = [event.message for event in box.client().fine_tuning.jobs.list_events(job.id, limit=100).data]
+        assert any(f"http://127.0.0.1:{port}/box/sums/runs/{job.id}-0" in text for text in said)
+        print(f"{len(losses)} steps, {len(run.lines)} lines; the exporter killed after {before}")
         box.run("down")
         assert exporters(box) == [] and box.left() == []
     finally:

@@ -589,7 +589,7 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
     "scheduler/simulator/simulate.py run_policy.life": AWAITED,
-    "serve/engine/core_life.py while_alive": AWAITED,
+    "serve/engine/while_alive.py while_alive": AWAITED,
     "serve/engine/pulse.py Pulse.watch": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/replica.py Replica.pulse_changed": AWAITED,

@@ -8,17 +8,11 @@ from typing import Any
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, PHI3 = (
     f"{family}ForCausalLM" for family in ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral", "Phi3")
 )
-_COLUMNS = (
-    "architectures",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-    "max_position_embeddings",
+_COLUMNS = tuple(
+    (
+        "architectures hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "intermediate_size vocab_size tie_word_embeddings max_position_embeddings"
+    ).split()
 )
 _DENSE: dict[str, tuple[Any, ...]] = {
     "smollm2-135m": (LLAMA, 576, 30, 9, 3, 64, 1536, 49152, True, 8192),

@@ -82,8 +82,8 @@ def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
         plan = partition_config(objective.model.config, spec.tensor_parallel)
         config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel, "partition_config": plan}
     if spec.zero_stage == 3:
-        # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). Before that, though,
-        # the engine moves the module there: a model that is larger than one device never got so far.
+        # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). But before that the
+        # engine moves the module there, which failed for a model larger than one device.
         objective.to = partial(place_buffers, objective)
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
     if spec.tensor_parallel > 1:
@@ -145,8 +145,8 @@ def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter])
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # It is on by default, tells nobody, and waits for the device at both ends of every micro-batch: nothing of the
-        # next one could be launched meanwhile.
+        # DeepSpeed has it on by default and reports it to nobody. It waits for the device at both ends of every
+        # micro-batch, so nothing of the next one could be launched meanwhile.
         "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": False,
     }

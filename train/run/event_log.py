@@ -16,11 +16,9 @@ MOST_WAITING_BYTES = 1 << 20
 
 
 class EventLog:
-    """Appends each event as a line to `<run_dir>/events.jsonl`, then passes it on. One writer: rank 0.
-
-    A full disk stops no step: lines wait for space, the rest of a partly written line first. Beyond
-    `MOST_WAITING_BYTES` they are only passed on.
-    """
+    """Appends each event as a line to `<run_dir>/events.jsonl`, then passes it on. One writer: rank 0. A full disk
+    stops no step: lines wait for space, the rest of a partly written line first. Once MOST_WAITING_BYTES wait, further
+    lines are passed on and not written."""
 
     def __init__(self, run_dir: str | Path, emit: Callable[..., None]):
         self._file = open(Path(run_dir) / FILE, "a+b", buffering=0)  # noqa: SIM115 - as long as the run

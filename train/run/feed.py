@@ -1,4 +1,4 @@
-"""What each step of a run learns from: the rows of the data, or answers that the model samples in the step itself
+"""Provides what each step of a run learns from: rows of the data, or answers that the model samples in the step itself
 (train.rollouts.rollouts)."""
 
 from __future__ import annotations

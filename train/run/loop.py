@@ -45,7 +45,7 @@ from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
 from weights.memory.store import WeightStore
 
-_VALIDATES_ON_S = 5.0  # a validation that takes no longer is not left; a suspension waits for its end
+_VALIDATES_ON_S = 5.0  # a shorter validation is not left; a suspension waits for its end
 _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
@@ -96,7 +96,7 @@ class Run:
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
         if self.rank == 0:
-            stop.reset()  # nobody begins a step before the first all-reduce of `run`
+            stop.reset()  # no rank begins a step before the first all-reduce of `run`
         self.leaving = Leaving(engine, stop, spec.step_patience_s)
         trained_tokens = spec.n_epochs * train.n_tokens
         model, device = engine.module.model, engine.device
@@ -152,7 +152,7 @@ class Run:
                 return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
             self._validate()
             self._say_how_often_it_validates()
-        if self._is_best():  # an earlier world may have been about to end, or to publish
+        if self._is_best():  # an earlier world may have been about to finish or to publish
             self._publish_best()
         while self.step < total and not self._ends_early:
             ready = self.feed.ready(self.step)
@@ -160,7 +160,7 @@ class Run:
                 signals, left = (self._one_step(total) if ready else {}), False
             except StepLeft:
                 left = True
-            if left:  # no longer in the handler: what it handles holds the tensors of the step
+            if left:  # outside the handler, because the exception holds the tensors of the step
                 signals = self._leave_step()
             elif not ready:
                 self.saving.foresee(self.step)
@@ -217,7 +217,7 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         with self._profiling.reading_input():
             rows = self.feed.rows()
-        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have some
+        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have left some
             forget(self.engine.module)
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
@@ -237,7 +237,7 @@ class Run:
             if turn == len(rows):
                 self.leaving.point()
                 self.leaving.stay()
-                self.saving.copied()  # from here on the state is another
+                self.saving.copied()  # from here on the state has changed
             self.saving.foresee(step + 1)
             self.engine.step()
         self.step += 1
@@ -391,7 +391,7 @@ class Run:
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, then the metrics of the method.
         told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have some
+        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have left some
             forget(self.engine.module)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.

@@ -92,8 +92,8 @@ def prepare(
         _tell_about_stage(emit, spec)
 
     progress.enter("loading")
-    # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). Others would read theirs for nothing, and
-    # hold a copy in host memory where loading makes one: of experts, which it joins, and in another precision.
+    # Under ZeRO-3 the first rank sends every parameter to all (zero.Init). The others would read theirs for nothing,
+    # and would hold a copy in host memory where loading makes one: to join experts, or to change precision.
     sent = spec.zero_stage == 3 and rank > 0
     model = load_model(spec, weights=snapshot_path is None, sent=sent)
     refuse_shared_rows(model, spec)
@@ -107,8 +107,8 @@ def prepare(
 
 
 def moving(encode: Encode, progress: Progress) -> Encode:
-    """`encode`, by whose calls the heartbeat sees that tokenising moves: a file of gigabytes takes longer than a phase
-    that hangs."""
+    """`encode` with a heartbeat at each call, because tokenising a file of gigabytes takes longer than the limit for a
+    hang."""
 
     def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
         progress.enter("tokenising")
@@ -118,8 +118,8 @@ def moving(encode: Encode, progress: Progress) -> Encode:
 
 
 def refuse_shared_rows(model: PreTrainedModel, spec: TrainSpec) -> None:
-    """Raises UnsupportedModel where sequences would share a row of a model whose layers pass a state on from token to
-    token: each would begin with what the one before it left."""
+    """Raises UnsupportedModel if sequences would share a row of a model whose layers pass a state from token to token:
+    each sequence would begin with the state that the one before left."""
     method = method_of(spec.method)
     alone = not spec.packing and spec.micro_batch == 1 and method.sequences == 1 and not method.rolls_out
     if keeps_state(model) and not alone:

@@ -1,11 +1,13 @@
-"""What the starting model says of every sequence of the data: computed once, before the first step, and kept with the
-job.
+"""Computes what the starting model says of every sequence of the data, once, before the first step, and keeps it with
+the job.
 
-A method that compares the trained model with the one it started from (Method.needs_reference) needs no second copy of
-the weights for it: before the first step the model is that one (an adapter then adds nothing). All ranks share the
-packs; the values are added up over the ranks, so every rank has the same. They lie in `<run_dir>/reference/<key>.npz`,
-the key being the base version, the tokens (so the template, the tokenizer and the data) and how they are computed; and
-in every snapshot, so that a run that goes on elsewhere finds them there: by then the starting model is gone.
+A method that compares the trained model with the one it started from (Method.needs_reference) thus needs no second copy
+of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
+the packs, and the values are added up over the ranks, so every rank has all of them.
+
+The values are in `<run_dir>/reference/<key>.npz`; the key is the base version, the tokens (so the template, the
+tokenizer and the data) and how they are computed. They are in every snapshot too, for a run that goes on elsewhere: by
+then the starting model is gone.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 
 
 class TensorboardWriter:
-    """Only rank 0 has one. Steps already written before a resume are purged. A disk that takes nothing more costs
-    points of a curve, and no step: the next one is tried with a new file."""
+    """Only rank 0 has one. Steps that were written before a resume are purged. A full disk costs points of a curve and
+    no step; the next point is tried with a new file."""
 
     def __init__(self, directory: Path):
         self._directory = directory

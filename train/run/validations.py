@@ -1,7 +1,7 @@
-"""What the validations of a run have found: which was the best, and how many came after it.
+"""Remembers the validations of a run: which was the best, and how many came after it.
 
 Rank 0 reads them from the run's own event log, so a run that goes on after a suspension or a death needs no further
-state. What an earlier world found at steps that are done again does not count.
+state. Validations by an earlier world do not count for steps that are done again.
 """
 
 from __future__ import annotations

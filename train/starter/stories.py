@@ -5,49 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-ANIMALS = (
-    "cat",
-    "dog",
-    "fox",
-    "bear",
-    "rabbit",
-    "mouse",
-    "bird",
-    "owl",
-    "duck",
-    "horse",
-    "frog",
-    "turtle",
-    "lion",
-    "elephant",
-    "squirrel",
-    "dragon",
-    "whale",
-    "bee",
-    "hedgehog",
-    "robot",
+ANIMALS = tuple(
+    (
+        "cat dog fox bear rabbit mouse bird owl duck horse frog turtle lion elephant squirrel dragon whale bee "
+        "hedgehog robot"
+    ).split()
 )
-THINGS = (
-    "ball",
-    "hat",
-    "kite",
-    "lamp",
-    "key",
-    "map",
-    "boat",
-    "drum",
-    "book",
-    "cake",
-    "box",
-    "bell",
-    "stone",
-    "ring",
-    "apple",
-    "letter",
-    "umbrella",
-    "basket",
-    "blanket",
-    "clock",
+THINGS = tuple(
+    (
+        "ball hat kite lamp key map boat drum book cake box bell stone ring apple letter umbrella basket blanket clock"
+    ).split()
 )
 NAMES = (
     ("Lily", "she"),

@@ -116,7 +116,7 @@ def wait_for_end(session: Session, batch: dict[str, Any], timeout_s: float | Non
 
 
 def _refuse_bad(batch: dict[str, Any]) -> None:
-    """Raises CommandFailed unless every line was answered well. What was shown of the batch has the other reasons."""
+    """Raises CommandFailed unless every line was answered without an error. What was shown has the other reasons."""
     refuse_unfinished(batch)
     if batch["request_counts"]["failed"]:
         failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]

@@ -121,7 +121,7 @@ def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any] | 
 
 
 def _seconds_left(job: dict[str, Any]) -> float | None:
-    """None when it is not known, or less than a second away."""
+    """Seconds to the estimated finish; None if unknown, or less than one."""
     finish = job.get("estimated_finish")
     if finish is None or job["status"] in FINISHED:
         return None

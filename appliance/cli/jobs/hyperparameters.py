@@ -68,8 +68,8 @@ class Training:
         return METHODS[self.method].judged_by
 
     def hyperparameters(self, **more: Any) -> dict[str, Any]:
-        """Those of --set are JSON where they can be (numbers, true, lists), else text. more: further ones, None where
-        not given. Raises BadUsage for a name given twice."""
+        """All hyperparameters. Values of --set are JSON if they can be (numbers, true, lists), otherwise text. more:
+        further ones, None if not given. Raises BadUsage for a name given twice."""
         merged = self.options | given(**more)
         for name, text in pairs("--set", list(self.texts)):
             if name in merged:
@@ -115,7 +115,8 @@ def with_training(command: Command) -> Command:
 
 
 def _own(name: str, by_method: dict[str, Option]) -> _Option:
-    """One that methods have and declare (train.methods.method.Option), each with numbers and a meaning of its own."""
+    """The command's option for a hyperparameter that methods declare (train.methods.method.Option), each with its own
+    numbers and meaning."""
     told = "; ".join(
         f"Of --method {method}: {option.help}. auto ({option.auto:g}) or a number up to {option.high:g}"
         for method, option in by_method.items()

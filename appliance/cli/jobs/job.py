@@ -117,7 +117,7 @@ def jobs_table(answer: dict[str, Any]) -> Any:
 
 
 def _short(reason: str) -> str:
-    """One that a table can show; `job get` has all of it."""
+    """The reason, cut so that a table can show it; `job get` has all of it."""
     return reason if len(reason) <= _REASON_CHARACTERS else f"{reason[: _REASON_CHARACTERS - 1]}…"
 
 
@@ -164,7 +164,7 @@ def _gate(gate: dict[str, Any]) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """By name, each as `--set` would take it; a dash for what the box decides while it runs."""
+    """Hyperparameters by name, each as `--set` would take it; a dash for what the box decides while the job runs."""
     return [(name, _as_set(value)) for name, value in sorted(settings.items())]
 
 

@@ -1,4 +1,4 @@
-"""`appliance pipeline`: from data to a version that answers, by a few lines, whenever it is time."""
+"""`appliance pipeline`: turns new data into a version that answers, as a file of a few lines says."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def rm(session: Session, name: Annotated[str, typer.Argument(metavar="NAME")]) -
 
 
 def _put(session: Session, pipeline: str) -> str:
-    """The name of a pipeline that the box knows, or is told of now. Raises BadUsage."""
+    """The name of the pipeline; a file of one is sent to the box first. Raises BadUsage."""
     path = Path(pipeline).expanduser()
     if path.is_file():
         spec = table_file("the pipeline", path)
@@ -120,7 +120,7 @@ def _put(session: Session, pipeline: str) -> str:
 
 
 def _wait(session: Session, run_id: str, timeout_s: float | None) -> dict[str, Any]:
-    """The run once it has ended; what its steps say, as it comes. Raises WaitTimedOut."""
+    """The run once it has ended; meanwhile prints what its steps say. Raises WaitTimedOut."""
     patience, said = Patience(timeout_s), dict[str, tuple[str, str]]()
     with output.progress(run_id) as meter:
         while True:

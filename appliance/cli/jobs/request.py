@@ -75,7 +75,7 @@ def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:
 
 
 def device_fields(*, sizes: str | None = None, deadline: str | None = None, **same: Any) -> dict[str, Any]:
-    """Fields of the request, without those that were not given. Raises BadUsage."""
+    """The fields of the request that were given. Raises BadUsage."""
     return given(
         **same,
         allowed_sizes=None if sizes is None else _sizes(sizes),
@@ -84,7 +84,7 @@ def device_fields(*, sizes: str | None = None, deadline: str | None = None, **sa
 
 
 def device_changes(*, sizes: str | None = None, deadline: str | None = None, **same: Any) -> dict[str, Any]:
-    """As `device_fields`; none takes the sizes or the deadline away. Raises BadUsage."""
+    """Like `device_fields`, but "none" removes the sizes or the deadline. Raises BadUsage."""
     cleared = {field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE}
     sizes, deadline = (None if text in _NONE else text for text in (sizes, deadline))
     return device_fields(sizes=sizes, deadline=deadline, **same) | cleared

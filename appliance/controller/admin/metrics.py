@@ -14,13 +14,15 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
+from appliance.controller.admin import engine_meters
+from appliance.controller.admin.engine_meters import EngineReading
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.ports import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
-from appliance.store.objects import jobs, responses
+from appliance.store.objects import job_records, jobs, responses
 from appliance.store.records import energy, handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
@@ -38,10 +40,10 @@ def registry_of(collector: ControllerCollector) -> CollectorRegistry:
 
 class ControllerCollector:
     """Implements `prometheus_client.registry.Collector`. Made on the loop, whose state it takes, for one scrape that
-    reads the store on a thread."""
+    reads the store on a thread. engines: what they say of themselves."""
 
-    def __init__(self, context: ControllerContext, now: SchedulerStatus):
-        self._db, self._data, self._now = context.db, context.files_dir, now
+    def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: list[EngineReading]):
+        self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
         self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
         self._readings = context.device_readings()
         troubles = [*context.background.degraded(), *context.main_troubles()]
@@ -56,6 +58,7 @@ class ControllerCollector:
     def collect(self) -> Iterator[Metric]:
         now = self._now
         yield from self._scheduler(now)
+        yield from engine_meters.families(self._engines)
         yield from self._devices(now)
         yield from self._training()
         yield from self._weights(now)
@@ -140,6 +143,12 @@ class ControllerCollector:
             ("appliance_job_devices", "Devices that a running job holds.", lambda row: len(row.devices)),
         ):
             yield _by_job(name, text, [(row, value(row)) for row in running])
+        newest = [(row, next(iter(job_records.last_metrics(self._db, row.id, 1)), None)) for row in running]
+        text = "Norm of the gradient, before it is clipped, at the last step of a running job."
+        norms = [(row, step.grad_norm if step else None) for row, step in newest]
+        yield _by_job("appliance_job_gradient_norm", text, norms)
+        rates = [(row, step.learning_rate if step else None) for row, step in newest]
+        yield _by_job("appliance_job_learning_rate", "Learning rate of the last step of a running job.", rates)
         text = "Energy that devices have counted for a running job so far."
         drawn = [(row, energy.of_job(self._db, row.id)) for row in running]
         yield _by_job("appliance_job_energy_joules", text, [(row, one.joules if one else None) for row, one in drawn])

@@ -143,17 +143,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def add_window(body: WindowCreate, request: Request, caller: Caller) -> dict[str, Any]:
         _check(context, body)
         now_s = time.time()
-        row = WindowRow(
-            new_id("win_", 8),
-            body.cron,
-            body.tz,
-            body.policy,
-            now_s,
-            body.until,
-            body.for_s,
-            body.train_devices,
-            body.serving_floor,
-        )
+        row = WindowRow(id=new_id("win_", 8), created_s=now_s, **body.model_dump())
         try:
             window = window_of(row, floor())
         except InvalidSchedule as error:

@@ -2,7 +2,7 @@
 
 State that must outlive the controller is in the batch's row (its status) and in its answers on disk (`batch_answers`);
 after a restart the batch continues from there and repeats at most the lines that were in flight. An engine that is
-wanted for something else returns its lines; they wait for the next idle engine. deaths.py says what becomes of a line
+wanted for something else returns its lines; they wait for the next idle engine. retry.py says what becomes of a line
 whose engine died.
 """
 
@@ -23,10 +23,10 @@ from appliance.controller.access.model_access import viewer_of, why_no_chat
 from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.deaths import Deaths, last_words
 from appliance.controller.batches.input_lines import Lines, digest_of
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of
 from appliance.controller.batches.output_files import linked, remove_bytes
+from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import error_object, shown
 from appliance.controller.interfaces.ports import LineReturned

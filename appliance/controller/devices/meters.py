@@ -7,18 +7,11 @@ from typing import Any
 
 from runtime.devices.kind import Reading
 
-SHOWN = (
-    "temperature_c",
-    "slowdown_c",
-    "power_w",
-    "power_limit_w",
-    "energy_j",
-    "busy",
-    "memory_used_bytes",
-    "clock_hz",
-    "throttled",
-    "ecc_uncorrected",
-    "at_s",
+SHOWN = tuple(
+    (
+        "temperature_c slowdown_c power_w power_limit_w energy_j busy memory_used_bytes clock_hz throttled "
+        "ecc_uncorrected at_s"
+    ).split()
 )
 
 

@@ -19,7 +19,7 @@ COPIES = ("train.jsonl", "valid.jsonl")
 
 def check(context: ControllerContext, row: JobRow, caller: Principal) -> None:
     """Checks whether the owner may have the copies of one more job. Raises ApiError."""
-    # As many as a bound of jobs allows, and no more of each than this takes.
+    # The owner may have the copies of as many jobs as his bound of jobs, none larger than this one's.
     held = sum(copied(context, other) for other in jobs.data_of_unfinished(context.db, row.owner))
     own = JobData(row.id, row.phase, row.training_file, row.validation_file)
     context.quotas.check_job_data(caller, held, copied(context, own))

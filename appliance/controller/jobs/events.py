@@ -46,8 +46,8 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
 
 
 def activate(db: Database, row: JobRow, version: str) -> bool:
-    """Make a job's version the one that answers, and its model one that is served, where the job may
-    (`stable_names.answers_at_once`). Returns whether it did."""
+    """Let a job's version answer, and have its model served, if the job may do that (`stable_names.answers_at_once`).
+    Returns whether it did."""
     if not stable_names.answers_at_once(db, row, version):
         models.update_version(db, row.output_model, version, held_back=1)
         return False
@@ -56,7 +56,7 @@ def activate(db: Database, row: JobRow, version: str) -> bool:
 
 
 def answer_with(db: Database, model: str, version: str) -> None:
-    """Make a version the one that answers, and its model one that is served."""
+    """Let a version answer, and have its model served."""
     models.activate(db, model, version)
     if deployments.find(db, model) is None:
         deployments.insert(db, DeploymentRow(model=model, created_s=time.time()))
@@ -128,7 +128,7 @@ class JobEvents:
             add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
 
     async def will_succeed(self, job_id: str) -> None:
-        """Its ranks report no more: writes the table of its steps, of which there may be 100,000, beside the loop."""
+        """The ranks report no more: writes the table of the job's steps on a thread, because there may be 100,000."""
         table = await self._db.read(BOX, _metrics_table, self._db, job_id)
         made = await asyncio.to_thread(results.write, self._files_dir, table)
         self._forget_table(job_id)
@@ -162,8 +162,8 @@ class JobEvents:
             add_message(db, job_id, "The job has successfully completed")
 
     def _result_files(self, row: JobRow) -> list[str]:
-        """Their ids. A disk that is full costs the table and not the success: who told of it is the scheduler's loop,
-        which would end the job with every round, and plan nothing."""
+        """Returns the ids of the result files. A full disk costs the table and not the success: an error here would
+        reach the scheduler's loop, which would end the job again in each round and plan nothing."""
         db = self._db
         try:
             table = self._tables.get(row.id) or results.write(self._files_dir, _metrics_table(db, row.id))
@@ -252,8 +252,8 @@ class JobEvents:
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _anomaly(self, row: JobRow, event: dict[str, Any]) -> None:
-        """A loss that jumped, or is no number: told, and what the job chose is done or remembered. A lower rate holds
-        for every world from here on; one that goes back begins it at the snapshot."""
+        """Reports a loss that jumped or is no number, and does or remembers what the job chose for that. A lower rate
+        holds from here on in every world; a job that goes back uses it from the snapshot."""
         action, text = str(event["action"]), str(event["text"])
         cuts = [int(step) for step in event.get("cuts") or ()]
         if action == "rollback":
@@ -271,13 +271,13 @@ class JobEvents:
         add_message(self._db, row.id, f"{text[0].upper()}{text[1:]}.", level="warn", data=data)
 
     def _general(self, row: JobRow, event: dict[str, Any]) -> None:
-        """What the model answers of the general questions, before the job or after it."""
+        """Stores the model's answers to the general questions, before or after the job."""
         if "known" not in event:
-            return  # of ranks that an older release began, which asked otherwise
+            return  # from ranks of an older release, which asked otherwise
         when = str(event["when"])
         general = {**(row.general or {}), when: {name: event[name] for name in ("known", "begun", "spoken", "said")}}
         if when == "before":
-            general.pop("after", None)  # it begins again
+            general.pop("after", None)  # the job begins again
             general["of"] = event.get("of") or ""
         jobs.update(self._db, row.id, general=general)
         found = forgetting.verdict(general)
@@ -323,7 +323,7 @@ class JobEvents:
                 ),
             )
             if not stable_names.answers_at_once(db, row, version):
-                # Epochs before the last one too, and those of a job that does not reach its end.
+                # Also epochs before the last, and those of a job that does not reach its end.
                 models.update_version(db, row.output_model, version, held_back=1)
             if adapter:
                 add_message(
@@ -396,10 +396,10 @@ class JobEvents:
         )
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
-        """The row keeps all: where the newest lies, how many were written and what they cost. An event tells of the
-        first, and of one a minute; small models on a CPU write one at nearly every step."""
+        """The row says where the newest snapshot is, how many were written, and what they cost. Events tell of the
+        first, and then of one a minute: small models on a CPU write one at nearly every step."""
         step, before, now_s = int(event["step"]), row.snapshot or {}, time.time()
-        new = step > before.get("step", -1)  # else it is reported again after a restart
+        new = step > before.get("step", -1)  # otherwise a restart reports it again
         told_s = before.get("told_s")
         tells = new and (told_s is None or not 0 <= now_s - told_s < SNAPSHOT_EVENT_EVERY_S)
         written = before.get("written", 0) + new

@@ -1,4 +1,4 @@
-"""What a verdict on a job is made from: the box's resources and the shape of a model."""
+"""Collects what a verdict on a job needs: the box's resources and the shape of a model."""
 
 from __future__ import annotations
 

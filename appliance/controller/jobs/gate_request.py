@@ -1,4 +1,4 @@
-"""What a job's request may say of its gate; appliance.controller.gates checks what it names."""
+"""Defines the gate in a job's request; appliance.controller.gates checks what it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a paused job waits: by request, because its key was revoked, or because that may not use its model any more."""
+"""Says why a paused job waits: on request, because its key was revoked, or may not use its model any more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL_WITHDRAWN = (
 
 
 def reason(db: Database, row: JobRow) -> str | None:
-    """Overrides the planner's reason; None: the planner's applies."""
+    """The reason to show in place of the planner's; None: show the planner's."""
     if row.wanted != "pause":
         return None
     if keys.is_revoked(db, row.key_id):
@@ -29,9 +29,8 @@ def reason(db: Database, row: JobRow) -> str | None:
 
 
 def pause_jobs_of(context: ControllerContext, key_id: str) -> list[str]:
-    """Pause the jobs of a key that was revoked; returns their ids.
-
-    Not cancelled: the owner with another key, or a successor, may want the results so far."""
+    """Pause the jobs of a revoked key; returns their ids. They are not cancelled, because the owner with another key,
+    or a successor, may want the results so far."""
     return _pause(context, jobs.list_unfinished_of(context.db, key_id), KEY_REVOKED)
 
 

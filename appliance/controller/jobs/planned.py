@@ -36,29 +36,21 @@ MEMORY_BYTES = {
 """The memory of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it
 (`runtime.devices.cuda`)."""
 _CONFIG_BYTES = 4 * MIB
-_CHOSEN = (
-    "full",
-    "lora_rank",
-    "n_epochs",
-    "batch_size",
-    "max_length",
-    "learning_rate",
-    "zero_stage",
-    "precision",
-    "offload",
-    "activation_checkpointing",
-    "micro_batch",
-    "tensor_parallel",
+_CHOSEN = tuple(
+    (
+        "full lora_rank n_epochs batch_size max_length learning_rate zero_stage precision offload "
+        "activation_checkpointing micro_batch tensor_parallel"
+    ).split()
 )
 
 
 class BadShape(ValueError):
-    """A model or device that is not known well enough to plan with; the message says what is."""
+    """The model or device is not known well enough to plan with; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imagined:
-    """A model that need not be on any box."""
+    """A model that no box needs to have."""
 
     shape: ModelShape
     context_tokens: int | None
@@ -80,7 +72,7 @@ def planned(
     *,
     counted: bool,
 ) -> dict[str, Any]:
-    """counted: whether `dataset` was, or is only assumed."""
+    """counted: whether `dataset` was counted; otherwise it is assumed."""
     fields = chosen.resolved
     answer = verdict.as_dict()
     if counted:

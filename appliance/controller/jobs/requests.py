@@ -43,8 +43,8 @@ class MethodChoice(StrictBody):
 
 
 class Wandb(StrictBody):
-    """Same limits as W&B: names of 128 characters, without some in that of a project, tags of 64. What W&B refuses it
-    refuses again and again, and nothing would come of it."""
+    """W&B's own limits: names of 128 characters, a project's without certain ones, tags of 64. W&B refuses anything
+    else every time, and the job would have no run there."""
 
     project: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
     entity: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -161,7 +161,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
             )
     both = old | new
     where = where if request.method else "hyperparameters"
-    # They stand in the job's row, which the scheduler reads in each of its rounds: 8 MB each took it for seconds.
+    # The scheduler reads the job's row in each of its rounds: 8 MB of hyperparameters each took it seconds.
     if (size := len(orjson.dumps(both, default=str))) > MOST_BYTES:
         raise BadRequest(
             f"The hyperparameters are {size} bytes long, at most {MOST_BYTES} are allowed.",
@@ -172,7 +172,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
 
 
 def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
-    """What is said of the requested method beside its hyperparameters (`Method.takes`)."""
+    """The fields of the requested method's block that are no hyperparameters (`Method.takes`)."""
     chosen = method(request)
     block = getattr(request.method, chosen.name, None)
     return {k: v for k, v in block.items() if k in chosen.takes} if isinstance(block, dict) else {}
@@ -184,7 +184,7 @@ def method(request: JobCreate) -> Method:
 
 
 def job_in(train: dict[str, Any]) -> JobCreate:
-    """The request that `train` in the file of a pipeline or a sweep stands for. Raises BadRequest."""
+    """The job request in `train` of a pipeline's or a sweep's file. Raises BadRequest."""
     try:
         return JobCreate.model_validate(train)
     except ValidationError as error:
@@ -193,7 +193,7 @@ def job_in(train: dict[str, Any]) -> JobCreate:
 
 
 def wrong(param: str, why: str) -> BadRequest:
-    """In such a file."""
+    """An error in such a file."""
     return InvalidValue(f"'{param}' {why}.", param)
 
 

@@ -1,5 +1,5 @@
-"""Chooses the settings of a job from model, data and box: one function, asked at the door, by the validation and by
-`plan job`, so that a plan and the job that follows cannot differ."""
+"""Chooses the settings of a job from model, data and box. Requests, validation and `plan job` call the same function,
+so that a plan and the job that follows cannot differ."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request says of devices, as a JobRow does."""
+    """The devices that a request asks for, as a JobRow has them."""
 
     min_devices: int | None = None
     max_devices: int | None = None
@@ -102,7 +102,7 @@ def choose(
     by_batch, sizes = devices.sizes(wish, resolved, device_count)
     least = next((size for size in sorted(wish.asked_sizes or ()) if size >= (wish.min_devices or 1)), wish.min_devices)
     if not sizes and least and given.get("batch_size", "auto") == "auto":
-        # The automatic batch follows what was asked of devices, not the other way round.
+        # An automatic batch follows the requested devices, not the other way round.
         rows = math.ceil(resolved["batch_size"] / least) * least
         resolved = method.resolve({**given, "batch_size": rows}, dataset, model, most)
         by_batch, sizes = devices.sizes(wish, resolved, device_count)
@@ -110,7 +110,7 @@ def choose(
 
 
 def refuse_without_validation(resolved: dict[str, Any]) -> None:
-    """What only a validation file can decide. Raises InvalidHyperparameter."""
+    """Refuse settings that only a validation file can decide. Raises InvalidHyperparameter."""
     for name, needs_none in _NEED_NO_VALIDATION.items():
         if resolved[name] not in needs_none:
             expected = "another value, or a `validation_file` in the request, which this is measured on"
@@ -151,8 +151,7 @@ def verdict_on_box(context: ControllerContext, base: Resolved, settings: Setting
 
 
 async def check_opening(context: ControllerContext, base: Resolved) -> None:
-    """Whether ranks and counts of tokens may open the files of `base`, as far as they are here. Raises
-    CheckpointRefused."""
+    """Check that ranks and token counts may open the local files of `base`. Raises CheckpointRefused."""
     below = base.version.meta.get("adapter")
     under = None if below is None else models.find_version(context.db, below["base"], below["base_version"])
     for version in (base.version, *([] if under is None else [under])):
@@ -163,7 +162,7 @@ async def check_opening(context: ControllerContext, base: Resolved) -> None:
 
 
 async def refuse_unsafe(context: ControllerContext, base: Resolved) -> None:
-    """As `check_opening`, while a client waits. Raises BadRequest."""
+    """`check_opening` for a client that waits. Raises BadRequest."""
     try:
         await check_opening(context, base)
     except CheckpointRefused as error:

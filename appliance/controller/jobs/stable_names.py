@@ -1,4 +1,4 @@
-"""Names that outlive a job: who may make a version of a model that exists, and when a version answers."""
+"""Rules of names that outlive a job: who may make a version of an existing model, and when a version answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from appliance.store.rows import JobRow, ModelRow
 def output_of(
     context: ControllerContext, body: JobCreate, base: Resolved, caller: Principal, *, makes_adapter: bool
 ) -> str:
-    """The name of what a job makes: of its own, or the model that it is asked to make a version of. To be called in the
-    transaction that inserts the job. Raises BadRequest and Conflict."""
+    """The name of the model that a job makes: a new name, or the model that it was asked to make a version of. Call it
+    in the transaction that inserts the job. Raises BadRequest and Conflict."""
     db = context.db
     if body.publish_as is None:
         if not body.activate or body.gate is not None:
@@ -66,7 +66,8 @@ def output_of(
 
 
 def _check_alike(db: Database, name: str, existing: ModelRow | None, others: list[JobRow], base: Resolved) -> None:
-    """Versions of one model differ in their numbers alone: engines are set up for a model. Raises Conflict."""
+    """Refuse a version whose model is another: engines are set up for a model, so its versions may differ only in their
+    numbers. Raises Conflict."""
     root = root_base(db, base.model)
     roots = {root_base(db, existing)} if existing is not None else set()
     for job in others:
@@ -87,9 +88,9 @@ def _refused(name: str, why: str) -> Conflict:
 
 
 def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
-    """Whether this version of a job is to answer now: the job asks for that, or nothing else would answer, or what
-    answers is the job's own. Never where a version of the other kind answers (adapter, whole weights): its engines
-    would have to go first. Nor where a gate judges it, which lets it answer itself."""
+    """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
+    version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
+    engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
     if gates.of_job(db, job.id) is not None:
         return False
     model, new = models.find(db, job.output_model), models.find_version(db, job.output_model, version)

@@ -43,7 +43,7 @@ class InvalidData(Exception):
 
 
 def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
-    """Bad examples as this module has written them into a job's events, and how many there were."""
+    """The bad examples that this module has written into a job's events, and how many there were."""
     told = [event.data for event in events if event.data is not None and "of" in event.data]
     return [(data["line"], data["reason"]) for data in told], told[-1]["of"] if told else 0
 
@@ -135,7 +135,7 @@ class JobValidation:
         return report, told
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
-        """Whether its tokens are the student's. Raises _CannotTeach."""
+        """Check that the teacher has the student's tokens. Raises _CannotTeach."""
         context, judge = self._context, job_records.find_judge(self._context.db, row.id)
         name = judge.judge["teacher"] if judge is not None else ""
         teacher = resolve(context.db, name)
@@ -153,7 +153,7 @@ class JobValidation:
     async def _check_cut(
         self, row: JobRow, base: Resolved, tokenizer: Path | None, reports: dict[str, DataReport | None]
     ) -> None:
-        """Refuse by line what the ranks would refuse with the devices in hand. Raises InvalidData,
+        """Refuse, by line, what the ranks would refuse only once they held devices. Raises InvalidData,
         InvalidHyperparameter."""
         context, method, training = self._context, method_of(row.method), reports["training_file"]
         if tokenizer is None or training is None or not method.cut_refuses:
@@ -190,7 +190,7 @@ class JobValidation:
         return report
 
     async def _check(self, row: JobRow, file: FileRow, source: Path, **how: Any) -> DataReport:
-        """`FileWork.check`; while it lasts, the job's events tell how far it is."""
+        """`FileWork.check`, which meanwhile reports its progress in the job's events."""
         far = ""
 
         def heard(examples: int, share: float) -> None:
@@ -213,7 +213,7 @@ class JobValidation:
         if base is None:
             raise _Gone(f"the model {row.model} was deleted, or is not shared with the job's owner any more")
         chosen = settings.choose_on_box(context, base, method, row.hyperparameters, settings.dataset_of(report), row)
-        # From here on: a job that waits would otherwise train a version that was made after it was asked for.
+        # Fixed from here on: otherwise a job that waits would train a version that was made after the request.
         resolved = {**chosen.resolved, "base_version": base.version.version}
         if not chosen.sizes:
             fail(
@@ -247,7 +247,7 @@ def _told(file: FileRow, report: DataReport) -> list[tuple[str, str]]:
 
 
 class _CannotTeach(Exception):
-    """The teacher of a job has other tokens than its student, in words."""
+    """The teacher's tokens are not those of the student; the text says so."""
 
 
 class _Gone(Exception):

@@ -32,9 +32,8 @@ def unknown_job(job_id: str) -> NotFound:
 
 
 def _taken_over(context: ControllerContext, row: JobRow, caller: Principal) -> JobRow:
-    """The job that the caller resumes, with its key and claims as they are from now on.
-
-    Raises NotFound once the caller's or the job's key may not use the model that the job trains."""
+    """The job as the caller resumes it, with the caller's key and claims. Raises NotFound once the caller's or the
+    job's key may not use the model that the job trains."""
     db, changes = context.db, claims.taken_over(context.db, row, caller)
     if changes:
         jobs.update(db, row.id, **changes)

@@ -98,17 +98,8 @@ class Canaries:
         self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
-        record(
-            self._context,
-            caller,
-            "model.canary",
-            row.model,
-            version=row.version,
-            share=row.share,
-            auto=bool(row.auto),
-            watch_s=row.watch_s,
-            min_requests=row.min_requests,
-        )
+        told = columns(row, "version share watch_s min_requests") | {"auto": bool(row.auto)}
+        record(self._context, caller, "model.canary", row.model, **told)
 
     async def promote(
         self, model: str, caller: Principal, reason: str = "asked for", *, carried: Carried | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from appliance.controller.access.naming import made_by_jobs
@@ -14,7 +15,7 @@ from appliance.controller.models.removal import paths_of
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import deployments
-from appliance.store.rows import DeploymentRow, ModelRow, VersionRow
+from appliance.store.rows import DeploymentRow, ModelRow, VersionRow, columns
 
 
 async def refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> None:
@@ -105,21 +106,7 @@ async def register_adapter(
         orphan = VersionRow(stats.name, stats.version, stats.source, stats.bytes, time.time(), stats.disk_path)
         await context.model_ops.remove(stats.name, [paths_of(orphan)])
         raise OperationFailed(f"{base.model} {base.version} was deleted during the import", code="base_not_found")
-    row = ModelRow(
-        id=stats.name,
-        kind="fine-tuned",
-        base=below.id,
-        arch=below.arch,
-        params=below.params,
-        bytes=stats.bytes,
-        task=below.task,
-        owned_by=f"org-{context.config.organization}",
-        source=stats.source,
-        created_s=time.time(),
-        max_model_len=below.max_model_len,
-        info=below.info,
-        owner=caller.owner,
-    )
+    row = replace(_row(context, stats, below, caller), kind="fine-tuned", base=below.id)
     audience = {*models.shared_with(context.db, below.id), below.owner} - {""}
     return _insert(context, row, stats, {"adapter": adapter}, audience) | {"adapter of": f"{base.model} {base.version}"}
 
@@ -128,22 +115,23 @@ async def register(context: ControllerContext, stats: ModelStats, caller: Princi
     """Create the rows of a model whose bytes are in place: model or new active version, and its deployment. Raises
     OperationFailed: jobs make a model of this name."""
     await refuse_made_by_jobs(context, stats)
-    row = ModelRow(
+    row = _row(context, stats, stats, caller)
+    said = stats.info.get("chat_template")
+    return _insert(context, row, stats, {} if said is None else {"chat_template": said}, set())
+
+
+def _row(context: ControllerContext, stats: ModelStats, of: ModelStats | ModelRow, caller: Principal) -> ModelRow:
+    """of: what is computed, the model itself or the base of an adapter."""
+    return ModelRow(
         id=stats.name,
         kind="base",
-        arch=stats.arch,
-        params=stats.params,
         bytes=stats.bytes,
-        task=stats.task,
         owned_by=f"org-{context.config.organization}",
         source=stats.source,
         created_s=time.time(),
-        max_model_len=stats.max_model_len,
-        info=stats.info,
         owner=caller.owner,
+        **columns(of, "arch params task max_model_len info"),
     )
-    said = stats.info.get("chat_template")
-    return _insert(context, row, stats, {} if said is None else {"chat_template": said}, set())
 
 
 def _insert(
@@ -160,14 +148,9 @@ def _insert(
                 db,
                 VersionRow(
                     model=row.id,
-                    version=stats.version,
-                    source=stats.source,
-                    bytes=stats.bytes,
                     created_s=row.created_s,
-                    disk_path=stats.disk_path,
-                    shm_path=stats.shm_path,
-                    fingerprint=stats.fingerprint,
                     meta=meta,
+                    **columns(stats, "version source bytes disk_path shm_path fingerprint"),
                 ),
             )
         models.activate(db, row.id, stats.version)

@@ -1,4 +1,4 @@
-"""Pipelines: from data to a version that answers, by a few lines that a person has written, whenever it is time.
+"""Pipelines: each turns new data into a version that answers, as a person's few lines say, on a schedule or when asked.
 
 Never: Trains, judges or activates anything itself; it makes jobs and their gates, and tells how far they are.
 Begin with spec.py, then runner.py.

@@ -1,4 +1,5 @@
-"""Data in a bucket of an S3-compatible store: what is in it, and one file made of what a run has chosen."""
+"""Reads data from a bucket of an S3-compatible store: lists its objects, and joins those that a run has chosen into one
+file."""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.places import s3_at
 
 MOST_KEYS = 1_000_000
-"""Objects that are looked at; nothing is taken from a bucket with more."""
+"""At most so many objects are listed; nothing is taken from a bucket with more."""
 
 
 class Changed(Exception):
-    """What was chosen is not there any more as it was; the text says which."""
+    """An object that a run has chosen was deleted or changed since; the text says which."""
 
 
 class _Stopped(Exception):
-    """Nobody waits for it any more."""
+    """The reading was cancelled."""
 
 
 def found_in(bucket: Bucket, pattern: str) -> Found:
-    """Every object below the bucket's prefix whose name from there on is of the pattern (`*` stands for "/" too), by
+    """Every object below the bucket's prefix whose name after the prefix fits the pattern (`*` stands for "/" too), by
     its whole address: [bytes, tag of its bytes]. Raises NoData, TierUnavailable."""
     objects, found = s3_at(bucket), Found()
     for seen, (key, size, tag) in enumerate(objects.tagged()):
@@ -41,7 +42,7 @@ def found_in(bucket: Bucket, pattern: str) -> Found:
 
 
 async def join_chosen(bucket: Bucket, chosen: Found, target: Path) -> str:
-    """As `new_data.join_chosen`. Ends soon when it is cancelled. Raises OSError, TierUnavailable, Changed."""
+    """Like `new_data.join_chosen`. It ends soon after it is cancelled. Raises OSError, TierUnavailable, Changed."""
     stop = Event()
     try:
         return await asyncio.to_thread(_join, s3_at(bucket), chosen, target, stop)

@@ -1,5 +1,5 @@
-"""What there is to train on: files of a folder of the box, or uploaded ones by their names, that no run has taken yet;
-joined to one file. Buckets are in bucket.py."""
+"""Finds data to train on and joins it into one file: files of a folder of the box, or uploaded files by their names,
+that no run has taken yet. bucket.py does the same for buckets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = dict[str, list[Any]]
 names."""
 MOST_FILES = 10_000
 SETTLED_S = 5.0
-"""A file of a folder that was changed later may still be written."""
+"""A file that was changed less than this long ago may still be written, and waits."""
 _BLOCK = 1 << 20
 
 
@@ -30,7 +30,7 @@ class NoData(Exception):
 
 
 def in_folder(folder: str, pattern: str, now_s: float) -> Found:
-    """Regular files alone, without links, in the folder or on the way to it. Raises NoData."""
+    """Lists regular files only; follows no links, in the folder or on the way to it. Raises NoData."""
     found: Found = {}
     try:
         descriptor = _open_without_links(Path(folder), os.O_RDONLY | os.O_DIRECTORY)
@@ -50,8 +50,8 @@ def in_folder(folder: str, pattern: str, now_s: float) -> Found:
 
 
 def _open_without_links(path: Path, flags: int) -> int:
-    """A descriptor of `path`, which is absolute. Whoever may write to a folder on the way could put a link in its
-    place, to have a file read that he may not read himself. Raises NoData for a link, OSError."""
+    """Opens `path`, which is absolute, and returns a descriptor. Follows no link: whoever may write to a folder on the
+    way could otherwise have the box read a file that he may not read himself. Raises NoData for a link, OSError."""
     here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     *folders, last = path.parts[1:] or (".",)
     for part, how in [*((one, os.O_PATH | os.O_DIRECTORY) for one in folders), (last, flags)]:
@@ -90,7 +90,8 @@ def bounded(found: Found) -> Found:
 
 
 def new(found: Found, taken: Found, data: Data) -> Found:
-    """What is in a folder or a bucket may have changed; an uploaded file never does."""
+    """What of `found` no run has taken yet. A file of a folder or an object of a bucket is new again once it has
+    changed; an uploaded file never changes."""
     if data.take == "all":
         return found
     if not data.elsewhere:
@@ -99,8 +100,9 @@ def new(found: Found, taken: Found, data: Data) -> Found:
 
 
 def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
-    """One file of these, by their names in this folder, or with None by their paths; as many bytes of each as were
-    seen; its SHA-256. Raises OSError, and NoData for what is not a regular file any more."""
+    """Joins these files into one and returns its SHA-256. They are named relative to this folder, or with None by their
+    whole paths; of each, as many bytes are read as were seen. Raises OSError, and NoData for what is no regular file
+    any more."""
     flags = os.O_RDONLY | os.O_NONBLOCK
 
     def opened(name: str) -> int:
@@ -112,8 +114,8 @@ def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
 
 
 def write_lines(parts: Iterable[Iterator[bytes]], target: Path) -> str:
-    """Write the blocks of each part, and a newline where one ends without, into a new file; its SHA-256. Raises
-    OSError."""
+    """Write the blocks of each part into a new file, with a newline after a part that ends without one; returns the
+    file's SHA-256. Raises OSError."""
     digest = hashlib.sha256()
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
         for part in parts:

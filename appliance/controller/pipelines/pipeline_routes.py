@@ -1,4 +1,4 @@
-"""/v1/pipelines and /v1/pipeline_runs: pipelines of the caller's, when they run, and how far their runs are."""
+"""/v1/pipelines and /v1/pipeline_runs: the caller's pipelines, their schedules, and their runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from appliance.store.objects import gates, pipelines
 from appliance.store.rows import PipelineRow, PipelineRunRow, columns
 
 MAX_PIPELINES = 100
-"""As many as one owner may have."""
+"""How many pipelines one owner may have."""
 Name = Annotated[str, Path(max_length=256)]
 
 
 class PipelineCreate(StrictBody):
-    """Takes the place of the owner's pipeline of that name, if there is one."""
+    """Replaces the owner's pipeline of that name, if there is one."""
 
     spec: PipelineSpec
 
@@ -91,7 +91,7 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
 
     @router.post("/{name}/schedule")
     async def schedule(name: Name, body: PipelineSchedule, caller: Caller) -> dict[str, Any]:
-        """From now on it runs by its schedule, with the key that wrote it; or only when asked."""
+        """Switch the schedule on, with the key that wrote the pipeline, or off: then it runs only when asked."""
         row = known(name, caller)
         runner.schedule(row, body.on)
         record(context, caller, "pipeline.schedule", row.name, on=body.on)
@@ -147,7 +147,7 @@ def pipeline_object(row: PipelineRow, caller: Principal) -> dict[str, Any]:
 
 
 def run_object(context: ControllerContext, row: PipelineRunRow, caller: Principal) -> dict[str, Any]:
-    """`data`: how much it takes, without the names of files."""
+    """`data`: how many files and bytes the run takes, without their names."""
     gate = gates.of_job(context.db, row.job_id) if row.job_id is not None else None
     return {
         "id": row.id,

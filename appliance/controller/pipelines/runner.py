@@ -1,8 +1,8 @@
-"""Sees runs of pipelines through, and begins those that are due: a look every second.
+"""Carries out runs of pipelines and begins those that are due: it looks every second.
 
-What must outlive the controller is in the rows. A step is done once its result stands there: a file and the run's
-`file_id`, a job and its `job_id` are written in one transaction, so that a controller that is killed in between begins
-the step again, and never makes a second of either.
+What must outlive the controller is in the rows. A step is done once its result is in the row: a file is written in one
+transaction with the run's `file_id`, a job with its `job_id`. So a controller that was killed in between repeats the
+step, and never makes a second file or job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from weights.format.errors import TierUnavailable
 
 LOOK_EVERY_S = 1.0
 AGAIN_S, LONGEST_S = 60.0, 3600.0
-"""A bucket that cannot be read is tried again after, and given up this long after the run was begun."""
+"""A bucket that cannot be read is tried again after AGAIN_S, and given up LONGEST_S after the run began."""
 
 
 class _Failed(Exception):
@@ -55,14 +55,14 @@ class PipelineRunner:
         self._context, self._db = context, context.db
         self._data_work, self._validation, self._judging = data_work, validation, judging
         self._at_data: dict[str, asyncio.Task[None]] = {}
-        """By run: reading a bucket, a check or a preparation, which ends with the run."""
+        """By run: the task that reads a bucket, checks or prepares data. It ends with the run."""
         self._not_before_s: dict[str, float] = {}
-        """By run that waits for a bucket, on the monotonic clock."""
+        """By run that waits for a bucket: when it is tried again, on the monotonic clock."""
         self._going = OneEach(context.background, "pipeline")  # runs, and pipelines that are due
         self.tasks = self._going.tasks
 
     async def look(self) -> None:
-        """One round: each run that goes on, and each pipeline that is due, is worked on by a task of its own."""
+        """One round: starts a task for each run that is not over and for each pipeline that is due."""
         for pipeline_id in pipelines.due(self._db, time.time()):
             await self._going.begin(pipeline_id, partial(self._when_due, pipeline_id))
         for run_id in pipelines.running(self._db):
@@ -100,13 +100,13 @@ class PipelineRunner:
             pipelines.update(self._db, row.id, next_s=next_s, note=note)
 
     def _is_due_still(self, row: PipelineRow) -> bool:
-        """Whether it is as it was when it was due: a bucket takes its time, within which it may be deleted, changed or
-        switched off, by whoever takes it over with another key too."""
+        """Whether the pipeline is unchanged since it was due. Reading a bucket takes time, in which a user may delete
+        it, change it, switch it off, or take it over with another key."""
         now = pipelines.find(self._db, row.id)
         return now is not None and bool(now.scheduled) and (now.spec, now.key_id) == (row.spec, row.key_id)
 
     async def _begin_if_new(self, row: PipelineRow, spec: PipelineSpec) -> str:
-        """Why not, "" if it was begun or there is nothing new."""
+        """Begins a run if there is new data. Returns why it did not; "" if it did, or if there is nothing new."""
         try:
             found = new_data.new(await self._found(row, spec), await self._taken(row), spec.data)
         except (NoData, TierUnavailable) as error:
@@ -179,7 +179,7 @@ class PipelineRunner:
             self._end(run_id, row, End(True, f"the data could not be read: {error.strerror or type(error).__name__}"))
 
     def _wait(self, run: PipelineRunRow, row: PipelineRow, why: str) -> None:
-        """Nothing that it has done is lost by a network that is away for a while."""
+        """Try again later: a network that is away for a while costs the run nothing that it has done."""
         if time.time() - run.created_s > LONGEST_S:
             self._end(run.id, row, End(True, why))
             return
@@ -208,11 +208,11 @@ class PipelineRunner:
         return found
 
     async def _taken(self, row: PipelineRow) -> Found:
-        """Only a run of this pipeline changes it, of which there is one at a time."""
+        """The files that earlier runs have taken. Only a run changes them, and a pipeline has one run at a time."""
         return await self._db.read(row.owner or BOX, pipelines.taken, self._db, row.id)
 
     async def _take_data(self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec, caller: Principal) -> None:
-        """Choose it, and then make one file of it, each kept before the next begins."""
+        """Choose the data, then make one file of it; each result is stored before the next step begins."""
         if not run.data_files:
             found, taken = await self._found(row, spec), await self._taken(row)
             chosen = found if spec.data.file is not None else new_data.new(found, taken, spec.data)
@@ -239,7 +239,7 @@ class PipelineRunner:
         base = None if spec.data.folder is not None else context.files_dir
         with context.quotas.receiving(caller) as took, storage.growing(context, file_id) as (incoming,):
             took(size + run.data_files)
-            # Only now: a run that waits for room asks for it every second.
+            # Only here, because a run that waits for room comes by every second.
             chosen = await self._db.read(run.owner or BOX, pipelines.chosen, self._db, run.id)
             if spec.data.bucket is not None:
                 sha256 = await bucket.join_chosen(self._bucket(spec.data.bucket), chosen, incoming)
@@ -253,7 +253,7 @@ class PipelineRunner:
                     storage.keep(context, made, incoming)
 
     async def _ready(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
-        """The next of checking, preparing and training on its data. Raises ApiError, OSError, _Failed."""
+        """Take the next step: check the data, prepare it, or submit the job. Raises ApiError, OSError, _Failed."""
         file = files.find(self._db, run.file_id or "", viewer=caller.viewer, now_s=time.time())
         if file is None:
             raise _Failed(f"the file {run.file_id} was deleted")
@@ -320,7 +320,7 @@ class PipelineRunner:
         return Seen(file, job, gate, answers)
 
     def _tell(self, run: PipelineRunRow, spec: PipelineSpec, seen: Seen) -> None:
-        """Write down how far it is, where that is another than before."""
+        """Store how far the run is, if that has changed."""
         steps = steps_of(spec, run, seen, time.time())
         now = next((one for one in steps if one["state"] == "running"), None)
         reason = f"{now['name']}: {now['says']}" if now is not None else run.reason
@@ -331,7 +331,7 @@ class PipelineRunner:
         self._update_going(run_id, reason=reason)
 
     def _update_going(self, run_id: str, **changes: Any) -> bool:
-        """False: it has ended meanwhile."""
+        """Returns False if the run has ended meanwhile."""
         run = pipelines.find_run(self._db, run_id)
         if run is None or run.state != "running":
             return False
@@ -344,7 +344,7 @@ class PipelineRunner:
     # --- ends
 
     def cancel(self, run_id: str) -> None:
-        """With its job and its gate. Idempotent; a canary that runs is left to itself."""
+        """Cancel the run with its job and its gate. Idempotent. A canary that runs goes on."""
         run = pipelines.find_run(self._db, run_id)
         row = pipelines.find(self._db, run.pipeline_id) if run is not None else None
         if run is None or row is None or run.state != "running":
@@ -408,7 +408,7 @@ def _check_may_read(data: Data, caller: Principal) -> None:
 
 
 def _ended(step: dict[str, Any], end: End, cancelled: bool) -> dict[str, Any]:
-    """As it is shown of a run that has ended."""
+    """A step as the API shows it once its run has ended."""
     if step["state"] == "running" or (step["state"] == "waiting" and step["began_s"] is not None):
         says = step["says"] if cancelled else end.reason if end.failed else step["says"]
         nothing = end.outcome == "nothing_new"
@@ -421,7 +421,7 @@ def _ended(step: dict[str, Any], end: End, cancelled: bool) -> dict[str, Any]:
 
 
 def _next_s(schedule: Schedule, now_s: float, *, at_once: bool = False) -> float:
-    """at_once: a look at the data is due now."""
+    """When the pipeline runs next. at_once: look at the data now."""
     if schedule.cron is not None:
         return next_firing_s(schedule.cron, schedule.tz, now_s)
     return now_s if at_once else now_s + schedule.every_s

@@ -1,4 +1,4 @@
-"""What a pipeline's file says, and what it means for the job that each run makes."""
+"""Defines the file of a pipeline, and translates it into the request for each run's job."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ _NO_FILE = "file-of-the-run"
 
 
 class Data(StrictBody):
-    """One of: file, the id of an uploaded file, the same for every run; uploads, a pattern of names of the owner's
-    uploaded files ("day-*.jsonl"); folder, on the box, with the files of `pattern` in it; bucket, a name that the box's
-    configuration gives one, with the objects of `pattern` below its prefix.
+    """Where data comes from; give one of file, uploads, folder and bucket.
 
-    take: of uploads, a folder and a bucket what no run has trained on that ended well ("new"), or all of it."""
+    file: the id of an uploaded file, the same for every run. uploads: a pattern of names of the owner's uploaded files
+    ("day-*.jsonl"). folder: a folder on the box, of which the files that fit `pattern` are taken. bucket: a bucket's
+    name in the box's configuration, of which the objects below its prefix that fit `pattern` are taken. take: "new",
+    what no run that ended well has trained on, or all of it.
+    """
 
     file: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     uploads: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -42,25 +44,25 @@ class Data(StrictBody):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it becomes an uploaded file only with a run."""
+        """Whether it comes from a folder or a bucket, and becomes an uploaded file only with a run."""
         return self.folder is not None or self.bucket is not None
 
 
 class Check(HeldAgainst):
-    """at_most: share of the examples by name of a check of train.data_checks; more fail the run. leave_out: checks that
-    are not made."""
+    """at_most: by check of train.data_checks, the largest share of examples; with more the run fails. leave_out: checks
+    that are not made."""
 
     at_most: dict[CheckName, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=dict)
     leave_out: Annotated[list[CheckName], Field(max_length=len(CHECKS))] = Field(default_factory=list)
 
 
 class Prepare(Changes, HeldAgainst):
-    """split: share of the examples that the job is validated on."""
+    """split: the share of examples held back for validation."""
 
 
 class Evaluate(GateRules):
-    """One suite. `eval`: an evaluation that exists. The rest as a gate's suite has it; rules that are given here go
-    before those of `gate`."""
+    """One suite. `eval`: an evaluation that exists. Its other fields are those of a gate's suite; rules given here
+    override those of `gate`."""
 
     eval: Annotated[str, Field(min_length=1, max_length=256)]
     data_source: dict[str, Any] | None = None
@@ -74,7 +76,7 @@ class Gate(GateRules):
 
 
 class Schedule(StrictBody):
-    """cron: five fields in the time zone tz. on_new_data: begin when there is any, looked for every `every_s`."""
+    """cron: five fields, in the time zone tz. on_new_data: begin when there is new data; look every `every_s`."""
 
     cron: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     tz: Annotated[str, Field(min_length=1, max_length=64)] = "UTC"
@@ -83,8 +85,8 @@ class Schedule(StrictBody):
 
 
 class PipelineSpec(StrictBody):
-    """A step that is left out is skipped. train: the fields of a fine-tuning job but those that the run gives it.
-    promote false: the version is made and judged, and does not answer."""
+    """The steps; one that is not given is skipped. train: the fields of a fine-tuning job except those that the run
+    fills in. promote false: the version is made and judged, and does not answer."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     data: Data
@@ -99,7 +101,7 @@ class PipelineSpec(StrictBody):
 
 
 def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal) -> None:
-    """All that is known to be wrong before there is data. Raises ApiError."""
+    """Find every mistake that can be found before there is data. Raises ApiError."""
     _check_data(context, spec.data, caller)
     for name, asked in (("check", spec.check), ("prepare", spec.prepare)):
         if isinstance(asked, Check | Prepare) and asked.against is not None:
@@ -117,7 +119,7 @@ def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal
 
 
 def job_of(spec: PipelineSpec, file_id: str, validation: str | None = None) -> JobCreate:
-    """The request for a run's job. validation: a file that the run has made. Raises BadRequest."""
+    """The request that creates a run's job. validation: a file that the run has made. Raises BadRequest."""
     for name in _OF_THE_RUN:
         if name in spec.train:
             raise wrong(f"train.{name}", "is given by the run; see 'data', 'gate' and 'promote'")
@@ -130,7 +132,7 @@ def job_of(spec: PipelineSpec, file_id: str, validation: str | None = None) -> J
 
 
 def gate_of(spec: PipelineSpec) -> GateRequest | None:
-    """None where nothing is evaluated. Raises BadRequest."""
+    """The gate of the run's job; None if nothing is evaluated. Raises BadRequest."""
     if spec.evaluate is None:
         for name in ("gate", "canary"):
             if getattr(spec, name) is not None:
@@ -154,7 +156,7 @@ def gate_of(spec: PipelineSpec) -> GateRequest | None:
 
 
 def skipped(spec: PipelineSpec) -> set[str]:
-    """The steps that are left out."""
+    """Names of the steps that the file leaves out."""
     left = {name: getattr(spec, name) is None for name in ("prepare", "evaluate", "gate", "canary")}
     left |= {"check": spec.check is False, "promote": not spec.promote}
     return {name for name, out in left.items() if out}

@@ -1,4 +1,4 @@
-"""How far a run is: a pure function of its row, its job and its gate."""
+"""Computes how far a run is: a pure function of its row, its job and its gate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Told = tuple[State, str]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """says: what it does, waits for or has found. Times: seconds since 1970, None before."""
+    """says: what the step does, waits for or found. Times: seconds since 1970, None before they come."""
 
     name: str
     state: State
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a run has made so far; None: not yet, or not any more."""
+    """What a run has made so far; None: not yet made, or deleted."""
 
     file: FileRow | None = None
     job: JobRow | None = None
@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """outcome: as in PipelineRunRow, empty where it failed."""
+    """How a run ended. outcome: as in PipelineRunRow; "" if it failed."""
 
     failed: bool
     reason: str
@@ -43,7 +43,7 @@ class End:
 
 
 def steps_of(spec: PipelineSpec, run: PipelineRunRow, seen: Seen, now_s: float) -> list[dict[str, Any]]:
-    """In order, with the times of those that were known before."""
+    """The steps in order, with the times that were already known."""
     out, known = skipped(spec), {one["name"]: one for one in run.steps}
     found = []
     for name in STEPS:
@@ -56,7 +56,7 @@ def steps_of(spec: PipelineSpec, run: PipelineRunRow, seen: Seen, now_s: float) 
 
 
 def beyond(asked: Check, report: dict[str, Any]) -> list[str]:
-    """What there is more of than may be, in words. report: of a check of its data."""
+    """Says of which finding there is more than allowed; "" if of none. report: of a check of the run's data."""
     told = []
     for name, most in asked.at_most.items():
         found = report["checks"].get(name)
@@ -67,7 +67,7 @@ def beyond(asked: Check, report: dict[str, Any]) -> list[str]:
 
 
 def end_of(spec: PipelineSpec, seen: Seen) -> End | None:
-    """None: it goes on. For a run that has its job."""
+    """How a run that has a job ended; None if it has not ended."""
     job, gate = seen.job, seen.gate
     if job is None:
         return End(True, "its job was deleted")

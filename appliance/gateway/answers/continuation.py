@@ -24,23 +24,10 @@ ASK_FOR_TOKEN_IDS = b',"return_token_ids":true'
 # Fields that a continuable request may have. The continuation repeats the first set; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
-    {
-        "messages",
-        "prompt",
-        "stream",
-        "stream_options",
-        "max_tokens",
-        "max_completion_tokens",
-        "n",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "chat_template_kwargs",
-        "cache_salt",
-    }
+    (
+        "messages prompt stream stream_options max_tokens max_completion_tokens n user metadata store service_tier "
+        "safety_identifier prompt_cache_key chat_template_kwargs cache_salt"
+    ).split()
 )
 _CONTINUABLE = _SAMPLING | _NEUTRAL
 _ONE_SEQUENCE = (None, 1)

@@ -126,51 +126,20 @@ _MEDIA: Final = "media are handled as this server's settings say"
 _PROMPT: Final = "the prompt as the engine sees it is not shown"
 _UNUSED: Final = "this server does not offer it"
 
-_OPENAI_ONLY: Final[dict[str, Rule]] = dict.fromkeys(
-    (
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "service_tier",
-        "store",
-        "metadata",
-        "moderation",
-    ),
-    PASSES,
+
+def _passing(names: str) -> dict[str, Rule]:
+    """These fields, separated by spaces, are passed on as they are."""
+    return dict.fromkeys(names.split(), PASSES)
+
+
+_OPENAI_ONLY: Final[dict[str, Rule]] = _passing(
+    "safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention service_tier store metadata "
+    "moderation"
 )
 
-# Fields of all text routes of an engine.
-_SAMPLING: Final[dict[str, Rule]] = {
-    **dict.fromkeys(
-        (
-            "model",
-            "stream",
-            "stream_options",
-            "user",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "ignore_eos",
-            "skip_special_tokens",
-            "include_stop_str_in_output",
-            "priority",
-            "structured_outputs",
-            "cache_salt",
-        ),
-        PASSES,
-    ),
-    "logit_bias": _TOKENS,
-    "stop": _STOPS,
-    "stop_token_ids": _WORDS,
+# What engines say to each other.
+_INNER: Final[dict[str, Rule]] = {
     "watermarking": Refused(_UNUSED),
-    "request_id": Refused(_ENGINES),
-    "session_id": Refused(_ENGINES),
     "kv_transfer_params": Refused(_ENGINES),
     "ec_transfer_params": Refused(_ENGINES),
     "vllm_xargs": Refused(_ENGINES),
@@ -178,28 +147,28 @@ _SAMPLING: Final[dict[str, Rule]] = {
     "return_mm_kwargs": Refused(_MEDIA),
 }
 
+# Fields of all text routes of an engine.
+_SAMPLING: Final[dict[str, Rule]] = {
+    **_passing(
+        "model stream stream_options user temperature top_p top_k min_p seed frequency_penalty presence_penalty "
+        "repetition_penalty ignore_eos skip_special_tokens include_stop_str_in_output priority structured_outputs "
+        "cache_salt"
+    ),
+    "logit_bias": _TOKENS,
+    "stop": _STOPS,
+    "stop_token_ids": _WORDS,
+    "request_id": Refused(_ENGINES),
+    "session_id": Refused(_ENGINES),
+    **_INNER,
+}
+
 # Additional fields of chat and completions.
 _TOKENWISE: Final[dict[str, Rule]] = {
     **_SAMPLING,
-    **dict.fromkeys(
-        (
-            "max_tokens",
-            "n",
-            "logprobs",
-            "length_penalty",
-            "min_tokens",
-            "spaces_between_special_tokens",
-            "truncate_prompt_tokens",
-            "truncation_side",
-            "prompt_logprobs",
-            "add_special_tokens",
-            "echo",
-            "response_format",
-            "return_tokens_as_token_ids",
-            "return_token_ids",
-            "thinking_token_budget",
-        ),
-        PASSES,
+    **_passing(
+        "max_tokens n logprobs length_penalty min_tokens spaces_between_special_tokens truncate_prompt_tokens "
+        "truncation_side prompt_logprobs add_special_tokens echo response_format return_tokens_as_token_ids "
+        "return_token_ids thinking_token_budget"
     ),
     "allowed_token_ids": _TOKENS,
     "logprob_token_ids": Items(20),
@@ -218,40 +187,28 @@ _FUNCTION_TOOLS: Final = OwnTools(128, 512, "function", False)
 _NAMED_TOOLS: Final = OwnTools(128, 512, "function", True)
 _CUSTOM_TOOLS: Final = OwnTools(128, 512, "custom", False)
 _KWARGS: Final = Items(64, 4096)
+_TEMPLATES: Final[dict[str, Rule]] = {
+    "chat_template_kwargs": _KWARGS,
+    "chat_template": Refused(_TEMPLATE),
+    "media_io_kwargs": Refused(_MEDIA),
+    "mm_processor_kwargs": Refused(_MEDIA),
+}
 
 FIELDS: Final[dict[str, dict[str, Rule]]] = {
     "chat.completions": {
         **_OPENAI_ONLY,
         **_TOKENWISE,
-        **dict.fromkeys(
-            (
-                "messages",
-                "max_completion_tokens",
-                "top_logprobs",
-                "tool_choice",
-                "parallel_tool_calls",
-                "reasoning_effort",
-                "include_reasoning",
-                "add_generation_prompt",
-                "continue_final_message",
-                # OpenAI's fields that an engine does not know.
-                "audio",
-                "function_call",
-                "modalities",
-                "prediction",
-                "verbosity",
-                "web_search_options",
-            ),
-            PASSES,
+        **_passing(
+            "messages max_completion_tokens top_logprobs tool_choice parallel_tool_calls reasoning_effort "
+            "include_reasoning add_generation_prompt continue_final_message"
         ),
+        # OpenAI's fields that an engine does not know.
+        **_passing("audio function_call modalities prediction verbosity web_search_options"),
         "best_of": PASSES,
         "tools": _FUNCTION_TOOLS,
         "functions": _TOOLS,
         "documents": Items(256, 1 << 16),
-        "chat_template_kwargs": _KWARGS,
-        "chat_template": Refused(_TEMPLATE),
-        "media_io_kwargs": Refused(_MEDIA),
-        "mm_processor_kwargs": Refused(_MEDIA),
+        **_TEMPLATES,
         "prompt_embeds": Refused("only text and tokens are"),
     },
     "completions": {
@@ -266,68 +223,27 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
     "responses": {
         **_OPENAI_ONLY,
         **_SAMPLING,
-        **dict.fromkeys(
-            (
-                "input",
-                "instructions",
-                "background",
-                "conversation",
-                "prompt",
-                "previous_response_id",
-                "max_output_tokens",
-                "max_tool_calls",
-                "parallel_tool_calls",
-                "reasoning",
-                "include_reasoning",
-                "text",
-                "tool_choice",
-                "top_logprobs",
-                "truncation",
-                "context_management",
-                "access_programs",
-                "personality",
-                "image",
-                "verbosity",
-            ),
-            PASSES,
+        **_passing(
+            "input instructions background conversation prompt previous_response_id max_output_tokens max_tool_calls "
+            "parallel_tool_calls reasoning include_reasoning text tool_choice top_logprobs truncation "
+            "context_management access_programs personality image verbosity"
         ),
         "logprobs": PASSES,
         "metadata": Items(16, 512),
         "include": Items(32, 128),
         "tools": _NAMED_TOOLS,
-        "chat_template_kwargs": _KWARGS,
-        "chat_template": Refused(_TEMPLATE),
-        "media_io_kwargs": Refused(_MEDIA),
-        "mm_processor_kwargs": Refused(_MEDIA),
+        **_TEMPLATES,
         "enable_response_messages": Refused(_PROMPT),
         "previous_input_messages": Refused("go on from a response with `previous_response_id`"),
     },
     "messages": {
-        **dict.fromkeys(
-            (
-                "model",
-                "messages",
-                "max_tokens",
-                "output_config",
-                "thinking",
-                "stream",
-                "system",
-                "temperature",
-                "tool_choice",
-                "top_k",
-                "top_p",
-                "cache_salt",
-                # Anthropic's fields that an engine does not know.
-                "cache_control",
-                "context_management",
-                "inference_geo",
-                "output_format",
-                "service_tier",
-                "speed",
-                "betas",
-                "user_profile_id",
-            ),
-            PASSES,
+        **_passing(
+            "model messages max_tokens output_config thinking stream system temperature tool_choice top_k top_p "
+            "cache_salt"
+        ),
+        # Anthropic's fields that an engine does not know.
+        **_passing(
+            "cache_control context_management inference_geo output_format service_tier speed betas user_profile_id"
         ),
         "metadata": Items(16, 512),
         "stop_sequences": _STOPS,
@@ -335,43 +251,19 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         "chat_template_kwargs": _KWARGS,
         "container": Refused(_UNUSED),
         "mcp_servers": Refused("this server fetches nothing"),
-        "watermarking": Refused(_UNUSED),
-        "kv_transfer_params": Refused(_ENGINES),
-        "ec_transfer_params": Refused(_ENGINES),
-        "vllm_xargs": Refused(_ENGINES),
-        "mm_payload": Refused(_MEDIA),
-        "return_mm_kwargs": Refused(_MEDIA),
+        **_INNER,
         "chat_template": Refused(_TEMPLATE),
     },
     "embeddings": {
         "padding": Unpadded(),
         # OpenAI's. An engine's `bytes` has a header with 100 bytes for each input, and its `bytes_only` no JSON.
         "encoding_format": OneOf("float", "base64"),
-        **dict.fromkeys(
-            (
-                "model",
-                "input",
-                "messages",
-                "user",
-                "dimensions",
-                "embed_dtype",
-                "endianness",
-                "use_activation",
-                "add_special_tokens",
-                "add_generation_prompt",
-                "continue_final_message",
-                "truncate_prompt_tokens",
-                "truncation_side",
-                "priority",
-                "cache_salt",
-                "stream",
-            ),
-            PASSES,
+        **_passing(
+            "model input messages user dimensions embed_dtype endianness use_activation add_special_tokens "
+            "add_generation_prompt continue_final_message truncate_prompt_tokens truncation_side priority cache_salt "
+            "stream"
         ),
-        "chat_template_kwargs": _KWARGS,
-        "chat_template": Refused(_TEMPLATE),
-        "media_io_kwargs": Refused(_MEDIA),
-        "mm_processor_kwargs": Refused(_MEDIA),
+        **_TEMPLATES,
         "request_id": Refused(_ENGINES),
     },
 }

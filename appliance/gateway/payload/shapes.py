@@ -24,20 +24,10 @@ _ODD_VALUES: Final = 256
 _ROLES: Final = frozenset({"user", "assistant", "system", "developer"})
 _INPUT_PARTS: Final = frozenset({"input_text", "input_image", "input_file"})
 _PARTS: Final = frozenset(
-    {
-        "text",
-        "image_url",
-        "input_audio",
-        "audio_url",
-        "refusal",
-        "file",
-        "thinking",
-        "tool_use",
-        "tool_result",
-        "image",
-        "redacted_thinking",
-        "tool_reference",
-    }
+    (
+        "text image_url input_audio audio_url refusal file thinking tool_use tool_result image redacted_thinking "
+        "tool_reference"
+    ).split()
 )
 _STATUS: Final = frozenset({"in_progress", "completed", "incomplete"})
 _PHASES: Final = frozenset({"commentary", "final_answer"})
@@ -64,36 +54,16 @@ _OBJECT_OF: Final = {
 SCHEMA_FIELDS: Final = ("parameters", "input_schema")
 _TOOL_FIELDS: Final = frozenset({"function", *SCHEMA_FIELDS})
 # What is counted by a check of its own: texts and tokens, and the forms of answers (structure.py).
-_MEASURED: Final = frozenset(
-    {
-        "messages",
-        "input",
-        "prompt",
-        "tools",
-        "functions",
-        "system",
-        "chat_template_kwargs",
-    }
-)
+_MEASURED: Final = frozenset("messages input prompt tools functions system chat_template_kwargs".split())
 _FORMS: Final = frozenset({"response_format", "structured_outputs", "text", "output_config"})
 _LARGEST_TOKEN: Final = (1 << 32) - 1
 # What check_messages looks at by name, and what clients send that no type of an engine has.
 _MESSAGE_OWN: Final = frozenset({"role", "content", "tool_calls"})
 _IGNORED: Final = frozenset(
-    {
-        "annotations",
-        "cache_control",
-        "citations",
-        "created",
-        "finish_reason",
-        "id",
-        "index",
-        "parsed",
-        "provider_specific_fields",
-        "reasoning_details",
-        "thinking_blocks",
-        "weight",
-    }
+    (
+        "annotations cache_control citations created finish_reason id index parsed provider_specific_fields "
+        "reasoning_details thinking_blocks weight"
+    ).split()
 )
 _OWN_OF: Final = {**_OBJECT_OF, "tool_use": "input", "tool_result": "content"}
 # At 13 µs each, the most that was measured.

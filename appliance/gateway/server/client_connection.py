@@ -143,6 +143,8 @@ class ClientConnection(Receiver):
     def pause_writing(self) -> None:
         self.write_paused = True
         self._stalled_since_s = monotonic()
+        if self.active_request is not None:
+            self.active_request.held_up = True
         if self.active is not None:
             self.active.client_paused(True)
 

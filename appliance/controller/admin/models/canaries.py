@@ -49,13 +49,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
         running.begin(
             CanaryRow(
                 model=name,
-                version=body.version,
                 before=(found.active_version if found else None) or "",
-                share=body.share,
                 created_s=now_s,
-                auto=int(body.auto),
-                watch_s=body.watch_s,
-                min_requests=body.min_requests,
+                **body.model_dump() | {"auto": int(body.auto)},
             ),
             caller,
         )

@@ -1,7 +1,7 @@
-"""Counts the engines that died while they had a line, and says what becomes of it. Pure.
+"""Decides whether a batch line whose engine died is sent again: counts the engines that died with it. Pure.
 
-An engine takes all its lines down, whichever it died of. None of them is failed for that: each is sent once more, later
-and with no other line on its engine (ports.BatchEngines), so that a second death is its own.
+An engine takes all its lines down, whichever of them ended it. No line is failed for that: each is sent once more,
+later and with no other line on its engine (ports.BatchEngines), so that a second death is its own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from serve.core.errors import EngineFailed
-from serve.engine.core_life import while_alive
+from serve.engine.while_alive import while_alive
 
 
 async def answer(after: asyncio.Event) -> int:
