@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import orjson
-from fastapi.responses import ORJSONResponse
 from pydantic import BeforeValidator, Discriminator, Tag
 from vllm.entrypoints.pooling.base.serving import PoolingServing
 from vllm.entrypoints.pooling.embed import protocol, serving
 
 AT_ONCE = 64
 """Inputs of one request."""
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 def apply() -> None:
@@ -39,8 +39,7 @@ def apply() -> None:
         BeforeValidator(protocol.reject_removed_pooling_parameters),
     ]
     some_at_a_time(PoolingServing)
-    # By this name vLLM knows that it may hold arrays.
-    written = type("ORJSONResponse", (OneByOne,), {})
+    written = one_by_one(serving.get_json_response_cls())
     serving.get_json_response_cls = lambda: written
 
 
@@ -92,12 +91,15 @@ def _in_slices(prepare: Callable[..., Any], collect: Callable[..., Any]) -> Call
     return run
 
 
-class OneByOne(ORJSONResponse):
-    """The same bytes; other threads have their turns between two vectors."""
+def one_by_one(response: Any) -> Any:
+    """response: FastAPI's ORJSONResponse. One that writes the same, with turns for other threads between two vectors."""
+    whole = response.render
 
-    def render(self, content: Any) -> bytes:
+    def render(self: Any, content: Any) -> bytes:
         if not (isinstance(content, dict) and isinstance(content.get("data"), list)):
-            return super().render(content)
-        options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-        rows = b",".join([orjson.dumps(row, option=options) for row in content["data"]])
-        return orjson.dumps({**content, "data": orjson.Fragment(b"[" + rows + b"]")}, option=options)
+            return whole(self, content)
+        rows = b",".join([orjson.dumps(row, option=_OPTIONS) for row in content["data"]])
+        return orjson.dumps({**content, "data": orjson.Fragment(b"[" + rows + b"]")}, option=_OPTIONS)
+
+    # By the name vLLM knows that it may hold arrays.
+    return type(response.__name__, (response,), {"render": render})

@@ -11,7 +11,7 @@ import pytest
 from fastapi.responses import ORJSONResponse
 
 from serve.api import embedding_requests
-from serve.api.embedding_requests import AT_ONCE, OneByOne
+from serve.api.embedding_requests import AT_ONCE
 
 
 class Served:
@@ -77,6 +77,7 @@ async def test_a_request_without_inputs_is_refused_as_before() -> None:
 
 
 def test_an_answer_is_written_one_vector_after_the_other_and_is_the_same() -> None:
+    written = embedding_requests.one_by_one(ORJSONResponse)
     rows = [{"index": place, "embedding": np.arange(5, dtype=np.float32) / 3} for place in range(3)]
     for content in ({"object": "list", "data": rows, "usage": {"prompt_tokens": 3}}, {"data": []}, {"error": "x"}, [1]):
-        assert OneByOne(content=content).body == ORJSONResponse(content=content).body
+        assert written(content=content).body == ORJSONResponse(content=content).body
