@@ -92,7 +92,7 @@ def _in_slices(prepare: Callable[..., Any], collect: Callable[..., Any]) -> Call
 
 
 def one_by_one(response: Any) -> Any:
-    """response: FastAPI's ORJSONResponse. One that writes the same, with turns for other threads between two vectors."""
+    """response: FastAPI's ORJSONResponse. One that writes the same, with turns for other threads in between."""
     whole = response.render
 
     def render(self: Any, content: Any) -> bytes:
