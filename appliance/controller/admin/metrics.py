@@ -228,7 +228,14 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     throttled = GaugeMetricFamily(
         "appliance_device_throttled", "1 while a device is slower for this reason.", labels=["device", "reason"]
     )
+    xids = CounterMetricFamily(
+        "appliance_device_xids",
+        "Errors that an NVIDIA GPU's driver has told, by their number.",
+        labels=["device", "xid"],
+    )
     for device_id, reading in readings.items():
+        for xid, count in reading.xids:
+            xids.add_metric([device_id, str(xid)], count)
         if reading.energy_j is not None:
             counted.add_metric([device_id], reading.energy_j)
         if reading.ecc_uncorrected is not None:
@@ -236,7 +243,7 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
         if reading.power_w is not None:
             for reason in THROTTLES:
                 throttled.add_metric([device_id, reason], float(reason in reading.throttled))
-    yield from (counted, errors, throttled)
+    yield from (counted, errors, throttled, xids)
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

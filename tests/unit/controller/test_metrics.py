@@ -14,6 +14,7 @@ from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import energy, handovers
 from appliance.store.rows import HandoverRow, JobMetricRow
+from runtime.devices.kind import Reading
 
 from .conftest import ADMIN, Control
 
@@ -91,6 +92,16 @@ async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> Non
     assert found["appliance_doctor_findings", (("state", "warn"),)] == 2
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
     assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
+
+
+async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
+    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, xids=((31, 2), (94, 1)))}
+    found = await scrape(control)
+    told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_xids_total"}
+    assert told == {
+        (("device", "n0/0"), ("xid", "31")): 2,
+        (("device", "n0/0"), ("xid", "94")): 1,
+    }
 
 
 # As vLLM writes them, between hundreds of others.
