@@ -246,7 +246,7 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     )
     xids = CounterMetricFamily(
         "appliance_device_xids",
-        "Errors that an NVIDIA GPU's driver has told, by their number.",
+        "Errors that a device's driver has told, by their number.",
         labels=["device", "xid"],
     )
     for device_id, reading in readings.items():
