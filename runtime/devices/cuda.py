@@ -431,7 +431,7 @@ class _Watch:
             reading = self._answered(handle, device_id, now_s, faults)
         except pynvml.NVMLError as error:
             reading = Reading(device_id, now_s, faults, lost=str(error))
-        return replace(reading, xids=tuple(self._xids[index].items()))
+        return replace(reading, driver_errors=tuple(self._xids[index].items()))
 
     @staticmethod
     def _answered(handle: Any, device_id: str, now_s: float, faults: tuple[str, ...]) -> Reading:

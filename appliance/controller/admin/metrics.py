@@ -244,14 +244,14 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     throttled = GaugeMetricFamily(
         "appliance_device_throttled", "1 while a device is slower for this reason.", labels=["device", "reason"]
     )
-    xids = CounterMetricFamily(
-        "appliance_device_xids",
+    driver = CounterMetricFamily(
+        "appliance_device_driver_errors",
         "Errors that a device's driver has told, by their number.",
-        labels=["device", "xid"],
+        labels=["device", "code"],
     )
     for device_id, reading in readings.items():
-        for xid, count in reading.xids:
-            xids.add_metric([device_id, str(xid)], count)
+        for code, count in reading.driver_errors:
+            driver.add_metric([device_id, str(code)], count)
         if reading.energy_j is not None:
             counted.add_metric([device_id], reading.energy_j)
         if reading.ecc_uncorrected is not None:
@@ -259,7 +259,7 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
         if reading.power_w is not None:
             for reason in THROTTLES:
                 throttled.add_metric([device_id, reason], float(reason in reading.throttled))
-    yield from (counted, errors, throttled, xids)
+    yield from (counted, errors, throttled, driver)
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

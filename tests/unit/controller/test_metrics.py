@@ -119,12 +119,12 @@ async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Co
 
 
 async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
-    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, xids=((31, 2), (94, 1)))}
+    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
     found = await scrape(control)
-    told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_xids_total"}
+    told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
     assert told == {
-        (("device", "n0/0"), ("xid", "31")): 2,
-        (("device", "n0/0"), ("xid", "94")): 1,
+        (("code", "31"), ("device", "n0/0")): 2,
+        (("code", "94"), ("device", "n0/0")): 1,
     }
 
 
