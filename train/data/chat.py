@@ -80,6 +80,7 @@ class ChatEncoder:
         tools = example.get("tools")
         text = self._render(messages, tools)
         _refuse_lost_calls(messages, text)
+        _refuse_lost_reasoning(messages, text)
         if self._marks:
             return text, self._marked_spans(example["messages"], messages, tools, text)
         spans, cursor = [], 0
@@ -170,6 +171,16 @@ def _refuse_lost_calls(messages: list[dict[str, Any]], text: str) -> None:
                     f"calls {call['function']['name']!r} in message {number}, which the model's chat template does not "
                     "write: nothing of the call would be learnt; give the model a chat template with tool calls"
                 )
+
+
+def _refuse_lost_reasoning(messages: list[dict[str, Any]], text: str) -> None:
+    """Of the last message alone: templates of reasoning models leave away what was thought before earlier answers."""
+    thought = messages[-1].get("reasoning_content", "").strip()
+    if thought and thought not in text:
+        raise BadRecord(
+            f"has reasoning in message {len(messages)}, which the model's chat template does not write: nothing of it "
+            "would be learnt; leave it away, or give the model a chat template with reasoning"
+        )
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ MOST_MESSAGES = 8192
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_KEYS = set(
-    "role content name weight tool_calls tool_call_id function_call refusal reasoning_content audio".split()
+    "role content name weight tool_calls tool_call_id function_call refusal reasoning reasoning_content audio".split()
 )
 _CHAT_KEYS = {"messages", "tools", "parallel_tool_calls", "functions", "metadata"}
 _SHAREGPT_ROLES = {
@@ -105,6 +105,7 @@ def check_chat(record: Record) -> Record:
         raise BadRecord(f"the last message is from {checked[-1]['role']!r}; expected 'assistant'")
     if all(m.get("weight") == 0 for m in checked if m["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0, so there is nothing to learn")
+    _check_parallel_calls(record, checked)
     return {"messages": checked, **tools_in(record)}
 
 
@@ -116,6 +117,16 @@ def check_messages(record: Record) -> list[Record]:
     if len(messages) > MOST_MESSAGES:
         raise BadRecord(f"has {len(messages)} messages, at most {MOST_MESSAGES} are allowed in one example")
     return [_message(index, _with_tool_call(index, message)) for index, message in enumerate(messages)]
+
+
+def _check_parallel_calls(record: Record, messages: list[Record]) -> None:
+    """Raises BadRecord: templates do not know of it, so that it is only kept by what is learnt."""
+    allowed = record.get("parallel_tool_calls")
+    if allowed is not None and not isinstance(allowed, bool):
+        raise BadRecord(f"'parallel_tool_calls' is a {_kind(allowed)}, expected true or false")
+    for index, message in enumerate(messages):
+        if allowed is False and message.get("weight") != 0 and len(calls := message.get("tool_calls", ())) > 1:
+            raise BadRecord(f"messages[{index}] has {len(calls)} tool calls, and 'parallel_tool_calls' is false")
 
 
 def tools_in(record: Record) -> Record:
@@ -168,11 +179,14 @@ def _message(index: int, message: Any) -> Record:
         if not isinstance(message.get("tool_call_id"), str):
             raise BadRecord(f"{where} is from a tool and needs a 'tool_call_id' (string)")
         result["tool_call_id"] = message["tool_call_id"]
-    for key in ("name", "reasoning_content"):
+    # What a model thinks is `reasoning` in answers of vLLM; templates and others know it by its older name.
+    for key, kept in (("name", "name"), ("reasoning", "reasoning_content"), ("reasoning_content", "reasoning_content")):
         if message.get(key) is not None:
             if not isinstance(message[key], str):
                 raise BadRecord(f"{where}.{key} is a {_kind(message[key])}, expected a string")
-            result[key] = message[key]
+            if result.get(kept, message[key]) != message[key]:
+                raise BadRecord(f"{where} has two different texts as 'reasoning' and 'reasoning_content'")
+            result[kept] = message[key]
     return result
 
 

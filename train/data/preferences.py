@@ -111,4 +111,4 @@ def _role(message: Any) -> Any:
 
 
 def _tools(given: Record) -> Record:
-    return {"tools": given["tools"]} if given.get("tools") is not None else {}
+    return {key: given[key] for key in ("tools", "parallel_tool_calls") if given.get(key) is not None}

@@ -619,6 +619,21 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
     assert jobs.list_unfinished(control.db) == []
 
 
+async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(control: Control):
+    messages = [{"role": "user", "content": "{{sample.output_text}}"}]
+    judge = {"type": "score_model", "name": "judge", "model": "nosuch", "input": messages}
+    both = {"type": "multi", "name": "both", "calculate_output": "judge", "graders": judge}
+    for grader in (judge, both):
+        with pytest.raises(openai.NotFoundError, match="'nosuch' does not exist") as refused:
+            await control.sdk.fine_tuning.jobs.create(
+                model="starter",
+                training_file=await control.upload(prompts()),
+                method={"type": "reinforcement", "reinforcement": {"grader": grader}},
+            )
+        assert refused.value.code == "model_not_found"
+    assert jobs.list_unfinished(control.db) == []
+
+
 async def test_conversations_with_answers_are_not_for_rewards(control: Control):
     job_id = await control.job(method={"type": "reinforcement", "reinforcement": {"grader": GRADER}})
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from appliance.store.records import keys, usage
 from appliance.store.rows import SweepRow
 from tests.unit.controller.conftest import Control, chat_lines
 from tests.unit.controller.test_job_events import metrics
+from tests.unit.controller.test_jobs import GRADER
 
+FILES = ("training_file", "validation_file")
 GRID = {"learning_rate_multiplier": [0.1, 0.3, 1.0, 3.0]}
 
 
@@ -116,6 +119,27 @@ async def test_the_best_go_on_with_more_data_and_the_models_of_the_others_go(con
     left = [one.output_model for one in jobs.page(control.db, viewer=None, after=None, limit=20).data]
     assert [name for name in left if models.find(control.db, name) is not None] == [shown["best"]["model"]]
     assert [files.find(control.db, one, viewer=None, now_s=0) for one in row.files.values()] == [None, None]
+
+
+async def test_trials_of_rewards_are_compared_by_the_reward_held_out(control: Control, events: JobEvents):
+    """They had no loss, and the sweep failed with that once its first round was paid for."""
+    row_of = {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4"}
+    data = {name: await control.upload((json.dumps(row_of) + "\n").encode() * 40) for name in FILES}
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    train = {"model": "starter", "method": method, **data}
+    sweep_id = await begun(control, train=train, grid={"learning_rate_multiplier": [1.0, 3.0]}, first=0.5)
+    row = await look(control, sweep_id)
+    for job_id, rewards in zip((t["jobs"][0]["job_id"] for t in row.trials), ([0.9, 0.2], [0.1, 0.7]), strict=True):
+        events.started(job_id, ["n0/0"], resumed=False)
+        for step, reward in enumerate(rewards):
+            events.ingest(job_id, metrics(step + 1, 0.0) | {"train_mean_reward": reward})
+            events.ingest(job_id, {"event": "validation", "step": step + 1, "mean_reward": reward})
+        version = {"event": "published", "version": "step-2", "path": "/dev/shm/x", "step": 2, "bytes": 1, "epoch": 1}
+        events.ingest(job_id, version)
+        events.succeeded(job_id)
+    row = await look(control, sweep_id, 4)
+    assert [trial["jobs"][0]["loss"] for trial in row.trials] == [-0.2, -0.7], "of the last validation"
+    assert row.round == 1 and [len(trial["jobs"]) for trial in row.trials] == [1, 2]
 
 
 async def test_beyond_its_budget_nothing_more_is_trained(control: Control, events: JobEvents, monkeypatch):

@@ -63,6 +63,33 @@ def test_templates_that_render_history_otherwise():
     assert first == "hello, fox<|im_end|>" and last.endswith("good bye<|im_end|>")
 
 
+# As Qwen3's: what was thought stands before the last answer alone.
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m.reasoning_content and loop.last %}"
+    "<think>\n{{ m.reasoning_content.strip('\n') }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_what_was_thought_before_the_last_answer_is_learnt_with_it_or_refused(key):
+    """Where the template does not write it, it was lost without a word."""
+    talk = {"messages": [dict(message) for message in TALK["messages"]]}
+    for number in (2, 4):
+        talk["messages"][number][key] = f"\nI think of it {number} times.\n"
+    chat = check_chat(talk)
+    first, last = learnt(ChatEncoder(tokenizer(REASONING)), chat)
+    assert first == "hello, fox<|im_end|>"
+    assert last == "<think>\nI think of it 4 times.\n</think>\n\ngood bye<|im_end|>"
+    with pytest.raises(BadRecord, match="has reasoning in message 5, which the model's chat template does not write"):
+        ChatEncoder(tokenizer()).encode(chat)
+    del talk["messages"][4][key]
+    assert len(learnt(ChatEncoder(tokenizer()), check_chat(talk))) == 2
+    both = {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}
+    with pytest.raises(BadRecord, match="two different texts"):
+        check_chat({"messages": [TALK["messages"][1], both]})
+
+
 def test_templates_that_refuse_half_a_conversation():
     strict = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
     assert learnt(ChatEncoder(tokenizer(strict)), TALK) == ["hello, fox<|im_end|>", "good bye<|im_end|>"]

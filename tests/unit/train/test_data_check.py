@@ -121,6 +121,11 @@ def test_tools_survive_and_are_checked(tmp_path):
     assert got["messages"][1]["tool_calls"] == [call] and got["tools"] == record["tools"]
     assert [m.get("weight") for m in got["messages"]] == [None, 0, None, 1]
 
+    record["messages"][3:] = [{"role": "assistant", "tool_calls": [call, call]}]
+    for parallel, reason in ((True, ""), (False, "messages[3] has 2 tool calls, and 'parallel"), ("no", "is a string")):
+        report = check_training_file(write(tmp_path / "f", record | {"parallel_tool_calls": parallel}))
+        assert reason in (report.errors[0][1] if report.errors else "") and report.ok == (not reason)
+
     call["function"]["arguments"] = "{a: 1}"
     report = check_training_file(write(tmp_path / "f", record))
     assert "arguments is not JSON" in report.errors[0][1]

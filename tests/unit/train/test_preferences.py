@@ -95,6 +95,20 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(record, reason):
         pair(record)
 
 
+def test_several_calls_at_once_are_refused_where_the_input_allows_one():
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    many = [{"role": "assistant", "tool_calls": [call, call]}]
+    asked = {"messages": [{"role": "user", "content": "add"}], "parallel_tool_calls": False}
+    record = {
+        "input": asked,
+        "preferred_output": many,
+        "non_preferred_output": [{"role": "assistant", "content": "no"}],
+    }
+    with pytest.raises(BadRecord, match="2 tool calls, and 'parallel_tool_calls' is false"):
+        pair(record)
+    assert len(pair({**record, "input": {**asked, "parallel_tool_calls": True}})) == 2
+
+
 def test_real_pairs_of_the_sharegpt_shape(tmp_path):
     source = tmp_path / "pairs.json"
     source.write_bytes(gzip.decompress((shared_data() / "finetune" / "dpo_en_demo.json.gz").read_bytes()))

@@ -1,0 +1,131 @@
+"""Each method of training on a whole box, through the same: modes that change under load, kill -9 of its ranks, of the
+controller, of the engines and of everything. No step of its job may be missing, no request of others cut off or
+answered twice; what learns from data as it is must have the losses of a job that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from appliance.demo.load_generator import Load
+from tests.e2e.box_support import WholeBox, wait_for, whole_box
+from tests.e2e.test_box_rewards import GRADER, asked, sums, teacher
+from train.methods.methods import METHODS, method_of
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
+# The teacher of a job that has two devices answers on the third.
+DEVICES = 3
+WORKERS = 2
+# Sums of a smaller world in another order (bf16 on a processor that has it); a lost or repeated step is whole tenths.
+CURVE_TOLERANCE = 0.02
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeBox]:
+    # Here it is not the devices that kill.
+    settings = f"[box]\ndevices = {DEVICES}\n[scheduler]\ndevice_deaths = 0\n"
+    with whole_box(tmp_path_factory.mktemp("box"), settings) as one:
+        made = one.ask("model", "starter", "--minutes", "0.05")
+        assert made["state"] == "succeeded", made
+        yield one
+
+
+def data_of(method: str, rows: int) -> bytes:
+    if method_of(method).judged_by:
+        return sums(1, rows)
+    said = [{"role": "assistant", "content": text} for text in ("{0}.", "I cannot add {0}.")]
+
+    def row(n: int) -> dict[str, Any]:
+        right, wrong = ([{**one, "content": one["content"].format(n + n % 7)}] for one in said)
+        if method == "dpo":
+            return {"input": {"messages": asked(n)}, "preferred_output": right, "non_preferred_output": wrong}
+        return {"messages": [*asked(n), *right]}
+
+    return "".join(json.dumps(row(n)) + "\n" for n in range(1, rows + 1)).encode()
+
+
+def job_of(box: WholeBox, method: str) -> str:
+    client, judge = box.client(max_retries=5), method_of(method).judged_by
+    more: dict[str, Any] = {"packing": False, "n_epochs": 2} if not judge else {"max_completion_tokens": 12}
+    hyperparameters = {"n_epochs": 1, "batch_size": 2, "general_questions": False, "snapshot_every_s": 2, **more}
+    said = {"grader": {"grader": GRADER}, "teacher": {"teacher": ""}, "": {}}[judge]
+    if judge == "teacher":
+        said = {"teacher": teacher(box, client)}
+    return client.fine_tuning.jobs.create(
+        model="starter",
+        training_file=box.upload(data_of(method, 96 if judge else 160)),
+        seed=5,
+        method={"type": method, method: {**said, "hyperparameters": hyperparameters}},
+    ).id
+
+
+def kill(box: WholeBox, logs: str) -> int:
+    """How many processes were there to be killed."""
+    pids = box.pids_logging_to(logs)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_modes_change_and_everything_dies_under_load_and_no_step_is_missing(box: WholeBox, method: str):
+    box.set_mode(policy="split", train_devices=1)
+    job_id = job_of(box, method)
+
+    def goes_on(why: str) -> None:
+        done = max(box.losses(job_id), default=0)
+        wait_for(lambda: max(box.losses(job_id), default=0) > done, f"a step {why}", 300)
+
+    with Load(box.url, box.key, "starter", workers=WORKERS, max_tokens=16) as load:
+        wait_for(lambda: load.finished >= WORKERS, "the load to flow", 300)
+        wait_for(lambda: box.losses(job_id), "the first step", 300)
+        for mode in ({"policy": "serve"}, {"policy": "train"}, {"policy": "serve"}, {"policy": "train"}):
+            answered = load.finished
+            box.set_mode(**mode)
+            wait_for(lambda answered=answered: load.finished > answered, f"an answer in the mode {mode}", 300)
+        wait_for(lambda: box.admin(f"jobs/{job_id}")["snapshot"], "a snapshot", 120)
+        goes_on("on two devices")
+        assert kill(box, f"{job_id}-rank*.log") >= 1
+        goes_on("after the death of all ranks")
+        box.kill_controller()
+        goes_on("after the death of the controller")
+        engines = kill(box, "engine-*.log")
+        answered = load.finished
+        wait_for(lambda: load.finished > answered, "an answer after the death of the engines", 300)
+        goes_on("after the death of the engines")
+        box.set_mode(policy="serve")
+    report = load.report()
+    print(f"{method}: {report}, steps until then {len(box.losses(job_id))}, engines killed {engines}")
+    assert (report.truncated, report.duplicated) == (0, 0), report
+    assert engines and report.dropped <= WORKERS * engines, report
+
+    os.kill(box.main_pid(), signal.SIGKILL)
+    wait_for(lambda: not box.running(), "everything to end", 60)
+    box.up()
+    box.set_mode(policy="train")
+    goes_on("after the death of everything")
+    box.run("job", "wait", job_id, "--timeout", "600", timeout_s=700)
+    client = box.client(max_retries=5)
+    done = client.fine_tuning.jobs.retrieve(job_id)
+    assert done.status == "succeeded", done.error
+    losses = box.losses(job_id)
+    assert {row["devices"] for row in box.steps(job_id) if row["loss"] is not None} == {1, 2}
+    assert sorted(losses) == list(range(1, max(losses) + 1)), "no step of the job is missing"
+    box.set_mode(policy="split", train_devices=1)
+    answer = client.chat.completions.create(
+        model=done.fine_tuned_model, messages=asked(3), max_tokens=4, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens == 4, "what came of it answers"
+    if not method_of(method).judged_by:
+        undisturbed = job_of(box, method)
+        box.run("job", "wait", undisturbed, "--timeout", "600", timeout_s=700)
+        expected = box.losses(undisturbed)
+        assert expected.keys() == losses.keys()
+        worst = max(abs(losses[step] - loss) for step, loss in expected.items())
+        print(f"{method}: {len(losses)} steps, worst difference of a loss {worst:.1e}")
+        assert worst < CURVE_TOLERANCE
