@@ -28,7 +28,8 @@ suite() {
 suite lint "$python" -m ruff check .
 suite format "$python" -m ruff format --check .
 suite types "$python" -m mypy
-pytest=("$python" -m pytest --durations 5)
+# -rs: what was skipped, and why: the page where there is no browser.
+pytest=("$python" -m pytest --durations 5 -rs)
 side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property

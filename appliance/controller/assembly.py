@@ -244,6 +244,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         power=config.power,
         power_status=power.status,
         device_readings=health.newest,
+        open_engines=routing.open_engines,
         deep_checks=deep_checks,
         doctor_findings=partial(read_findings, paths.last_checkup),
         doctor_looked_s=partial(looked_at_s, paths.last_checkup),

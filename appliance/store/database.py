@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar
 
 import orjson
 
@@ -56,6 +56,14 @@ class Page(Generic[Row]):
 
     data: list[Row]
     has_more: bool
+
+
+class Part(TypedDict, total=False):
+    """Which part of a list, as `Database.page` takes it."""
+
+    after: str | None
+    limit: int
+    descending: bool
 
 
 class PageBudget:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from typing import Any, Generic
+from typing import Any, Generic, Unpack
 
-from appliance.store.database import Database, Page, Row, encode, owned_by
+from appliance.store.database import Database, Page, Part, Row, encode, owned_by
 from appliance.store.errors import DuplicateRow, RowNotFound, UnknownColumn
 
 
@@ -40,9 +40,9 @@ class Table(Generic[Row]):
         query = f"SELECT * FROM {self._name} WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)"
         return db.one(self._kind, query, [row_id, viewer])
 
-    def page_visible(self, db: Database, *, viewer: str | None, after: str | None, limit: int) -> Page[Row]:
+    def page_visible(self, db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[Row]:
         """Newest first; the viewer's alone, as with `find_visible`. Raises UnknownCursor."""
-        return db.page(self._kind, self._name, scope=owned_by(viewer), after=after, limit=limit)
+        return db.page(self._kind, self._name, scope=owned_by(viewer), **part)
 
     def update(self, db: Database, *key: Any, **changes: Any) -> None:
         """Change columns of one row. Raises RowNotFound, UnknownColumn."""

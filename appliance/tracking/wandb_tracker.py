@@ -50,12 +50,12 @@ class WandbTracker:
                 run.finish(exit_code=1)
             raise _failed(error) from error
         self._runs[job.id] = runs
-        return self._where(runs), 0 if self._mode == "offline" else min(run.step for run in runs) - 1
+        return self._where(runs), 0 if self._mode == "offline" else min(map(_next_step, runs)) - 1
 
     def log(self, job: Job, points: list[Point]) -> None:
         for run in self._runs[job.id]:
             for point in points:
-                if point.seq >= run.step:  # another run of the same job may know less
+                if point.seq >= _next_step(run):  # another run of the same job may know less
                     row = {_STEP[point.kind]: point.step, **point.values, "_timestamp": point.at_s}
                     self._asked(job, run.log, row, step=point.seq)
 
@@ -116,6 +116,11 @@ class WandbTracker:
         except wandb.Error as error:
             del self._runs[job.id]  # what W&B has of them in this process is of no more use: `begin` makes them again
             raise _failed(error) from error
+
+
+def _next_step(run: Any) -> int:
+    """The least of its own steps that W&B still takes. Of a run that goes on `step` is 0 until it is told something."""
+    return max(run.step, run.starting_step)
 
 
 def _failed(error: Exception) -> TrackerFailed:

@@ -93,15 +93,12 @@ class BusRouting:
         await self._bus.wait_drained(replica_id)
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        """Send no adapter requests to this replica, which gets other weights; returns when all gateways know."""
         await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
 
     def offer_adapters(self, replica_id: str) -> None:
-        """Send adapter requests to this replica again, whose weights stayed the same."""
         self._change(replica_id, takes_adapters=True)
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
-        """Have gateways prefer other replicas while this one's engine gives no sign of life; False ends that."""
         (self._avoided.add if avoided else self._avoided.discard)(replica_id)
         served = self._replicas.get(replica_id)
         if served is not None and served.avoided != avoided:
@@ -110,6 +107,14 @@ class BusRouting:
     def is_open(self, replica_id: str) -> bool:
         served = self._replicas.get(replica_id)
         return served is not None and served.state == "open"
+
+    def open_engines(self) -> dict[str, tuple[str, str]]:
+        """Model and socket, by replica, of those that answer requests and give signs of life."""
+        return {
+            replica_id: (served.model, served.socket)
+            for replica_id, served in self._replicas.items()
+            if served.state == "open" and not served.avoided
+        }
 
     def close(self, replica_id: str) -> None:
         self._avoided.discard(replica_id)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
+_ASKED = "appliance_gateway_model_requests_total"
 WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of one panel
 
 
@@ -108,9 +109,57 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Share of failed requests",
                 (
                     (
-                        'sum by (model) (rate(appliance_gateway_model_requests_total{model=~"$model", status=~"5.."}'
-                        "[$__rate_interval])) / sum by (model) "
-                        '(rate(appliance_gateway_model_requests_total{model=~"$model"}[$__rate_interval]))',
+                        f'(sum by (model) (rate({_ASKED}{{model=~"$model", status=~"5.."}}[$__rate_interval]))'
+                        f' or 0 * sum by (model) (rate({_ASKED}{{model=~"$model"}}[$__rate_interval])))'
+                        f' / sum by (model) (rate({_ASKED}{{model=~"$model"}}[$__rate_interval]))',
+                        "{{model}}",
+                    ),
+                ),
+                unit="percentunit",
+            ),
+            Panel(
+                "Tokens read and written",
+                (
+                    (
+                        "sum by (model, direction) "
+                        '(rate(appliance_gateway_tokens_total{model=~"$model"}[$__rate_interval]))',
+                        "{{model}} {{direction}}",
+                    ),
+                    (
+                        "sum by (model) "
+                        '(rate(appliance_gateway_cached_tokens_total{model=~"$model"}[$__rate_interval]))',
+                        "{{model}} input, from the cache of prefixes",
+                    ),
+                ),
+            ),
+            Panel(
+                "Share of an engine's KV cache in use",
+                (('appliance_engine_kv_cache_ratio{model=~"$model"}', "{{model}} {{replica}}"),),
+                unit="percentunit",
+            ),
+            Panel(
+                "Requests in engines",
+                (
+                    (
+                        'sum by (model, state) (appliance_engine_requests{model=~"$model"})',
+                        "{{model}} {{state}}",
+                    ),
+                    (
+                        "sum by (model) "
+                        '(increase(appliance_engine_preemptions_total{model=~"$model"}[$__rate_interval]))',
+                        "{{model}} preempted",
+                    ),
+                ),
+                text="preempted: they gave their place in the KV cache up to others, and are computed again",
+            ),
+            Panel(
+                "Share of prompts found in an engine's cache of prefixes",
+                (
+                    (
+                        "sum by (model) "
+                        '(rate(appliance_engine_prefix_hit_tokens_total{model=~"$model"}[$__rate_interval])) / '
+                        "sum by (model) "
+                        '(rate(appliance_engine_prefix_tokens_total{model=~"$model"}[$__rate_interval]))',
                         "{{model}}",
                     ),
                 ),
@@ -149,6 +198,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Tokens per second", (("appliance_job_tokens_per_second", "{{job}}"),)),
             Panel("Devices of a job", (("appliance_job_devices", "{{job}}"),)),
             Panel("Progress", (("appliance_job_step / appliance_job_steps", "{{job}}"),), unit="percentunit"),
+            Panel(
+                "Share of the devices' rate that training uses (MFU)",
+                (("appliance_job_mfu_ratio", "{{job}}"),),
+                unit="percentunit",
+            ),
+            Panel("Gradient norm", (("appliance_job_gradient_norm", "{{job}}"),)),
+            Panel("Learning rate", (("appliance_job_learning_rate", "{{job}}"),)),
             Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),), width=24),
         ),
     ),

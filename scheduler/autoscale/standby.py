@@ -65,7 +65,9 @@ _LEAST_FULL = 0.4
 _OVERLOAD_S = 600.0
 """For so long after a request that all replicas together make late an overload goes on."""
 _SPENT = 0.3
-"""Share of the allowance that must be spent before a constant gives way to moving because it is overrun now."""
+"""Share of the allowance that must be spent before a constant gives way to moving because it is overrun now. What is
+late during a constant beyond twice the share that may be is a failure once it is more than this too: one burst that the
+half hour has room for proves nothing, and what answers it is to move."""
 _UNPROVED = 2.0
 """After a surge a choice has been late by this many times the allowance at most."""
 _MOVING = "moving"
@@ -248,20 +250,22 @@ class StandbyLearner:
 
     def _judge(self, now_s: float, passed_s: float, seen: Seen) -> None:
         """What happened since the last report, held against the choice in force."""
-        spent_s = passed_s * seen.awake
-        if self._last_awake is not None and seen.awake != self._last_awake:
-            spent_s += self._costs.stop_s(seen.awake)
+        stop_s = self._costs.stop_s(seen.awake)
+        stopped = self._last_awake is not None and seen.awake != self._last_awake
         self._last_awake = seen.awake
         if not self.best.fixed:
-            self._paid_s += spent_s
+            self._paid_s += passed_s * seen.awake + (stop_s if stopped else 0.0)
         if self._stint is not None:
-            self._stint.gain_s += passed_s * self._reference - spent_s
+            self._stint.lived(passed_s, self._reference - seen.awake)
+            if stopped:
+                self._stint.stopped(stop_s, self._costs.pause_s)
         replicas = self.best.replicas
         if self.best.fixed and self._awake.lowest == seen.awake == replicas and not self._overload:
             tried = self._tried.setdefault(replicas, [0.0, 0.0])
             tried[0] += len(seen.works_s)
             tried[1] += seen.late
-            if tried[1] > 2 * self._late_share * tried[0] * self._left() + 1:
+            burst = max(_SPENT * self._allowed * self._left(), 1.0)
+            if tried[1] > 2 * self._late_share * tried[0] * self._left() + burst:
                 for fewer in [n for n in self._tried if n <= replicas]:
                     del self._tried[fewer]
                 for constant in self._constants:
@@ -352,9 +356,10 @@ class StandbyLearner:
             return
         there = self._last_awake == self.best.replicas
         if there or now_s - stint.ending_s > 60.0:
-            if stint.gain_s < 0:
+            gain_s = stint.gain_s - stint.owed_s
+            if gain_s < 0:
                 self._moving_failed(now_s)
-            elif stint.gain_s > enough_s:
+            elif gain_s > enough_s:
                 self._bars.proved(_MOVING)
             self._stint = None
 

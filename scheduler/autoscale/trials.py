@@ -4,19 +4,20 @@ The queueing model foretells what each choice costs and how many requests are la
 it will never see. So every choice in force is on trial, and one that failed is barred, each time for twice as long:
 in traffic that stays as it is there are O(log T) trials in a time T, whatever the model says.
 
-- A constant fails if requests were late during it. So do all smaller ones.
+- A constant fails if more than twice as many requests as may be were late during it, and more than one burst that the
+  half hour has room for. So do all smaller ones.
 - Moving fails if it cost more than the reference, the least constant that is in time, would have cost meanwhile. What
   the reference costs needs no model: its replicas times the time.
 
 The bound, sketched. Let c be what a stop of the job costs on all its devices; compare with every constant that keeps
 the allowance in both halves of the time. (a) The lateness of a constant falls with its size, so the best one is the
-least that is in time; while it is in force nothing is lost. (b) A stint of moving loses at most 2c, plus c for its
-return, before it is barred. (c) A constant that is too small loses no training; it costs two stops, and the late
-requests that its failure takes. (d) Bars double, so in traffic that stays as it is the trials of (b) and (c) number at
-most log2(T / 5 min) + 1 for moving and as many for each constant below the best. The loss against the best constant is
-O(c N log T) on N devices, however wrong the model is, and O(c) for each change of the traffic that makes moving pay or
-the reference rise. Where moving pays its gain comes on top: its stint lasts for as long as the sum, faded by half an
-hour, is above -2c.
+least that is in time; while it is in force nothing is lost. (b) A stint of moving loses at most 2c before it is barred,
+plus c for a stop that lasts then and c for its return. (c) A constant that is too small loses no training; it costs two
+stops, and the late requests that its failure takes. (d) Bars double, so in traffic that stays as it is the trials of
+(b) and (c) number at most log2(T / 5 min) + 1 for moving and as many for each constant below the best. The loss against
+the best constant is O(c N log T) on N devices, however wrong the model is, and O(c) for each change of the traffic that
+makes moving pay or the reference rise. Where moving pays its gain comes on top: its stint lasts for as long as the sum,
+faded by half an hour, is above -2c.
 
 Lazy switching: Kalai and Vempala 2005; Cesa-Bianchi and Lugosi 2006, chapter 4. The sinking allowance is the virtual
 queue of constrained experts (Sinha and Vaze 2025). Against an adversary no policy keeps both the lateness and the
@@ -124,8 +125,28 @@ class Bursts:
 @dataclass(slots=True)
 class Stint:
     """A time during which the number moved, until it stands still again. gain_s: device seconds that training had more
-    of than with the reference."""
+    of than with the reference.
+
+    A stop of the job is paid while it lasts, as what it is paid for comes then too: devices that the reference would
+    not have given. Paid at once, each hand-over to few replicas looked like a loss before it could bring anything, and
+    where the reference has nearly all devices, moving was barred as soon as it began."""
 
     gain_s: float = 0.0
     ending_s: float | None = None
     """Since when a constant is in force again; the hand-over to it belongs to the stint."""
+    owed_s: float = 0.0
+    """What is left to pay of the last stop, in device seconds."""
+    _owed_per_s: float = 0.0
+
+    def lived(self, passed_s: float, fewer: int) -> None:
+        """Time has passed with this many fewer replicas awake than the reference."""
+        paid_s = min(passed_s * self._owed_per_s, self.owed_s)
+        self.owed_s -= paid_s
+        self.gain_s += passed_s * fewer - paid_s
+
+    def stopped(self, stop_s: float, pause_s: float) -> None:
+        """A stop of the job that costs `stop_s` device seconds within `pause_s` has begun, and replaces one that
+        lasts."""
+        if pause_s <= 0:
+            return
+        self.owed_s, self._owed_per_s = stop_s, stop_s / pause_s

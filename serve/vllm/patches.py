@@ -32,6 +32,7 @@ from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
+from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
@@ -157,6 +158,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
+    request_bounds.cut_texts(TokenizeParams)
     request_bounds.forbid_known(InputProcessor)
     request_bounds.keep_seeds(ParentRequest)
     impossible_forms.apply()

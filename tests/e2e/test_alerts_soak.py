@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,11 +18,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from appliance.paths import BoxPaths
-from tests.e2e.box_support import WholeBox, free_port, wait_for
-from tests.tools.monitored import MONITORING
+from tests.e2e.box_support import WholeBox, wait_for
+from tests.e2e.prometheus_support import prometheus
 from tests.unit.cli.test_tree import is_command
 from tests.unit.gateway.certificates import self_signed
 
@@ -44,37 +42,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@contextmanager
-def prometheus(folder: Path, box: WholeBox) -> Iterator[str]:
-    """Its address. The shipped configuration, with this box's address and certificate, and shorter intervals."""
-    folder.mkdir()
-    (folder / "key").write_text(box.ask("key", "create", "--name", "prometheus", "--scope", "metrics")["key"])
-    rules = re.sub(r"\n +for: .*", "", (MONITORING / "rules.yml").read_text())
-    (folder / "rules.yml").write_text(rules)
-    settings = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    settings["rule_files"] = [str(folder / "rules.yml")]
-    (scrape,) = settings["scrape_configs"]
-    scrape["authorization"]["credentials_file"] = str(folder / "key")
-    scrape |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
-    scrape["static_configs"] = [{"targets": [f"127.0.0.1:{box.port}"]}]
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    port = free_port()
-    command = [
-        "prometheus",
-        f"--config.file={folder}/prometheus.yml",
-        f"--storage.tsdb.path={folder}/data",
-        f"--web.listen-address=127.0.0.1:{port}",
-    ]
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    try:
-        yield f"http://127.0.0.1:{port}/api/v1"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
 
 
 def firing(address: str) -> dict[str, dict[str, str]]:
@@ -107,7 +74,7 @@ def test_each_alert_fires_where_its_cause_is_made_and_says_what_to_do(tmp_path: 
             (tmp_path / "backups").mkdir()
             box.run("up", "--detach", "--port", str(box.port))
             box.run("backup", "make", str(tmp_path / "backups"))  # so that none is due
-            with prometheus(tmp_path / "prometheus", box) as address:
+            with prometheus(tmp_path / "prometheus", box, tls=True) as address:
                 # The box had no backup when it began, and none could be taken where it is to be.
                 wait_for(lambda: set(firing(address)) == {"CertificateExpires"}, "a box that is well otherwise", 180)
 

@@ -5,6 +5,7 @@ asked."""
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,14 +44,51 @@ def settings_of_pip() -> dict[str, str]:
     return {name.partition(".")[2]: value.strip("'\"") for name, _, value in rows}
 
 
+@dataclass(frozen=True)
+class Means:
+    """Options of podman's own, and of its `run`, without which containers do not start on this machine."""
+
+    of_podman: tuple[str, ...]
+    of_run: tuple[str, ...]
+
+
+def lower_limits() -> tuple[str, ...]:
+    """podman sets higher limits than it has itself, which a root without CAP_SYS_RESOURCE may not."""
+    files, processes = (resource.getrlimit(which)[1] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    return "--ulimit", f"nofile={files}:{files}", "--ulimit", f"nproc={processes // 2}:{processes // 2}"
+
+
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("image")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     if podman("image", "exists", BASE, check=False).returncode != 0:
         packages = "--include=python3.11,python3.11-venv,libpython3.11-dev,ca-certificates"
-        base = folder / "base.tar"
+        base = tmp_path_factory.mktemp("base") / "base.tar"
         subprocess.run(["mmdebstrap", "--variant=minbase", packages, "bookworm", str(base), MIRROR], check=True)
         podman("import", str(base), BASE)
+    return BASE
+
+
+@pytest.fixture(scope="module")
+def means(base: str) -> Means:
+    """The least that lets a container start here. crun refuses control groups of both versions side by side, which runc
+    takes."""
+    said = ""
+    for of_podman in ((), ("--runtime", "runc")):
+        for of_run in ((), lower_limits()):
+            tried = podman(*of_podman, "run", "--rm", "--network", "host", *of_run, base, "/bin/true", check=False)
+            if tried.returncode == 0:
+                if of_podman or of_run:
+                    print(
+                        f"containers start here with {' '.join((*of_podman, *of_run))}: podman's own way was not tried"
+                    )
+                return Means(of_podman, of_run)
+            said = tried.stderr.strip()
+    pytest.skip(f"no container starts on this machine: {said}")
+
+
+@pytest.fixture(scope="module")
+def image(means: Means, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("image")
     settings = settings_of_pip()
     kept = {name: settings[name] for name in ("index-url", "extra-index-url", "find-links", "cert") if name in settings}
     conf = folder / "pip.conf"
@@ -59,6 +98,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     # pip passes over a folder that is not there; podman refuses to mount it.
     mounts = [f"--volume={path}:{path}:ro" for path in sorted(there) if path.exists()]
     podman(
+        *means.of_podman,
         *("build", "--format", "docker", "--network", "host", "-f", "images/Dockerfile.cpu", "-t", IMAGE),
         *(f"--secret=id=pip.conf,src={conf}", *mounts, str(PROJECT)),
     )
@@ -66,15 +106,17 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def box(image: str, tmp_path: Path) -> Iterator[tuple[str, int]]:
+def box(image: str, means: Means) -> Iterator[tuple[str, int]]:
     """The name of a running container, and its port on this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     name = f"appliance-{uuid.uuid4().hex[:8]}"
     podman(
+        *means.of_podman,
         *(
             "run",
+            *means.of_run,
             "--detach",
             "--name",
             name,

@@ -5,14 +5,20 @@ every device at the hour that is set.
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from appliance.paths import BoxPaths
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 from tests.train_support.tiny import make_model_dir
+from weights.format.errors import VersionLeased
+from weights.format.names import version_name
+from weights.format.torch_views import as_tensor
+from weights.memory.store import WeightStore
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2100)]
 
@@ -32,8 +38,8 @@ def import_tiny(box: WholeBox, folder: Path) -> None:
     assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
 
 
-def submit(box: WholeBox, folder: Path, **more: Any) -> str:
-    """A job that diverges. more: further hyperparameters."""
+def submit(box: WholeBox, folder: Path, rate: float, **more: Any) -> str:
+    """A job of `STEPS` steps, the first `WARM_STEPS` of them on the way to `rate`. more: further hyperparameters."""
     train = folder / "train.jsonl"
     train.write_bytes(gsm8k("train", 32 * STEPS))
     sets = {
@@ -47,7 +53,7 @@ def submit(box: WholeBox, folder: Path, **more: Any) -> str:
         "snapshot_every_s": 0,
         **more,
     }
-    options = "--full --epochs 1 --batch-size 32 --learning-rate-multiplier " + str(RATE)
+    options = "--full --epochs 1 --batch-size 32 --learning-rate-multiplier " + str(rate)
     return box.submit(
         "tiny", train, options, *(part for one in sets.items() for part in ("--set", "=".join(map(str, one))))
     )
@@ -67,6 +73,32 @@ def pause_after(box: WholeBox, job_id: str, step: int) -> int:
     return paused["snapshot"]["step"]
 
 
+def break_snapshot(box: WholeBox, job_id: str, step: int) -> None:
+    """In place of the snapshot of this step in memory, one whose weights are no numbers, whole by every checksum."""
+    store = WeightStore(BoxPaths.of(box.data_dir).shm_root, budget_bytes=None)
+    sound = store.find("snapshot", job_id, version_name(step))
+    assert sound is not None
+    with store.lease(sound) as lease:
+        layout, meta = lease.layout, sound.manifest.meta
+        tensors = {name: bytes(view) for name, view in lease.views().items()}
+
+    def is_removed() -> bool:
+        try:
+            store.remove(sound)
+        except VersionLeased:  # it is copied to the disk just now
+            return False
+        return True
+
+    wait_for(is_removed, "its copy to the disk", 60)
+    with store.reserve(layout, kind="snapshot", model=job_id, version=version_name(step)) as draft:
+        for placed in layout:
+            name = placed.spec.name
+            draft.view(name)[:] = tensors[name]
+            if name.startswith("master."):
+                as_tensor(draft.view(name), placed.spec.dtype, placed.spec.shape).fill_(math.nan)
+        draft.commit(meta=meta)
+
+
 def resumed(box: WholeBox, job_id: str) -> tuple[dict[str, Any], list[dict[str, Any]], dict[int, float]]:
     """The job that went on to its end, its anomalies, and its learning rate by step."""
     box.run("job", "resume", job_id)
@@ -82,7 +114,7 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
     with whole_box(data_dir, f'[box]\ndevices = 2\n[doctor]\ndeep_at = "{at}"\n') as box:
         wait_for(lambda: (data_dir / "last-checkup.json").exists(), "the doctor's look after the start", 120)
         import_tiny(box, tmp_path)
-        job_id = submit(box, tmp_path, on_loss_spike="rollback")
+        job_id = submit(box, tmp_path, RATE, on_loss_spike="rollback")
         kept = pause_after(box, job_id, 1)
         assert 1 <= kept <= 3, f"the machine was too fast: the snapshot is of step {kept}"
         done, told, rates = resumed(box, job_id)
@@ -120,30 +152,29 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
 
 
 def test_a_rollback_passes_over_a_snapshot_that_is_broken_already(tmp_path: Path) -> None:
-    """It is made by a pause: a snapshot that a run makes by itself is whole after its next step alone, and of a step
-    without a number nothing is kept."""
-    data_dir = tmp_path / "box"
+    """Of a step without a number nothing is kept, so nothing that trains leaves such a snapshot for certain: the test
+    makes one of a sound one."""
+    data_dir, rate = tmp_path / "box", 1e-3
     data_dir.mkdir()
     with whole_box(data_dir, "[box]\ndevices = 2\n[weights.disk.snapshots]\nkeep_last = 2\n") as box:
         import_tiny(box, tmp_path)
-        failed = ended(box, submit(box, tmp_path))
-        assert failed["phase"] == "failed"
-        (fault,) = anomalies(box, failed["id"])
-        breaks = fault["step"]
-        assert fault["action"] == "fail" and 4 < breaks < STEPS, fault
-
-        job_id = submit(box, tmp_path, on_loss_spike="rollback")
+        job_id = submit(box, tmp_path, rate, on_loss_spike="rollback")
         good = pause_after(box, job_id, 1)
         box.run("job", "resume", job_id)
-        broken = pause_after(box, job_id, breaks - 1)
-        assert good <= 3 and broken == breaks - 1, f"the machine was too fast: snapshots of steps {good} and {broken}"
+        broken = pause_after(box, job_id, good + 1)
+        assert good < broken < STEPS, f"the machine was too fast: snapshots of steps {good} and {broken}"
+        break_snapshot(box, job_id, broken)
         done, told, rates = resumed(box, job_id)
-        print(f"breaks in step {breaks}; snapshots of {good}, {broken}; {told}; rates {rates}", flush=True)
+        print(f"snapshots of {good}, {broken}; {told}; rates {rates}; losses {box.losses(job_id)}", flush=True)
         assert done["phase"] == "succeeded", done["error"]
         assert [(one["step"], one["action"], one["poisoned"]) for one in told] == [
-            (breaks, "rollback", None),
-            (breaks, "rollback", broken),
+            (broken + 1, "rollback", None),
+            (broken + 1, "rollback", broken),
         ]
         assert done["resolved"]["rate_cuts"] == [broken, good]
-        assert len(box.losses(job_id)) == len(rates) == STEPS
+        assert rates == {
+            step: pytest.approx(rate * min(1, step / WARM_STEPS) * 0.5 ** ((step > good) + (step > broken)))
+            for step in range(1, STEPS + 1)
+        }
+        assert len(box.losses(job_id)) == STEPS
         assert box.client().completions.create(model=done["fine_tuned_model"], prompt="2+2", max_tokens=4).choices

@@ -45,4 +45,4 @@ async def running_collector() -> AsyncIterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+    return {a.key: a.value.string_value or a.value.int_value or a.value.double_value for a in span.attributes}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from weights.format.names import TOKENIZER_FILES
 
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
+_BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
 FORMAT = 4
 Tokens = tuple[np.ndarray, np.ndarray]
 Encode = Callable[[ChatEncoder, Record], Sequence[Tokens]]
@@ -179,16 +180,20 @@ def open_token_set(
     complete = directory.exists()
     barrier()
     if not complete:
-        shards = Path(f"{directory}.shards")
-        shards.mkdir(parents=True, exist_ok=True)
-        _write_shard(Path(path), partial(encode, encoder()), cut, shards, max_length, rank, world_size)
+        # Block by block: where a start is given up, as the scheduler does after ten minutes, the next one goes on.
+        kept, blocks = Path(f"{directory}.blocks"), _blocks(Path(path).stat().st_size)
+        kept.mkdir(parents=True, exist_ok=True)
+        for number in range(rank, len(blocks), world_size):
+            if not _block(kept, number).exists():
+                lines = _lines(Path(path), *blocks[number])
+                _write_block(_block(kept, number), lines, partial(encode, encoder()), cut, max_length)
         barrier()
-        _raise_if_bad(Path(path), shards, world_size)
+        _raise_if_bad(Path(path), kept, len(blocks))
         if rank == 0:
-            _merge(shards, directory, world_size, _pad_id(encoder()))
+            _merge(kept, directory, len(blocks), _pad_id(encoder()))
         barrier()
         if rank == 0:  # by now every rank has read the others' errors
-            shutil.rmtree(shards)
+            shutil.rmtree(kept)
     tokens = TokenSet(
         directory, max_length=max_length, packing=packing, as_given=as_given, sequences=sequences, lay_out=lay_out
     )
@@ -216,31 +221,41 @@ def _key(path: Path, base_path: Path, max_length: int) -> str:
     return digest.hexdigest()[:24]
 
 
-def _write_shard(
-    path: Path,
-    encode: Callable[[Record], Sequence[Tokens]],
-    cut: Cut,
-    shards: Path,
-    max_length: int,
-    rank: int,
-    world_size: int,
+def _blocks(nbytes: int) -> list[tuple[int, int]]:
+    """(first byte, byte after the last) of the parts of a file that a rank tokenises one after the other; the same for
+    any number of ranks. Of a file that is sorted by length, equal numbers of lines would keep one rank so long that the
+    others take it for gone."""
+    each = max(_BLOCK_BYTES, -(-nbytes // _MOST_BLOCKS))
+    return [(begin, min(begin + each, nbytes)) for begin in range(0, max(1, nbytes), each)]
+
+
+def _block(kept: Path, number: int) -> Path:
+    return kept / f"{number}.npz"
+
+
+def _lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
+    """The lines that begin within these bytes."""
+    with open(path, "rb") as file:
+        if begin:
+            file.seek(begin - 1)
+            file.readline()
+        while file.tell() < end and (line := file.readline()):
+            yield line
+
+
+def _write_block(
+    block: Path, lines: Iterator[bytes], encode: Callable[[Record], Sequence[Tokens]], cut: Cut, max_length: int
 ) -> None:
-    lines = path.read_bytes().splitlines()
-    # Equal bytes: of a file that is sorted by length, equal numbers of lines keep the last rank so long that the others
-    # take it for gone.
-    ends = np.cumsum([len(line) + 1 for line in lines], dtype=np.int64)
-    cuts = (int(ends[-1:].sum()) * part // world_size for part in (rank, rank + 1))
-    begin, end = (int(np.searchsorted(ends, cut, side="right")) for cut in cuts)
     tokens, learnt, lengths, errors = [], [], [], []
-    n_dropped = n_truncated = 0
-    for number in range(begin, end):
-        if not lines[number].strip():
+    n_lines = n_dropped = n_truncated = 0
+    for n_lines, line in enumerate(lines, 1):
+        if not line.strip():
             continue
         try:
-            whole = encode(orjson.loads(lines[number]))
+            whole = encode(orjson.loads(line))
             kept = cut(whole, max_length)
         except BadRecord as bad:
-            errors.append((number + 1, str(bad)))
+            errors.append((n_lines, str(bad)))
             continue
         n_truncated += any(len(ids) > max_length for ids, _ in whole)
         if kept is None:
@@ -250,40 +265,54 @@ def _write_shard(
             tokens.append(ids)
             learnt.append(mask)
             lengths.append(len(ids))
-    np.savez(
-        shards / f"{rank}.npz",
-        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-        learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
-        lengths=np.array(lengths, np.int64),
-        skipped=np.array([n_dropped, n_truncated]),
-        errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
-    )
+    # A rank whose supervisor has died may not have ended yet.
+    partial = block.with_suffix(f".{os.getpid()}")
+    with open(partial, "wb") as file:
+        np.savez(
+            file,
+            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+            learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
+            lengths=np.array(lengths, np.int64),
+            skipped=np.array([n_dropped, n_truncated]),
+            n_lines=np.array(n_lines),
+            errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
+        )
+        file.flush()
+        os.fsync(file.fileno())  # it may be taken up after a crash of the machine
+    os.rename(partial, block)
 
 
-def _raise_if_bad(path: Path, shards: Path, world_size: int) -> None:
+def _raise_if_bad(path: Path, kept: Path, count: int) -> None:
     listed: list[tuple[int, str]] = []
-    total = 0
-    for part in range(world_size):
-        count, errors = orjson.loads(np.load(shards / f"{part}.npz")["errors"].tobytes())
-        total += count
-        listed += [(line, reason) for line, reason in errors]
+    total = before = 0
+    for n_lines, told in zip(_parts(kept, count, "n_lines"), _parts(kept, count, "errors"), strict=True):
+        found, errors = orjson.loads(told.tobytes())
+        total += found
+        listed += [(before + line, reason) for line, reason in errors]
+        before += int(n_lines)
     if total:
         raise InvalidTrainingData(path.name, listed[:_MAX_LISTED_ERRORS], total)
 
 
-def _merge(shards: Path, directory: Path, world_size: int, pad_id: int) -> None:
-    parts = [np.load(shards / f"{part}.npz") for part in range(world_size)]
+def _parts(kept: Path, count: int, name: str) -> Iterator[np.ndarray]:
+    """What all blocks have under this name, in their order."""
+    for number in range(count):
+        with np.load(_block(kept, number)) as block:
+            yield block[name]
+
+
+def _merge(kept: Path, directory: Path, count: int, pad_id: int) -> None:
     partial = Path(f"{directory}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    offsets = np.concatenate([[0], *(part["lengths"] for part in parts)]).cumsum().astype(np.int64)
+    offsets = np.concatenate([np.zeros(1, np.int64), *_parts(kept, count, "lengths")]).cumsum().astype(np.int64)
     digest = hashlib.sha256(offsets)
     np.save(partial / "offsets.npy", offsets)
     for name in ("tokens", "learnt"):
-        joined = np.concatenate([part[name] for part in parts])
+        joined = np.concatenate([*_parts(kept, count, name)])
         digest.update(joined)
         np.save(partial / f"{name}.npy", joined)
-    n_dropped, n_truncated = sum(part["skipped"] for part in parts).tolist()
+    n_dropped, n_truncated = np.sum([*_parts(kept, count, "skipped")], axis=0).tolist()
     facts = {
         "pad_id": pad_id,
         "n_dropped": n_dropped,

@@ -15,6 +15,7 @@ from appliance.cli.models import catalog_models as catalog
 
 app = group("")
 
+_FIELDS = ("name", "licence", "parameters", "download_bytes", "context_tokens", "weight_bytes", "origin", "tried")
 _COLUMNS = ("NAME", "LICENCE", ">PARAMETERS", ">DOWNLOAD", ">CONTEXT", ">WEIGHTS", "FROM", "TRIED")
 
 
@@ -24,7 +25,7 @@ _COLUMNS = ("NAME", "LICENCE", ">PARAMETERS", ">DOWNLOAD", ">CONTEXT", ">WEIGHTS
 )
 def show_catalog(output_format: OUTPUT = "table") -> None:
     """List models known to work here, with licence and size; `model import NAME` brings one in. Needs no box."""
-    rows = [_row(model) for model in catalog.CATALOG]
+    rows = [{name: getattr(model, name) for name in _FIELDS} for model in catalog.CATALOG]
     if output_format == "json":
         output.print_json({"data": rows})
         return
@@ -32,30 +33,9 @@ def show_catalog(output_format: OUTPUT = "table") -> None:
     output.say("WEIGHTS: on the devices, in bfloat16. TRIED: the model itself, or a tiny one of its architecture.")
 
 
-def _row(model: catalog.CatalogModel) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "licence": model.licence,
-        "parameters": model.parameters,
-        "download_bytes": model.download_bytes,
-        "context_tokens": model.context_tokens,
-        "weight_bytes": model.weight_bytes,
-        "origin": model.origin,
-        "tried": model.tried,
-    }
-
-
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    return (
-        row["name"],
-        row["licence"],
-        formats.count(row["parameters"]),
-        formats.size(row["download_bytes"]),
-        row["context_tokens"],
-        formats.size(row["weight_bytes"]),
-        row["origin"],
-        row["tried"],
-    )
+    drawn = {"parameters": formats.count, "download_bytes": formats.size, "weight_bytes": formats.size}
+    return tuple(drawn.get(name, str)(value) for name, value in row.items())
 
 
 class Fetched(NamedTuple):

@@ -16,6 +16,7 @@ from appliance.cli.operations import Patience
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
+STEPS = Annotated[int, typer.Option("--steps", metavar="N", min=1, max=50, help="Profile N steps, within a minute.")]
 NSIGHT = Annotated[
     str | None,
     typer.Option(
@@ -46,9 +47,7 @@ def profile() -> None:
 def job(
     session: Session,
     job_id: JOB,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=50, help="Profile N steps, within a minute.")
-    ] = 3,
+    steps: STEPS = 3,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1)] = 300.0,
     nsight: NSIGHT = None,
     seconds: SECONDS = 10,
@@ -87,9 +86,7 @@ def job(
 def engine(
     session: Session,
     model: MODEL,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, max=50, help="Profile N steps, within a minute.")
-    ] = 3,
+    steps: STEPS = 3,
     nsight: NSIGHT = None,
     seconds: SECONDS = 10,
 ) -> None:

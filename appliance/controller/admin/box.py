@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
-from appliance.controller.admin import handover_views, views
+from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
 from appliance.controller.context.audit import record
@@ -99,7 +99,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
-        collector = ControllerCollector(context, now)
+        collector = ControllerCollector(context, now, await engine_meters.read(context.open_engines()))
 
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)

@@ -45,7 +45,7 @@ URL = "/v1/responses"
 ASKER = "background responses"
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
-_REVOKED_WITHIN_S = 10.0
+_REVOKED_WITHIN_S = WRITTEN_WITHIN_S = 10.0
 KEY_REVOKED = "The API key of this response was revoked."
 
 
@@ -73,6 +73,7 @@ class BackgroundResponses:
         self._waiting: dict[str, str] = {}  # id -> model, in order of arrival
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._sent: dict[str, tuple[str, Sent]] = {}  # id -> (key id, line) of responses at an engine
+        self._answered: set[str] = set()  # ids of those that are paid for and wait to be written
         self._claims: dict[str, _Claim] = {}  # of responses that wait or are at an engine
         self._last_sent: dict[str, int] = {}  # owner -> number of the last response sent, increasing
         self._unpaid: list[dict[str, Any]] = []
@@ -89,9 +90,18 @@ class BackgroundResponses:
         self._task = self._context.background.keep("background responses", self._run)
 
     async def stop(self) -> None:
-        tasks = [task for _, task in self._flying.values()] + ([self._task] if self._task else [])
-        for task in tasks:
+        """What engines have answered is written first: asked again it would be paid for again."""
+        if self._task is not None:
+            self._task.cancel()
+        written = [task for one, (_, task) in self._flying.items() if one in self._answered]
+        asked = [task for one, (_, task) in self._flying.items() if one not in self._answered]
+        for task in asked:
             task.cancel()
+        if written:
+            await asyncio.wait(written, timeout=WRITTEN_WITHIN_S)
+        for task in written:
+            task.cancel()
+        tasks = [*asked, *written, *([self._task] if self._task else [])]
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._ending.stop()
 
@@ -296,7 +306,11 @@ class BackgroundResponses:
                 self._charge(row, model, answer, sent)
             except sqlite3.Error as error:
                 log.warning("what a response in background has cost is written later: %s", error)
-            await self._ends(response_id, partial(self._take, row, answer))
+            self._answered.add(response_id)
+            try:
+                await self._ends(response_id, partial(self._take, row, answer))
+            finally:
+                self._answered.discard(response_id)
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:

@@ -63,6 +63,7 @@ class ControllerContext:
     was, None before its first look. doctor: its findings now (`appliance.wiring.doctor_process`). new_tables: turns of
     what owners may ask at will and every gateway gets a new table for. device_readings: the newest of each device that
     reports any.
+    open_engines: model and socket of each engine that answers requests, by replica.
     deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it.
     power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
 
@@ -95,6 +96,7 @@ class ControllerContext:
     new_tables: Paced = field(default_factory=Paced)
     doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
     device_readings: Callable[[], Mapping[str, Reading]] = dict
+    open_engines: Callable[[], Mapping[str, tuple[str, str]]] = dict
     deep_checks: DeepCheckPort = field(default_factory=_NoDeepChecks)
     wandb_mode: Literal["offline", "online"] | None = None
     power: PowerSettings = field(default_factory=PowerSettings)

@@ -1,4 +1,4 @@
-"""Checks a file of the box and prepares new ones from it: for routes, and for whatever else has the box do so."""
+"""Checks a file of the box and prepares new files from it, for routes and for everything else in the box."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from train.methods.methods import DEFAULT
 async def check_file(
     context: ControllerContext, work: DataWork, row: FileRow, body: CheckAsked, caller: Principal
 ) -> dict[str, Any]:
-    """The report, which also becomes that of the file. Raises ApiError: for what is asked, for what is wrong with the
-    file, and for one too many."""
+    """The report; it also becomes the file's own. Raises ApiError: for the request, for what is wrong with the file,
+    and for one request too many."""
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         options = await _options(context, body, caller, Path(folder))
         report = await _run(work, row.owner, check_request(context, [row], options))
@@ -63,8 +63,8 @@ async def prepared_files(
     ids: list[str],
     caller: Principal,
 ) -> AsyncIterator[Prepared]:
-    """New files of these ids, the second for a split; what is not kept within goes. The first of `rows` is what is
-    prepared; the others are those of `body.mix`. Raises as `check_file`."""
+    """Makes new files under these ids, the second for a split; a file that the caller does not keep within the block is
+    deleted. The first of `rows` is the file to prepare, the others are those of `body.mix`. Raises as `check_file`."""
     paths = {row.id: str(context.files_dir / row.id) for row in rows}
     asked = {
         **body.model_dump(include={"drop", "mask", "split", "order", "seed"}),
@@ -101,7 +101,7 @@ async def _row(
     lineage: dict[str, Any],
     caller: Principal,
 ) -> FileRow:
-    """Whoever prepares another's file, its owner has what is made of it."""
+    """If somebody prepares another owner's file, that owner gets the result."""
     row = await storage.described(
         context, made["id"], place, filename=made["filename"], sha256=made["sha256"], caller=caller
     )
@@ -151,7 +151,7 @@ async def _options(context: ControllerContext, body: CheckAsked, caller: Princip
 async def _epoch(
     context: ControllerContext, body: CheckAsked, report: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
-    """{"epoch"} with the cost of one over all of it, at the speed that jobs like it have had here."""
+    """{"epoch"}: what an epoch over all of it costs, at the speed that such jobs had on this box."""
     if body.model is None:
         return {}
     hours, db = dict[str, float | None](), context.db

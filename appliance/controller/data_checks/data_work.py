@@ -1,4 +1,4 @@
-"""Runs `train.data_checks` on files of the box: what is asked for, and what every upload of training data gets."""
+"""Runs `train.data_checks` on files of the box: when somebody asks, and on every upload of training data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from train.data_checks.process import CheckFailed, answer_of, command_of
 
 LOOK_EVERY_S = 5.0
 SMALL, LARGE = range(16 << 20), range(16 << 20, 1 << 62)
-"""Bytes of uploads that are checked beside each other: one that is made to take hours holds up other large ones."""
+"""Sizes of uploads in bytes. Small and large ones are checked beside each other, so that a file that is made to take
+hours delays large ones only."""
 # As many as one owner has at the same time; the first of them runs.
 _MOST_WAITING = 4
 
@@ -55,7 +56,7 @@ class DataWork:
                 found: dict[str, Any] = {"data_check": await self._process(request), "check_status": "done"}
             except CheckFailed as error:
                 found = {"data_check": {"error": str(error)}, "check_status": "failed"}
-            if files.find(db, row.id, viewer=None, now_s=0) is not None:  # it may have been deleted meanwhile
+            if files.find(db, row.id, viewer=None, now_s=0) is not None:  # the file may have been deleted meanwhile
                 files.update(db, row.id, **found)
 
     async def _process(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class DataWork:
                 await process.wait()
         try:
             return answer_of(int(process.returncode or 0), out, err)
-        except CheckFailed as error:  # what it says of a file says no path of the box
+        except CheckFailed as error:  # its messages name no path of the box
             raise CheckFailed(str(error).replace(f"{self._context.files_dir}/", "")) from error
 
 

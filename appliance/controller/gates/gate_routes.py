@@ -1,4 +1,4 @@
-"""/v1/gates: what decided whether versions of the caller's models answer. A gate is made with its job."""
+"""/v1/gates: the gates that decide whether versions of the caller's models answer. A gate is made with its job."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from itertools import product
 FLIPS = 10_000
 _ALL_FLIPS_UP_TO, _RANDOM_UP_TO = 13, 1000
 _SEED = 20
-"""The same numbers give the same verdict."""
+"""Fixed, so that the same numbers give the same verdict."""
 _Z = 1.959964
 
 

@@ -1,7 +1,7 @@
-"""Sees gates through: a look at each one every second, which does what its row says comes next.
+"""Carries out gates: every second it looks at each one and does what its row says comes next.
 
-All that must outlive the controller is in the rows: a look after a restart goes on where the last one ended. A version
-is made to answer before the row says so; the look that finds it answering writes that down.
+All that must outlive the controller is in the rows: after a restart the next look goes on where the last one ended. A
+version answers before the row says so; the look that finds it answering records that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from appliance.store.rows import CanaryRow, EvalRunRow, GateRow, GateVerdict
 LOOK_EVERY_S = 1.0
 SIDES = ("candidate", "incumbent")
 _PAGE = 100
-"""Items whose verdicts, of 32 graders each, are read at a time."""
+"""Items read at a time, each with the verdicts of up to 32 graders."""
 
 
 class GateRunner:
@@ -45,15 +45,15 @@ class GateRunner:
 
         self._going = OneEach(context.background, "gate")
         self._deciding = asyncio.Lock()
-        """One thread reads and reckons at a time: 1,000 rewards take it 0.6 s for each rule, and each such thread takes
-        Python's lock from the loop for 5 ms whenever it lets go of it. What many gates have to read at once, all items
-        of their runs, held the loop page by page: a page of each gate in every round of it."""
+        """One thread at a time reads and computes: for each rule 1,000 rewards take it 0.6 s, and each such thread
+        takes Python's lock from the loop for 5 ms whenever it releases it. All items of many gates read at once held
+        the loop page by page: a page of each gate in every round of the loop."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By owner: of each one gate waits for that, however many have come to their end."""
+        """By owner: one gate of each waits for that thread, however many have all their results."""
         self.tasks = self._going.tasks
 
     async def look(self) -> None:
-        """One round over all gates that have not ended, by tasks: a switch to another version may take minutes."""
+        """One round: a task for each gate that has not ended, because a switch to another version may take minutes."""
         for gate_id in gates.unfinished(self._db):
             await self._going.begin(gate_id, partial(self._look_at, gate_id))
 
@@ -97,7 +97,7 @@ class GateRunner:
 
     async def _evaluate(self, row: GateRow) -> None:
         active = stored_model(self._db, row.model).active_version or ""
-        if active == row.version:  # somebody made it answer meanwhile
+        if active == row.version:  # somebody let the version answer meanwhile
             self._cancel_runs(row)
             self._end(row, "undecided", f"{row.version} was made to answer before it was judged", activated=1)
             return
@@ -113,7 +113,8 @@ class GateRunner:
                     continue  # what there was no place for just now, there is none for
                 if run_id is None:
                     try:
-                        # Before anything is read for it: who waits for a place asks for it every second.
+                        # Checked before anything is read for the gate, because one that waits for a place asks every
+                        # second.
                         self._context.quotas.check_eval_run(caller_of(self._db, row.key_id))
                         self._begin(row.id, place, side)
                         waits.append(f"the {side} is asked")
@@ -138,11 +139,11 @@ class GateRunner:
             gates.update(self._db, row.id, reason=waits[0])
 
     def _suite(self, row: GateRow, place: int) -> str:
-        """How it is called."""
+        """The name of the suite."""
         return str((gates.find(self._db, row.id) or row).terms["suites"][place]["name"])
 
     def _begin(self, gate_id: str, place: int, side: str) -> None:
-        """Begin a run, or take an earlier one of the same version on the same data. Raises ApiError."""
+        """Begin a run, or reuse an earlier run of the same version on the same data. Raises ApiError."""
         if (row := gates.find(self._db, gate_id)) is None:
             return
         suite = row.terms["suites"][place]
@@ -163,7 +164,7 @@ class GateRunner:
             self._evaluations.begin(found)
 
     def _earlier(self, row: GateRow, suite: dict[str, Any]) -> str | None:
-        """The run by which the version that answers was judged itself, if that was on the same data."""
+        """The run that judged the version that answers now, if it was on the same data."""
         gate = gates.of_version(self._db, row.model, row.before)
         for place, known in enumerate(gate.terms["suites"] if gate is not None else ()):
             if (known["eval_id"], known["data_source"]) == (suite["eval_id"], suite["data_source"]):
@@ -175,8 +176,8 @@ class GateRunner:
         return None
 
     def _asked_as(self, row: GateRow, side: str) -> str:
-        """The name by which engines are asked: of the version that answers its own; the other one has that of its
-        checkpoint until it answers."""
+        """The name under which engines are asked for the version: the model's own name if the version answers,
+        otherwise the name of its checkpoint."""
         if side == "incumbent":
             return f"{row.model}@{row.before}"
         name = job_records.checkpoint_of(self._db, row.model, row.version)
@@ -207,7 +208,7 @@ class GateRunner:
             self._decided(row, verdict)
 
     def _suites(self, gate_id: str) -> list[Suite]:
-        """Of a gate whose runs have all ended; of one that is gone, none. Within a reading."""
+        """The suites of a gate whose runs have all ended; [] if the gate is gone. Call it within a reading."""
         row = gates.find(self._db, gate_id)
         found: list[Suite] = []
         if row is None:
@@ -314,7 +315,7 @@ class GateRunner:
     def _begin_canary(self, row: GateRow) -> None:
         running = canaries.find_running(self._db, row.model)
         if running is not None and running.version != row.version:
-            return  # somebody's; when it has ended, it is this one's turn
+            return  # a canary of somebody else: this gate's turn comes once it has ended
         if running is None:
             terms = row.terms["canary"]
             canary = CanaryRow(
@@ -348,7 +349,7 @@ class GateRunner:
     # --- ends
 
     def cancel(self, gate_id: str) -> None:
-        """Its version stays, and does not answer. Raises Conflict for one whose canary runs."""
+        """Cancel the gate: its version stays and does not answer. Raises Conflict if its canary runs."""
         row = gates.find(self._db, gate_id)
         if row is None or row.state == "ended":
             return

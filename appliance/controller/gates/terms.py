@@ -1,4 +1,4 @@
-"""The terms of a gate: what a request says of it, checked, with the data of every suite as it was then."""
+"""Checks the terms of a gate in a request, and fixes the data of every suite as it is then."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from appliance.store.rows import EvalRow, GateRow, JobRow
 
 _SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
 MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
-"""What a gate's evaluations have together at most: as much as one may have."""
+"""The largest size of a gate's evaluations together: as much as one evaluation may have."""
 MAX_TERMS_BYTES = 512 << 10
-"""Two suites whose data sources are as long as those of runs may be, and sixteen of the usual length."""
+"""The largest size of all data sources: two of the longest that a run may have, or sixteen of the usual length."""
 MAX_SAMPLING_BYTES = 48 << 10
-"""What the different sampling parameters of its suites have together at most: an engine's tools and forms, of which 32
-KiB take 0.1 s."""
+"""The largest size of the suites' different sampling parameters together. They hold an engine's tools and forms, of
+which 32 KiB take 0.1 s to check."""
 _ASKED_LATER = "the version that is judged"
 
 
@@ -66,7 +66,7 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
 
 
 def _check_evals(context: ControllerContext, given: GateRequest, param: str) -> None:
-    """Before any of them is read, on the controller's loop. Raises BadRequest."""
+    """Checks the sizes before anything is read, on the controller's loop. Raises BadRequest."""
     if (size := sum(evals.bytes_of(context.db, one.eval_id) for one in given.suites)) > MAX_EVALS_BYTES:
         raise _too_long(f"has evals of {size} bytes; at most {MAX_EVALS_BYTES} are taken", f"{param}.suites")
 
@@ -77,14 +77,14 @@ def _too_long(why: str, param: str) -> BadRequest:
 
 @dataclass(slots=True)
 class _Looked:
-    """What suites of one gate say that was looked at, on the controller's loop: each once. models: that graders ask.
-    sampling: parameters, as JSON."""
+    """What was already checked for one gate on the controller's loop, so that each is checked once. models: those that
+    graders ask. sampling: parameters, as JSON."""
 
     models: set[str] = field(default_factory=set)
     sampling: set[bytes] = field(default_factory=set)
 
     def knows(self, sampling: Any, param: str) -> bool:
-        """Whether these parameters were looked at before; if not, they are from now on. Raises BadRequest."""
+        """Whether these parameters were checked before; remembers them. Raises BadRequest."""
         text = orjson.dumps(sampling)
         if text in self.sampling:
             return True

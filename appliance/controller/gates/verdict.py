@@ -1,4 +1,5 @@
-"""Decides whether a version may answer: a pure function of what its suites, and those of the version before, found."""
+"""Decides whether a version may answer: a pure function of the results of its suites, and of those of the version
+before."""
 
 from __future__ import annotations
 
@@ -11,17 +12,16 @@ from appliance.controller.gates.paired_tests import chance_of_passes, chance_of_
 from appliance.store.rows import EvalItemRow, GateVerdict
 
 MOST_UNJUDGED = 0.05
-"""The share of a suite's items that need not be judged: where more could not be asked or graded, the rest says too
-little."""
+"""The largest share of a suite's items that may lack a verdict: with more, the rest says too little."""
 MOST_REWARD = 1e100
-"""One that is larger, either way, counts as none: neither the sum nor the square of many would be a number."""
+"""A reward beyond this, either way, counts as none: the sum or the square of many would be no number."""
 Measure = Literal["pass_rate", "mean_reward"]
 _IN_WORDS = {"pass_rate": "pass rate", "mean_reward": "mean reward"}
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What one item came to. passed None: it could not be asked or graded. reward: None where no grader gave one."""
+    """The result of one item. passed None: it could not be asked or graded. reward: None if no grader gave one."""
 
     passed: bool | None
     reward: float | None = None
@@ -84,7 +84,7 @@ def decide(suites: Sequence[Suite]) -> Verdict:
 
 
 def _suite(suite: Suite) -> tuple[dict[str, Any], str]:
-    """What is told of a suite, and its verdict in words."""
+    """What the gate shows of a suite, and its verdict in words."""
     rules, sides = suite.rules, {"candidate": suite.candidate, "incumbent": suite.incumbent}
     told: dict[str, Any] = {"name": suite.name, "items": len(suite.candidate), "rules": [], "compared": None}
     for side, items in sides.items():
@@ -137,7 +137,7 @@ def _threshold(numbers: dict[str, Any], measure: Measure, least: float) -> dict[
 
 
 def _differences(pairs: Sequence[tuple[Judged, Judged]], measure: Measure) -> list[float]:
-    """The differences of the items that were judged for both."""
+    """The differences between both versions, over the items that were judged for both."""
     if measure == "pass_rate":
         return [
             float(new.passed) - float(old.passed)
@@ -169,7 +169,7 @@ def _comparisons(
     for rule, margin in (("not_worse_by", rules.not_worse_by), ("better_by", rules.better_by)):
         if margin is None:
             continue
-        # What has to be shown: that it is worse by more than the margin, or better by more.
+        # The hypothesis to be shown: worse by more than the margin, or better by more than it.
         p, test = _chance([-one for one in found] if rule == "not_worse_by" else found, rules.measure, margin)
         shown = p < rules.level
         ok = not shown if rule == "not_worse_by" else shown
@@ -190,7 +190,7 @@ def _comparisons(
 
 
 def _chance(differences: Sequence[float], measure: Measure, margin: float) -> tuple[float, str]:
-    """The p-value of the difference being above the margin, and by which test."""
+    """The p-value of a difference above the margin, and the test that gave it."""
     if measure == "mean_reward":
         return chance_of_rewards(differences, margin), "sign-flip permutation"
     gained, lost = sum(one > 0 for one in differences), sum(one < 0 for one in differences)

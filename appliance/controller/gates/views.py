@@ -12,8 +12,8 @@ from appliance.store.rows import GateRow, columns
 
 
 def gate_object(row: GateRow, caller: Principal) -> dict[str, Any]:
-    """`suites`: for each what was found (`told` of gates.verdict), and the runs by which; before the verdict, what is
-    asked of it. `answers`: whether the version got all requests by it."""
+    """`suites`: of each, the findings (`told` of gates.verdict) and the runs they are from; before the verdict, its
+    rules. `answers`: whether the gate let the version have all requests."""
     return {
         "id": row.id,
         "object": "gate",
@@ -32,14 +32,14 @@ def gate_object(row: GateRow, caller: Principal) -> dict[str, Any]:
 
 
 def in_short(row: GateRow | None) -> dict[str, Any] | None:
-    """Beside a job."""
+    """As shown with a job."""
     if row is None:
         return None
     return columns(row, "id state verdict reason version before") | {"activated": bool(row.activated)}
 
 
 def of_model(db: Database, model: str, most: int = 10) -> list[dict[str, Any]]:
-    """Beside a model, the newest first."""
+    """As shown with a model, the newest first."""
     return [
         {"job_id": row.job_id, "decided_s": row.decided_s, **(in_short(row) or {})}
         for row in gates.of_model(db, model, most)

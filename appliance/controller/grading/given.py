@@ -1,4 +1,4 @@
-"""Graders and items as requests give them: checked for the caller."""
+"""Checks graders and items of requests for the caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.graders.errors import InvalidGrader
 from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
 
 MAX_DEPTH = 128
-"""Levels of an item: it is written and read again by recursion."""
+"""Levels of nesting in an item: it is written and read by recursion."""
 
 _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
@@ -47,7 +47,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
 
 
 def check_asked(fields: dict[str, Any], param: str) -> None:
-    """Whether an engine takes a chat completion with these fields: told once, and not for each of 10,000 items, whose
+    """Checks once whether an engine takes a chat completion with these fields, not again for each of 10,000 items: a
     check takes up to 50 ms. Raises BadRequest."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
     try:

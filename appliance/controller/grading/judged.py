@@ -18,9 +18,8 @@ Ask = Callable[[dict[str, Any]], Awaitable[ModelAnswer]]
 async def graded_with_answers(
     hosts: GraderHosts, owner: str, grader: Grader, sample: tuple[Sample, Any], ask: Ask
 ) -> tuple[Graded, list[ModelAnswer]]:
-    """Its reward, and what models have answered, in the order of its graders. sample: with its item.
-
-    No worker is held while models are asked. Raises WorkerBroke, before any is asked."""
+    """The sample's reward, and the models' answers, in the order of its graders. sample: with its item. No worker is
+    held while models are asked. Raises WorkerBroke, before any is asked."""
     ((graded, told),) = await all_graded_with_answers(hosts, owner, grader, [sample], ask)
     return graded, told
 
@@ -33,7 +32,7 @@ async def all_graded_with_answers(
     ask: Ask,
     waited_for: bool = False,
 ) -> list[tuple[Graded, list[ModelAnswer]]]:
-    """As `graded_with_answers`, for each of the samples; models are asked for all of them at once. waited_for: as
+    """`graded_with_answers` for each of the samples; models are asked for all of them at once. waited_for: as
     `GraderHost.grade` has it."""
     asked: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
     if judges(grader):

@@ -1,5 +1,5 @@
-"""Asks models of the box on behalf of a key, where a grader needs their answer: like lines of batches, on what
-interactive requests leave idle, checked and paid for in the same way."""
+"""Asks models of the box on behalf of a key if a grader needs their answer. Such questions are handled like lines of
+batches: on capacity that interactive requests leave idle, checked and paid for in the same way."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LIMITED_EVERY_S = 0.5
 """The limits of a key that hold one of its questions back are asked for none of its others before that, in the order in
 which they came: 384 of one key that had its minute's requests took the loop 70 ms whenever anything changed."""
 MAX_OF_A_KEY = 16
-"""Questions of one key to one model at the same time: whoever waits for an engine looks again whenever anything
-changes, and a run may ask 256 things at once."""
+"""Questions of one key to one model at the same time: everybody who waits for an engine looks again at every change,
+and a run may ask 256 things at once."""
 
 
 class ModelAnswers:
@@ -85,7 +85,7 @@ class ModelAnswers:
             now_s = time.monotonic()
             has_room = now_s >= self._held_until_s.get(key_id or "", 0.0) and self._room(model)
             if has_room or now_s >= asks_again_s:
-                # Not all at once, as they came.
+                # Not all at once.
                 asks_again_s = now_s + REFUSED_EVERY_S * random.uniform(0.5, 1.5)  # noqa: S311
                 key = keys.find(self._db, key_id) if key_id is not None else None
                 if refused := self._refused(key_id, key, model, url, expires_s):
@@ -136,7 +136,7 @@ class ModelAnswers:
         try:
             return await self._context.batch_engines.send(model, url, body, new_id("req_"), alone=alone), sent
         except asyncio.CancelledError:
-            # Whoever gives up pays for what was computed meanwhile.
+            # A caller who gives up pays for what was computed meanwhile.
             self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))
             raise
         finally:

@@ -18,9 +18,10 @@ from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 ANSWER_WITHIN_S = 300.0
-"""For a judge: meanwhile the job's devices stand still."""
+"""How long a judge may take; the job's devices stand still meanwhile."""
 MOST_REWARD = 1e9
-"""Ranks learn in float32, in which the squares of larger gradients have no value: the loss is no number any more."""
+"""The largest reward: ranks learn in float32, where the squares of gradients from larger ones overflow and the loss is
+no number any more."""
 
 
 class RolloutGrading:
@@ -64,7 +65,7 @@ def _error(graded: Graded) -> str:
 
 
 def _is_fault(errors: GradingErrors) -> bool:
-    """Whether it is a fault of the grader or of the box, not of the answer."""
+    """Whether the grader or the box is at fault, and not the answer."""
     return bool(errors) and errors != GradingErrors(
         sample_parse_error=True, truncated_observation_error=errors.truncated_observation_error
     )

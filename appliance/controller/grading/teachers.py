@@ -1,5 +1,5 @@
-"""Teachers of jobs that distil: models of the box that the job's owner may ask. Whether their tokens are the student's
-is seen while the job is validated, for that takes a second (jobs.validation)."""
+"""Checks the teacher of a job that distils: a model of the box that the job's owner may ask. Whether it has the
+student's tokens is checked when the job is validated, because that takes a second (jobs.validation)."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ from appliance.store.records import keys
 from serve.core import scoring
 
 ANSWER_WITHIN_S = 3600.0
-"""Meanwhile the job's devices stand still; whoever sets the mode `train` may want just that for a while."""
+"""How long a teacher may take; the job's devices stand still meanwhile. Whoever sets the mode `train` may want just
+that for a while."""
 SAY_AFTER_S = 30.0
-"""Without an answer, before the job says that it waits."""
+"""How long it is without an answer before the job says that it waits."""
 
 
 class Teaching:
@@ -49,7 +50,7 @@ class Teaching:
             job_records.taught(self._db, job_id, versions)
         errors = [one if isinstance(one, str) else "" for one in told]
         if fatal := next(filter(ended_engines, errors), ""):
-            # Whatever ends an engine comes again with each step, and others' requests end with it.
+            # What ends an engine comes again with each step, and others' requests end with it.
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal}"}
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
@@ -61,7 +62,7 @@ class Teaching:
     async def _asked(
         self, key_id: str | None, teacher: str, sample: dict[str, Any], versions: set[str]
     ) -> list[float] | str:
-        """What it answers, or why there are none. The version that told them is added to `versions`."""
+        """What the teacher answers, or why there is no answer. Adds the version that answered to `versions`."""
         tokens = sample["tokens"]
         answer = await self._answers.answer(key_id, scoring.URL, scoring.request(teacher, tokens), ANSWER_WITHIN_S)
         if isinstance(answer, str):
@@ -81,7 +82,7 @@ class Teaching:
         self._say(job_id, f"the job waits for its teacher {teacher}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
 
     def _say(self, job_id: str, text: str) -> None:
-        """Once, until something else is to be said."""
+        """Says it once, until there is something else to say."""
         if self._said.get(job_id) != text:
             self._said[job_id] = text
             add_message(self._db, job_id, text, level="warn")

@@ -1,4 +1,5 @@
-"""Which trials there are, and which go on: successive halving (K. Jamieson, A. Talwalkar, AISTATS 2016). Pure."""
+"""Chooses the trials of a sweep, and which of them go on: successive halving (K. Jamieson, A. Talwalkar, AISTATS 2016).
+Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Round:
 
 
 def grid(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination."""
+    """Every combination of the values."""
     return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
 
 
@@ -38,8 +39,8 @@ def _one(chance: random.Random, among: Any) -> Any:
 
 
 def rounds(trials: int, first: float, keep_one_in: int) -> list[Round]:
-    """Each round has `keep_one_in` times the data of the one before and as small a part of its trials; the last has all
-    data, and begins early where one trial is left."""
+    """Each round has `keep_one_in` times the data of the one before, and one in `keep_one_in` of its trials. The last
+    round has all data, and comes early if only one trial is left."""
     found = [Round(first, trials)]
     while found[-1].share < 1:
         left = math.ceil(found[-1].trials / keep_one_in)
@@ -49,6 +50,6 @@ def rounds(trials: int, first: float, keep_one_in: int) -> list[Round]:
 
 
 def best(losses: Mapping[int, float | None], count: int) -> list[int]:
-    """The numbers of the `count` trials with the least loss; none that has no finite one."""
+    """The numbers of the `count` trials with the least loss; trials without a finite loss are left out."""
     known = [(loss, number) for number, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return [number for _, number in sorted(known)[:count]]

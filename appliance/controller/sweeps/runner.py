@@ -1,5 +1,5 @@
-"""Sees sweeps through: a look every few seconds makes the jobs of a round, reads what they came to, and says which go
-on. All that must outlive the controller is in the rows; a job is made in the transaction that writes it down."""
+"""Carries out sweeps: every few seconds it makes the jobs of a round, reads their results, and chooses the trials that
+go on. All that must outlive the controller is in the rows; a job is made in the transaction that records it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from train.data.part import NoPart, write_apart
 log = logging.getLogger("appliance.controller")
 LOOK_EVERY_S = 2.0
 _AT_ONCE = 8
-"""Jobs that are stopped before others have their turn: of forty that took the loop 50 ms."""
+"""Jobs that are stopped in one go, before others have their turn: forty took the loop 50 ms."""
 LEAST_LINES = 16
-"""What a part has at least: less is not training data."""
+"""The least lines of a part: fewer are no training data."""
 
 
 class _Failed(Exception):
@@ -47,13 +47,14 @@ class SweepRunner:
 
         self._going = OneEach(context.background, "sweep")
         self._beginning = asyncio.Lock()
-        """One job is made at a time, of all sweeps: sixty at once took the loop 0.3 s, one of each sweep 0.1."""
+        """One job at a time is made, over all sweeps: sixty at once took the loop 0.3 s, one of each sweep 0.1."""
         self._ending: set[str] = set()
-        """Sweeps whose jobs are being stopped, some at a time: no further one is begun."""
+        """Sweeps whose jobs are being stopped, a few at a time: none of their jobs is begun any more."""
         self.tasks = self._going.tasks
 
     async def look(self) -> None:
-        """One round, by tasks: a part of much data is made for minutes, and others' sweeps go on meanwhile."""
+        """One round, a task for each sweep: making a part of much data takes minutes, and others' sweeps go on
+        meanwhile."""
         for sweep_id in sweeps.running(self._db):
             await self._going.begin(sweep_id, partial(self._look_at, sweep_id))
 
@@ -136,7 +137,7 @@ class SweepRunner:
         self._validation.start(job.id)
 
     def _read(self, row: SweepRow) -> SweepRow:
-        """What jobs have come to since the last look."""
+        """Reads the results of jobs since the last look."""
         trials = _copied(row.trials)
         for one in (one for trial in trials for one in trial["jobs"] if one["state"] == "running"):
             job = jobs.find(self._db, one["job_id"])
@@ -161,7 +162,7 @@ class SweepRunner:
     # --- the data
 
     async def _part(self, row: SweepRow, spec: SweepSpec, of: Round) -> str:
-        """The file with the share of a round, made once. Raises ApiError, NoPart, OSError, _Failed."""
+        """The file with a round's share of the data, made once. Raises ApiError, NoPart, OSError, _Failed."""
         whole_id = str(spec.train["training_file"])
         if of.share >= 1:
             return whole_id
@@ -184,7 +185,7 @@ class SweepRunner:
             made = await storage.described(context, file_id, incoming, filename=name, sha256=sha256, caller=caller)
             with storage.with_row(context, file_id):
                 if (now := sweeps.find(self._db, row.id)) is None or now.state != "running":
-                    return file_id  # it was cancelled meanwhile, and nothing is begun with the file
+                    return file_id  # the sweep was cancelled meanwhile, and no job begins with the file
                 storage.keep(context, made, incoming)
                 sweeps.update(self._db, row.id, files={**row.files, str(row.round): file_id})
         return file_id
@@ -209,8 +210,8 @@ class SweepRunner:
     async def _end(
         self, row: SweepRow, spec: SweepSpec, state: RunState, reason: str, *, stop_first: bool = False
     ) -> None:
-        """The best is that of the latest round in which a trial came to a loss. stop_first: what its jobs come to by
-        being stopped counts. Nothing happens while it is being ended already."""
+        """Ends a sweep. Its best trial is that of the latest round in which one came to a loss. stop_first: the results
+        of jobs that are stopped now count. Does nothing while the sweep is already being ended."""
         if row.id in self._ending:
             return
         self._ending.add(row.id)
@@ -245,8 +246,8 @@ class SweepRunner:
         return best
 
     async def _delete_models(self, row: SweepRow, keep: str | None) -> None:
-        """Deletes models of jobs that have ended and are not of the current round; of all but `keep` once it has
-        ended."""
+        """Deletes the models of jobs that have ended and are not of the current round; once the sweep has ended, all
+        but that of the job `keep`."""
         caller = caller_of(self._db, row.key_id)
         ended = (sweeps.find(self._db, row.id) or row).state != "running"
         for trial in row.trials:
@@ -258,18 +259,18 @@ class SweepRunner:
                     continue
                 try:
                     await removal.remove(self._context, removal.doomed(self._context, job.output_model), caller)
-                except ApiError as error:  # somebody uses what a trial has made: it stays
+                except ApiError as error:  # somebody uses the trial's model: it stays
                     log.info("sweep: %s", error.message)
 
 
 def begun(spec: SweepSpec) -> list[dict[str, Any]]:
-    """Its trials before the first round."""
+    """A sweep's trials before the first round."""
     return [{"parameters": one, "jobs": []} for one in trials_of(spec)]
 
 
 def _copied(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What jobs have come to may be changed in it. Parameters, of up to 64 KiB, are not: copied whole, they took each
-    look at a sweep 20 ms."""
+    """A copy in which the results of jobs may be changed. Parameters, of up to 64 KiB, are shared: copying them took
+    each look at a sweep 20 ms."""
     return [{**trial, "jobs": [dict(one) for one in trial["jobs"]]} for trial in trials]
 
 

@@ -1,4 +1,4 @@
-"""What a sweep's file says, and the job of each of its trials."""
+"""Defines the file of a sweep, and translates it into the job of each trial."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Values = Annotated[list[Any], Field(min_length=1, max_length=MAX_TRIALS)]
 Bound = Annotated[float, Field(ge=-1e15, le=1e15)]
 """What a hyperparameter may be; neither the difference of much larger numbers nor a whole number can be written."""
 MAX_TRIALS_BYTES = 64 << 10
-"""The size of all trials together: they stand in the sweep's row, which is read in each look at it."""
+"""The largest size of all trials together: they are in the sweep's row, which every look reads."""
 
 
 class Range(StrictBody):
@@ -52,9 +52,10 @@ class Drawn(StrictBody):
 
 
 class SweepSpec(StrictBody):
-    """grid: every combination of these values; or random. train: the fields of a fine-tuning job; its validation file
-    is what the trials are compared by. first: share of the data in the first round; of each round one in `keep_one_in`
-    goes on, with so many times the data. device_hours: of all jobs together; beyond it nothing more is begun."""
+    """Give grid, every combination of these values, or random. train: the fields of a fine-tuning job; trials are
+    compared on its validation file. first: the share of the data in the first round. After each round one in
+    `keep_one_in` trials goes on, with `keep_one_in` times the data. device_hours: of all jobs together; beyond them no
+    job begins."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     train: dict[str, Any]
@@ -80,8 +81,8 @@ def trials_of(spec: SweepSpec) -> list[dict[str, Any]]:
 
 
 async def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -> None:
-    """Also the job of every trial, with the loop free in between: one that is refused would end the sweep in the midst.
-    Raises ApiError."""
+    """Checks the job of every trial too, with the loop free in between: a job that is refused later would end the sweep
+    midway. Raises ApiError."""
     trials = trials_of(spec)
     if (size := len(orjson.dumps(trials))) > MAX_TRIALS_BYTES:
         raise wrong("grid" if spec.grid else "random", f"makes trials of {size} bytes; at most {MAX_TRIALS_BYTES}")

@@ -23,7 +23,7 @@ from appliance.store.objects import jobs, sweeps
 from appliance.store.rows import SweepRow
 
 MAX_RUNNING = 4
-"""As many as one owner may run at the same time."""
+"""How many sweeps one owner may run at the same time."""
 ROUTE = "sweeps"
 Id = Annotated[str, Path(max_length=256)]
 
@@ -84,8 +84,8 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
 
 
 def sweep_object(context: ControllerContext, row: SweepRow, caller: Principal) -> dict[str, Any]:
-    """`rounds`: what each has of the data, and how many trials take part. `best`: parameters, loss and model of the
-    trial that is ahead at its end."""
+    """`rounds`: each round's share of the data and number of trials. `best`: parameters, loss and model of the best
+    trial once the sweep has ended."""
     plan = halving.rounds(len(row.trials), row.spec["first"], row.spec["keep_one_in"])
     return {
         "id": row.id,

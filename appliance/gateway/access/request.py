@@ -29,8 +29,9 @@ class Request:
     rate_headers: the answer's headers about that allowance; more_headers: what else its head asks for
     (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, streams: as a
     stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine had computed when
-    the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by then. refused_model:
-    the model it named, once known to exist. session: the login of the page that it came by, empty for a key.
+    the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by then; held_up: it
+    had stopped at some time. refused_model: the model it named, once known to exist. session: the login of the page
+    that it came by, empty for a key.
     """
 
     # Defaults are class attributes: most apply to most requests, and each assignment costs every request. Do not use
@@ -62,6 +63,7 @@ class Request:
     sent_s: float = 0.0
     left_after_s: float = 0.0
     unread: bool = False
+    held_up: bool = False
     refused_model: str = ""
     session: str = ""
     asked: TokenRequest = NO_TOKENS

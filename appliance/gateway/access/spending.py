@@ -200,7 +200,8 @@ class Spending:
                 if not request.streams and request.sent_s:
                     written = self._rate.written(request.model, asked.sequences, now_s - request.sent_s)
                 tokens.prompt, tokens.completion = asked.prompt_tokens, min(written, asked.completion_tokens)
-        elif request.sent_s:
+        elif request.sent_s and not request.held_up:
+            # Whoever reads slowly would make it cheap to leave early, for everybody.
             self._rate.answered(request.model, tokens.completion, asked.sequences, now_s - request.sent_s)
         if request.estimated_tokens:
             use = request.use

@@ -7,6 +7,9 @@ from typing import Final
 _UNKNOWN: Final = 10.0
 _MEASURED_FROM_TOKENS: Final = 8
 _SMOOTHING: Final = 0.1
+_WHOLE_TOKENS: Final = 64
+"""A shorter answer counts for less: most of its time went by before its first token, and who asks long prompts for
+eight tokens each would make it cheap to leave early."""
 
 
 class WrittenRate:
@@ -19,9 +22,11 @@ class WrittenRate:
         """An answer of `tokens` in `sequences` together, written in `took_s` (0: unknown)."""
         if tokens < _MEASURED_FROM_TOKENS or took_s <= 0.0:
             return
-        rate = tokens / sequences / max(took_s, 1e-3)
+        of_one = tokens / sequences
+        rate = of_one / max(took_s, 1e-3)
         known = self._rates.get(model)
-        self._rates[model] = rate if known is None else known + _SMOOTHING * (rate - known)
+        counts = _SMOOTHING * min(of_one / _WHOLE_TOKENS, 1.0)
+        self._rates[model] = rate if known is None else known + counts * (rate - known)
 
     def written(self, model: str, sequences: int, for_s: float) -> int:
         """Tokens that a request's sequences had after this time."""

@@ -65,10 +65,11 @@ class Histogram:
 
 
 class Series:
-    """What is kept per model, version and key class. owner: whose key asked first. told: its text for each family, or
+    """What is kept per model, version and key class. owner: whose key asked first. read, found, written: tokens of
+    prompts, those of them that a cache of prefixes had, and of answers. told: its text for each family, or
     empty if something was counted since."""
 
-    __slots__ = ("owner", "statuses", "ttft", "duration", "per_token", "told")
+    __slots__ = ("owner", "statuses", "ttft", "duration", "per_token", "read", "found", "written", "told")
 
     def __init__(self, owner: str = "") -> None:
         self.owner = owner
@@ -77,6 +78,9 @@ class Series:
         self.ttft = Histogram(SECONDS)
         self.duration = Histogram(REQUEST_SECONDS)
         self.per_token = Histogram(SECONDS)
+        self.read = 0
+        self.found = 0
+        self.written = 0
 
 
 class Arrivals:
@@ -223,6 +227,9 @@ class Metrics:
             series = self._series(request)
             series.statuses[request.status] += 1
             series.duration.observe(now_s - request.received_s)
+            series.read += request.tokens.prompt
+            series.found += request.tokens.found
+            series.written += request.tokens.completion
             if request.tokens.prompt and request.asked.prompt_tokens:
                 self._add_computed(request)
             if request.stream_events:
@@ -374,11 +381,16 @@ class Metrics:
         """The text of this series for each of `_OF_MODELS`."""
         model, version, kind = key
         text = self._labels({"model": model, "version": version, "key_class": kind})
-        (answered, _, _), *timed = _OF_MODELS
+        (answered, _, _), (counted, _, _), (cached, _, _), *timed = _OF_MODELS
         found = [
             "\n".join(
                 line(answered, f'{text},status="{status}"', count) for status, count in sorted(series.statuses.items())
-            )
+            ),
+            "\n".join(
+                line(counted, f'{text},direction="{direction}"', count)
+                for direction, count in (("input", series.read), ("output", series.written))
+            ),
+            line(cached, text, series.found),
         ]
         for (name, _, _), histogram in zip(timed, (series.ttft, series.duration, series.per_token), strict=True):
             found.append(histogram.lines(name, text) if any(histogram.counts) else "")
@@ -390,6 +402,16 @@ _OF_MODELS: Final[list[tuple[str, str, str]]] = [
         "appliance_gateway_model_requests_total",
         "counter",
         "Inference requests ended, by model, version, key class and status.",
+    ),
+    (
+        "appliance_gateway_tokens_total",
+        "counter",
+        "Tokens of prompts (input) and answers (output), as engines counted them.",
+    ),
+    (
+        "appliance_gateway_cached_tokens_total",
+        "counter",
+        "Tokens of prompts that engines had in their cache of prefixes.",
     ),
     (
         "appliance_gateway_time_to_first_byte_seconds",

@@ -31,9 +31,18 @@ from opentelemetry.trace import (
 )
 
 from appliance.gateway.access.request import Request
+from appliance.gateway.core.routes import MESSAGES, RESPONSES
 
 EXPORT_TIMEOUT_S = 3.0
 _FAILED = Status(StatusCode.ERROR)
+# By the name of a route; the others have no name in the conventions.
+_OPERATIONS = {
+    "chat.completions": "chat",
+    "completions": "text_completion",
+    RESPONSES: "chat",
+    MESSAGES: "chat",
+    "embeddings": "embeddings",
+}
 
 
 class Tracing:
@@ -135,11 +144,34 @@ class RequestSpans:
                 "key_id": caller.id if caller is not None else "",
                 "prompt_tokens": request.tokens.prompt,
                 "completion_tokens": request.tokens.completion,
+                **_by_convention(request),
             }
         )
         if request.status >= 500:
             span.set_status(_FAILED)
         span.end()
+
+
+def _by_convention(request: Request) -> dict[str, str | int | float]:
+    """The same under the names of OpenTelemetry's conventions for generative AI, which are in development."""
+    if not request.model:
+        return {}
+    told: dict[str, str | int | float] = {
+        "gen_ai.provider.name": "appliance",
+        "gen_ai.request.model": request.model,
+        "gen_ai.response.model": f"{request.model}@{request.model_version}" if request.model_version else request.model,
+        "gen_ai.usage.input_tokens": request.tokens.prompt,
+        "gen_ai.usage.cache_read.input_tokens": request.tokens.found,
+        "gen_ai.usage.output_tokens": request.tokens.completion,
+    }
+    operation = _OPERATIONS.get(request.route_name)
+    if operation is not None:
+        told["gen_ai.operation.name"] = operation
+    if request.stream_events:
+        told["gen_ai.response.time_to_first_chunk"] = request.first_byte_s - request.received_s
+    if request.status >= 400:
+        told["error.type"] = str(request.status)
+    return told
 
 
 def _client(traceparent: bytes) -> SpanContext:

@@ -143,6 +143,8 @@ class ClientConnection(Receiver):
     def pause_writing(self) -> None:
         self.write_paused = True
         self._stalled_since_s = monotonic()
+        if self.active_request is not None:
+            self.active_request.held_up = True
         if self.active is not None:
             self.active.client_paused(True)
 
@@ -157,7 +159,6 @@ class ClientConnection(Receiver):
     # -- from the parser; an HttpError raised here ends the connection after it is answered
 
     def request_begins(self) -> None:
-        """The first byte of a head has arrived."""
         if self._closing:
             raise Closing
         if self._state.stopping:
@@ -244,7 +245,6 @@ class ClientConnection(Receiver):
     # -- answering
 
     def begin(self, request: Request) -> None:
-        """The request is complete, or its body is streamed, and it is its turn."""
         self.active_request = request
         self._stalled_s = 0.0
         if request.refusal is not None:

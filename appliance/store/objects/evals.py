@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Unpack
 
 from appliance.store import chunks
-from appliance.store.database import Database, Page, owned_by, sql_list
+from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.rows import UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
 from appliance.store.table import Table
 
@@ -30,10 +31,8 @@ def find(db: Database, eval_id: str, *, viewer: str | None) -> EvalRow | None:
     return db.one(EvalRow, f"SELECT * FROM evals WHERE id = ?1 AND {_MINE} AND {_THERE}", [eval_id, viewer])
 
 
-def page(db: Database, *, viewer: str | None, after: str | None, limit: int, descending: bool) -> Page[EvalRow]:
-    return db.page(
-        EvalRow, "evals", scope=owned_by(viewer), where=_THERE, after=after, limit=limit, descending=descending
-    )
+def page(db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[EvalRow]:
+    return db.page(EvalRow, "evals", scope=owned_by(viewer), where=_THERE, **part)
 
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: str | None = None) -> EvalRunRow | None:
@@ -55,26 +54,11 @@ def bytes_of(db: Database, eval_id: str) -> int:
 
 
 def page_runs(
-    db: Database,
-    eval_id: str,
-    *,
-    viewer: str | None,
-    status: str | None,
-    after: str | None,
-    limit: int,
-    descending: bool,
+    db: Database, eval_id: str, *, viewer: str | None, status: str | None, **part: Unpack[Part]
 ) -> Page[EvalRunRow]:
     """Those of the viewer: an administrator may run another's eval, too."""
-    return db.page(
-        EvalRunRow,
-        "eval_runs",
-        scope={"eval_id": eval_id, **owned_by(viewer)},
-        where=f"(? IS NULL OR status = ?) AND {_RUN_THERE}",
-        parameters=[status, status],
-        after=after,
-        limit=limit,
-        descending=descending,
-    )
+    scope, where = {"eval_id": eval_id, **owned_by(viewer)}, f"(? IS NULL OR status = ?) AND {_RUN_THERE}"
+    return db.page(EvalRunRow, "eval_runs", scope=scope, where=where, parameters=[status, status], **part)
 
 
 def unfinished_ids(db: Database, *, eval_id: str | None = None, owner: str | None = None) -> list[str]:
@@ -131,20 +115,10 @@ def queued_items(db: Database, run_id: str, limit: int) -> list[EvalItemRow]:
     )
 
 
-def page_items(
-    db: Database, run_id: str, *, status: str | None, after: str | None, limit: int, descending: bool
-) -> Page[EvalItemRow]:
+def page_items(db: Database, run_id: str, *, status: str | None, **part: Unpack[Part]) -> Page[EvalItemRow]:
     """Items that are judged."""
-    return db.page(
-        EvalItemRow,
-        "eval_items",
-        scope={"run_id": run_id},
-        where="status <> 'queued' AND (? IS NULL OR status = ?)",
-        parameters=[status, status],
-        after=after,
-        limit=limit,
-        descending=descending,
-    )
+    scope, where = {"run_id": run_id}, "status <> 'queued' AND (? IS NULL OR status = ?)"
+    return db.page(EvalItemRow, "eval_items", scope=scope, where=where, parameters=[status, status], **part)
 
 
 def judged_after(db: Database, run_id: str, place: int, limit: int) -> list[EvalItemRow]:

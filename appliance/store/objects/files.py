@@ -5,7 +5,9 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
-from appliance.store.database import Database, Page, owned_by, sql_list
+from typing import Unpack
+
+from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import UNFINISHED_BATCH, FileRow
 from appliance.store.table import Table
@@ -23,16 +25,7 @@ def find(db: Database, file_id: str, *, viewer: str | None, now_s: float) -> Fil
     return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
 
 
-def page(
-    db: Database,
-    *,
-    viewer: str | None,
-    now_s: float,
-    purpose: str | None,
-    after: str | None,
-    limit: int,
-    descending: bool,
-) -> Page[FileRow]:
+def page(db: Database, *, viewer: str | None, now_s: float, purpose: str | None, **part: Unpack[Part]) -> Page[FileRow]:
     """Without the reports, which are long and which no list shows."""
     where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([now_s])
     if purpose is not None:
@@ -43,10 +36,8 @@ def page(
         scope=owned_by(viewer),
         where=where,
         parameters=parameters,
-        after=after,
-        limit=limit,
-        descending=descending,
         unread=("report", "data_check", "lineage"),
+        **part,
     )
 
 

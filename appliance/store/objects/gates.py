@@ -6,8 +6,9 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Unpack
 
-from appliance.store.database import Database, Page, owned_by
+from appliance.store.database import Database, Page, Part, owned_by
 from appliance.store.rows import GateRow
 from appliance.store.table import Table
 
@@ -53,15 +54,8 @@ def suites_of(db: Database, gate_id: str) -> int:
 
 
 def page(
-    db: Database, *, viewer: str | None, model: str | None, job_id: str | None, after: str | None, limit: int
+    db: Database, *, viewer: str | None, model: str | None, job_id: str | None, **part: Unpack[Part]
 ) -> Page[GateRow]:
     """Newest first."""
-    return db.page(
-        GateRow,
-        "gates",
-        scope=owned_by(viewer),
-        where="(? IS NULL OR model = ?) AND (? IS NULL OR job_id = ?)",
-        parameters=[model, model, job_id, job_id],
-        after=after,
-        limit=limit,
-    )
+    where, parameters = "(? IS NULL OR model = ?) AND (? IS NULL OR job_id = ?)", [model, model, job_id, job_id]
+    return db.page(GateRow, "gates", scope=owned_by(viewer), where=where, parameters=parameters, **part)

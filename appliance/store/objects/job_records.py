@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from typing import Unpack
 
-from appliance.store.database import Database, Page, PageBudget
+from appliance.store.database import Database, Page, PageBudget, Part
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -65,9 +66,9 @@ def teachers_of_running(db: Database) -> list[str]:
     )
 
 
-def page_events(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[JobEventRow]:
+def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEventRow]:
     """Newest first."""
-    return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, after=after, limit=limit)
+    return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, **part)
 
 
 def held_out_reward(db: Database, job_id: str) -> float | None:
@@ -147,26 +148,17 @@ def checkpoint_names(db: Database, of: Sequence[str] | None = None) -> list[Chec
     return db.all(CheckpointNameRow, f"SELECT name, model, version FROM checkpoints {where}ORDER BY seq", of or ())
 
 
-def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:
+def page_checkpoints(db: Database, job_id: str, **part: Unpack[Part]) -> Page[CheckpointRow]:
     """Newest first."""
-    return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, after=after, limit=limit)
+    return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, **part)
 
 
 def page_permissions(
-    db: Database, checkpoint: str, *, project_id: str | None, after: str | None, limit: int, descending: bool
+    db: Database, checkpoint: str, *, project_id: str | None, **part: Unpack[Part]
 ) -> Page[PermissionRow]:
     scope = {"checkpoint": checkpoint}
     where, parameters = ("1", []) if project_id is None else ("project_id = ?", [project_id])
-    return db.page(
-        PermissionRow,
-        "permissions",
-        scope=scope,
-        where=where,
-        parameters=parameters,
-        after=after,
-        limit=limit,
-        descending=descending,
-    )
+    return db.page(PermissionRow, "permissions", scope=scope, where=where, parameters=parameters, **part)
 
 
 def delete_permission(db: Database, checkpoint: str, permission_id: str) -> None:

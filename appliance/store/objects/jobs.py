@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
-from appliance.store.database import Database, Page, owned_by, sql_list
+from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
 from appliance.store.table import Table
@@ -41,10 +41,9 @@ def page(
     db: Database,
     *,
     viewer: str | None,
-    after: str | None,
-    limit: int,
     metadata: dict[str, str] | None = None,
     null_metadata: bool = False,
+    **part: Unpack[Part],
 ) -> Page[JobRow]:
     """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
     null_metadata: only jobs without metadata."""
@@ -59,7 +58,7 @@ def page(
     if null_metadata:
         conditions.append("metadata IS NULL")
     where = " AND ".join(conditions)
-    return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit)
+    return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, **part)
 
 
 def list_unfinished(db: Database, among: Sequence[str] | None = None) -> list[JobRow]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
-from appliance.store.database import Database, Page, owned_by
+from appliance.store.database import Database, Page, Part, owned_by
 from appliance.store.rows import PipelineRow, PipelineRunRow
 from appliance.store.table import Table
 
@@ -104,12 +104,10 @@ def last_of(db: Database, pipeline_id: str) -> PipelineRunRow | None:
     )
 
 
-def page_runs(
-    db: Database, pipeline_id: str, *, viewer: str | None, after: str | None, limit: int
-) -> Page[PipelineRunRow]:
+def page_runs(db: Database, pipeline_id: str, *, viewer: str | None, **part: Unpack[Part]) -> Page[PipelineRunRow]:
     """Newest first."""
     scope = {"pipeline_id": pipeline_id, **owned_by(viewer)}
-    return db.page(PipelineRunRow, "pipeline_runs", scope=scope, after=after, limit=limit)
+    return db.page(PipelineRunRow, "pipeline_runs", scope=scope, **part)
 
 
 def forget_old_runs(db: Database, pipeline_id: str) -> None:

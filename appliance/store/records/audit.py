@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from appliance.store.database import Database, Page
+from typing import Unpack
+
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import AuditRow
 from appliance.store.table import Table
 
@@ -10,6 +12,6 @@ _TABLE = Table("audit", AuditRow)
 insert = _TABLE.insert
 
 
-def page(db: Database, *, after: str | None, limit: int) -> Page[AuditRow]:
+def page(db: Database, **part: Unpack[Part]) -> Page[AuditRow]:
     """Newest first."""
-    return db.page(AuditRow, "audit", after=after, limit=limit)
+    return db.page(AuditRow, "audit", **part)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+
+import typer
 
 from appliance import config_reference
 from appliance.cli import errors
 from appliance.config import BoxConfig
-from tests.unit.cli.test_tree import FROZEN
+from tests.unit.cli.test_tree import FROZEN, commands
 from train.plan.spec import TrainSpec
 
+COMMANDS = commands()
+UsageError = typer.BadParameter.__base__
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 
@@ -75,6 +80,43 @@ def test_every_file_that_the_documents_name_is_there():
         )
         missing = {name for name in named if not (ROOT / name).exists()}
         assert {name for name in missing if not re.search(r"[A-Z]{3}", name)} == set(), page.name
+
+
+def typed() -> list[tuple[str, str]]:
+    """(file, command line) of all that people are shown to type: code blocks of the documents, templates, units."""
+    found = []
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "images").rglob("README.md")):
+        if page.name != "log.md":  # of its time
+            blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
+            found += [(page.name, line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for file in (*(ROOT / "appliance" / "templates").glob("*.toml"), *(ROOT / "images").rglob("*.s*")):
+        found += [(file.name, line.lstrip("# ")) for line in file.read_text().splitlines()]
+    return [(name, line.removeprefix("$ ")) for name, line in found if re.match(r"(\$ )?appliance [a-z-]", line)]
+
+
+def fault(line: str) -> str:
+    """Why a command line is none of the box's; values are not looked at, only words and options."""
+    words = shlex.split(re.split(r" (?:&&|\||>|<) |;| {2,}[^-\"\[]", line)[0], comments=True)[1:]
+    words = [word for word in words if word not in ("...", "…") and not word.startswith("[")]
+    while words[0] in ("--url", "--api-key", "--data-dir"):  # these may stand before the command
+        words = words[2:]
+    name = next((" ".join(words[:n]) for n in (3, 2, 1) if " ".join(words[:n]) in COMMANDS), None)
+    if name is None:
+        return "" if words == ["--help"] else "no such command"
+    command, rest = COMMANDS[name], words[len(name.split()) :]
+    context = typer.Context(command, info_name=name)
+    try:
+        _, left, _ = command.make_parser(context).parse_args(args=rest)
+    except UsageError as error:
+        return error.format_message()
+    return f"too much: {left}" if left else ""
+
+
+def test_every_command_that_people_are_shown_can_be_typed():
+    """A template had `mode schedule add --cron "..."`, which there never was."""
+    shown = typed()
+    assert len(shown) > 100 and {"box.toml", "operations.md", "README.md"} <= {file for file, _ in shown}
+    assert [(file, line, why) for file, line in shown if (why := fault(line))] == []
 
 
 def test_the_readme_names_every_room():

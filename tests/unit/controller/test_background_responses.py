@@ -160,6 +160,27 @@ async def test_what_a_full_disk_does_not_take_is_written_later(control: Control,
     assert failed and not going_on._flying and not going_on._claims and not going_on._waiting
 
 
+async def test_what_was_answered_before_a_stop_is_written_and_not_asked_again(control: Control, monkeypatch):
+    """It was paid for when it was answered, asked again by the next controller, and paid for again."""
+    scripted(control, EngineAnswer(200, answer(1, "2", model="starter"), "v1"))
+    going_on, left = control.app.state.background, [sqlite3.OperationalError("database or disk is full")] * 2
+    real, refused = responses.update, asyncio.Event()
+
+    def update(*told: Any, **more: Any) -> None:
+        if left and more.get("status") == "completed":
+            refused.set()
+            raise left.pop()
+        real(*told, **more)
+
+    monkeypatch.setattr(responses, "update", update)
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
+    made = await asked(control)
+    await asyncio.wait_for(refused.wait(), 10)
+    await going_on.stop()
+    row = responses.find(control.db, made.id)
+    assert row is not None and row.status == "completed" and not left and not going_on._answered
+
+
 @pytest.mark.parametrize("ends", ["its model is gone", "a day has passed", "it is cancelled"])
 async def test_an_end_that_a_full_disk_does_not_take_leaves_it_where_it_waits(control: Control, monkeypatch, ends: str):
     """Nobody knew of it any more, and its row was queued until the next start."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.jobs.events import fail
-from appliance.store.objects import jobs
+from appliance.store.objects import job_records, jobs
 from appliance.store.records import energy, handovers
-from appliance.store.rows import HandoverRow
+from appliance.store.rows import HandoverRow, JobMetricRow
+from runtime.devices.kind import Reading
 
 from .conftest import ADMIN, Control
 
@@ -54,6 +60,11 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
     assert found["appliance_job_loss", job] == 1.5 and found["appliance_job_tokens_per_second", job] == 900
     assert found["appliance_job_step", job] == 3 and found["appliance_job_devices", job] == 2
     assert ("appliance_job_energy_joules", job) not in found, "nothing counts it"
+    assert ("appliance_job_gradient_norm", job) not in found, "no step has told it yet"
+    for step, norm, rate in ((2, 9.0, 2e-4), (3, 0.7, 1e-4)):
+        job_records.upsert_metric(control.db, JobMetricRow(running, step, now_s, grad_norm=norm, learning_rate=rate))
+    told = await scrape(control)
+    assert (told["appliance_job_gradient_norm", job], told["appliance_job_learning_rate", job]) == (0.7, 1e-4)
     energy.add(control.db, {("job", running): (250.0, 5.0)}, now_s)
     assert (await scrape(control))["appliance_job_energy_joules", job] == 250
     assert not any(dict(labels).get("job") == waiting for _, labels in found)
@@ -82,6 +93,96 @@ async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> Non
     assert found["appliance_doctor_findings", (("state", "warn"),)] == 2
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
     assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
+
+
+async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Control) -> None:
+    running = await control.job()
+    bf16 = {"precision": "bf16", "full": True}
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5, resolved=bf16)
+    control.db.execute("UPDATE models SET params = ?, arch = 'LlamaForCausalLM' WHERE id = 'starter'", [10**8])
+
+    async def told() -> float | None:
+        found = await scrape(control)
+        return found.get(("appliance_job_mfu_ratio", (("job", running), ("model", "starter"))))
+
+    assert await told() is None, "nobody publishes the rate of a processor"
+    for device in control.scheduler.devices:
+        device["name"] = "NVIDIA H100 80GB HBM3"
+    assert await told() == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
+    jobs.update(control.db, running, resolved=bf16 | {"full": False})
+    assert await told() == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
+    jobs.update(control.db, running, resolved=bf16 | {"precision": "fp32"})
+    assert await told() is None
+    jobs.update(control.db, running, resolved=bf16)
+    control.db.execute("UPDATE models SET arch = 'Qwen3MoeForCausalLM' WHERE id = 'starter'")
+    assert await told() is None
+
+
+async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
+    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
+    found = await scrape(control)
+    told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
+    assert told == {
+        (("code", "31"), ("device", "n0/0")): 2,
+        (("code", "94"), ("device", "n0/0")): 1,
+    }
+
+
+# As vLLM writes them, between hundreds of others.
+OF_AN_ENGINE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m@v1"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m@v1"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m@v1",reason="capacity"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m@v1"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="m@v1"} 4.0
+vllm:num_preemptions_created{engine="0",model_name="m@v1"} 1.7e+09
+vllm:prefix_cache_queries_total{engine="0",model_name="m@v1"} 100.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m@v1"} 64.0
+vllm:request_success_total{engine="0",finished_reason="a secret of somebody"} 1.0
+"""
+
+
+@contextlib.asynccontextmanager
+async def engine_on(socket: Path, said: bytes | None) -> AsyncIterator[str]:
+    """An engine's server; None: it never answers."""
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"GET /metrics ")
+            if said is None:
+                await reader.read()
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(said), said))
+                await writer.drain()
+
+    async with await asyncio.start_unix_server(answers, socket):
+        yield str(socket)
+
+
+async def test_engines_tell_of_their_cache_and_queue_and_one_that_is_silent_costs_only_its_own(
+    control: Control, tmp_path: Path
+) -> None:
+    assert not any(name.startswith("appliance_engine_") for name, _ in await scrape(control))
+    async with engine_on(tmp_path / "a", OF_AN_ENGINE) as well, engine_on(tmp_path / "b", None) as silent:
+        control.context.open_engines = lambda: {
+            "r1": ("m", well),
+            "r2": ("m", silent),
+            "r3": ("m", str(tmp_path / "gone")),
+        }
+        found = await scrape(control)
+    told = {(name, labels): value for (name, labels), value in found.items() if name.startswith("appliance_engine_")}
+    of = (("model", "m"), ("replica", "r1"))
+    assert told == {
+        ("appliance_engine_kv_cache_ratio", of): 0.25,
+        ("appliance_engine_requests", (*of, ("state", "running"))): 3,
+        ("appliance_engine_requests", (*of, ("state", "waiting"))): 2,
+        ("appliance_engine_preemptions_total", of): 4,
+        ("appliance_engine_prefix_tokens_total", of): 100,
+        ("appliance_engine_prefix_hit_tokens_total", of): 64,
+    }
+    assert found["appliance_job_queue_length", ()] == 0
 
 
 async def test_only_for_admins(control: Control) -> None:

@@ -44,6 +44,21 @@ async def test_series_by_model_version_and_key_class(box: Box) -> None:
     assert b"sk-test" not in text and b"key_all" not in text
 
 
+def test_tokens_are_counted_by_direction_and_those_of_the_cache_apart() -> None:
+    metrics = Metrics()
+    for prompt, found, completion in ((10, 0, 3), (12, 8, 4)):
+        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request.model, request.model_version, request.status = "m", "v1", 200
+        request.tokens.prompt, request.tokens.found, request.tokens.completion = prompt, found, completion
+        metrics.finished(request, 1.0)
+    told = values(render(metrics.families([])))
+    of = {"key_class": "none", "model": "m", "version": "v1"}
+    by = {way: tuple(sorted((of | {"direction": way}).items())) for way in ("input", "output")}
+    assert told["appliance_gateway_tokens_total", by["input"]] == 22
+    assert told["appliance_gateway_tokens_total", by["output"]] == 7
+    assert told["appliance_gateway_cached_tokens_total", tuple(sorted(of.items()))] == 8
+
+
 async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
     assert values((await box.ask("GET", "/metrics")).body)["appliance_controller_up", ()] == 0
 

@@ -451,6 +451,33 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
 
 
+async def test_who_reads_slowly_makes_leaving_early_no_cheaper(box: Box) -> None:
+    """Of forty streams that were held up for a minute each, the model's rate was a hundredth of what it is."""
+    rate, going_on = box.state.spending._rate, asyncio.Event()
+    rate.answered("m", 100, sequences=1, took_s=1.0)
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a", done=False)[0])
+        await going_on.wait()
+        usage = {"prompt_tokens": 3, "completion_tokens": 80, "total_tokens": 83}
+        await reply.chunk(b'data: {"choices":[],"usage":%b}\n\ndata: [DONE]\n\n' % orjson.dumps(usage))
+        await reply.end()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await box.until(lambda: any(r.stream_events for c in box.state.connections if (r := c.active_request)))
+    (conn,) = (conn for conn in box.state.connections if conn.active_request is not None)
+    conn.pause_writing()
+    conn.active_request.sent_s -= 60.0
+    conn.resume_writing()
+    going_on.set()
+    assert (await wire.response()).status == 200
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    assert taken(box)["completion_tokens"] == 80 and rate.written("m", 1, 1.0) == 100
+
+
 @pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, {}])
 async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hides: dict[str, Any]) -> None:
     """An engine writes no event of reasoning that is not wanted: thousands of tokens were free to who left in time."""

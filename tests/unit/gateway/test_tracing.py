@@ -63,6 +63,17 @@ async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Coll
     told = attributes(request)
     assert (told["model"], told["version"], told["key_id"]) == ("m", "v1", "key_all")
     assert told["http.response.status_code"] == 200 and told["request_id"].startswith("req_")
+    conventions = {name: value for name, value in told.items() if name.startswith("gen_ai.")}
+    assert conventions.pop("gen_ai.response.time_to_first_chunk") > 0
+    assert conventions == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "appliance",
+        "gen_ai.request.model": "m",
+        "gen_ai.response.model": "m@v1",
+        "gen_ai.usage.input_tokens": told["prompt_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": told["completion_tokens"],
+    }
     # Each engine is told the attempt that it is, so that its own spans can go below it.
     sent = [request.headers["traceparent"] for request in box.engines["e0"].requests]
     assert sent == [f"00-{TRACE}-{span.span_id.hex()}-01" for span in attempts]

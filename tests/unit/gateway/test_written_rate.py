@@ -20,3 +20,11 @@ def test_the_rate_is_of_one_sequence_and_smoothed():
     rate.answered("m", 200, sequences=1, took_s=1.0)
     assert rate.written("m", sequences=1, for_s=1.0) == 110
     assert rate.written("other", sequences=1, for_s=1.0) == 10
+
+
+def test_a_short_answer_counts_for_less():
+    rate = WrittenRate()
+    rate.answered("m", 1000, sequences=1, took_s=10.0)
+    for _ in range(10):
+        rate.answered("m", 8, sequences=1, took_s=20.0)  # a long prompt
+    assert rate.written("m", sequences=1, for_s=1.0) > 85, "it was 35"

@@ -3,7 +3,9 @@
 import configparser
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -82,6 +84,20 @@ def test_the_power_helpers_unit_starts_the_helper_apart_from_the_users_files():
     assert "User" not in unit["Service"] and unit["Service"]["RuntimeDirectoryPreserve"] == "restart"
 
 
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize(("unit", "most"), [("appliance", 30), ("appliance-power", 50)])
+def test_systemd_finds_a_unit_hardened_and_knows_each_of_its_lines(unit: str, most: int, tmp_path: Path):
+    """most: ten times systemd's exposure level, from 0 (nothing is open) to 100."""
+    known = tmp_path / f"{unit}.service"
+    # The one thing that it may miss here: what is installed elsewhere.
+    known.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", (IMAGES / known.name).read_text(), flags=re.M))
+    told = subprocess.run(["systemd-analyze", "verify", known], capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (0, "")
+    command = ["systemd-analyze", "security", "--offline=true", f"--threshold={most}", "--no-pager", str(known)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
     named = {}
     for build in ("cpu", "cuda", "test"):
@@ -111,3 +127,12 @@ def test_make_targets_refer_to_what_exists():
     ).stdout.splitlines()
     assert "install.sh" in plan[0] and "run-tests.sh" in plan[1]
     assert "make test" in (PROJECT / ".ci" / "run").read_text()
+
+
+def test_make_test_says_what_it_skipped_and_why(tmp_path: Path):
+    """Without a browser the page is not looked at, which a number of skipped tests tells nobody."""
+    (told,) = re.findall(r"^pytest=\((.*)\)$", (IMAGES / "run-tests.sh").read_text(), re.M)
+    (tmp_path / "test_page.py").write_text("import pytest\ndef test_it(): pytest.skip('no browser here')\n")
+    command = [sys.executable, *shlex.split(told)[1:], "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "no browser here" in done.stdout, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.shadow import Seen, Shadow, standby_costs
 from scheduler.autoscale.standby import StandbyLearner, levels
 from scheduler.autoscale.surges import Surges
-from scheduler.autoscale.trials import Bursts
+from scheduler.autoscale.trials import Bursts, Stint
 from scheduler.core.config import SchedulerConfig, WhenLate
 from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, Hysteresis, Standby
@@ -291,6 +291,18 @@ def test_a_constant_that_failed_is_tried_ever_less_often() -> None:
     assert tries[-1] - tries[-2] > tries[2] - tries[1]
 
 
+@pytest.mark.parametrize(("late", "failed"), [(8, False), (30, True)])
+def test_a_constant_fails_by_more_than_one_burst_that_the_half_hour_has_room_for(late: int, failed: bool) -> None:
+    found = learner()
+    for look in range(4 * 1800):
+        found.seen(look * LOOK_S, Seen([0.05], awake=found.best.replicas))
+    assert found._allowed > 40
+    found._take(found._constants[0], 1800.0)
+    for look in range(40):
+        found.seen(1800.0 + look * LOOK_S, Seen([0.05], late=late if look == 39 else 0, awake=1))
+    assert found._bars.barred(1, 1810.0) is failed
+
+
 def test_moving_that_cost_more_than_the_least_constant_in_time_is_barred() -> None:
     found, moved_s = learner(), 0.0
     for look in range(4 * 3600):
@@ -302,6 +314,26 @@ def test_moving_that_cost_more_than_the_least_constant_in_time_is_barred() -> No
         moved_s += moving * LOOK_S
     assert found.best.fixed and found.best.replicas == 2
     assert moved_s < 600, "an hour, of which most stood still"
+
+
+def test_a_hand_over_that_leaves_few_awake_is_not_a_loss_before_it_can_bring_anything() -> None:
+    found = learner()
+    found.seen(0.0, Seen([0.05], awake=8))
+    for look in range(1, 40):
+        found.seen(look * LOOK_S, Seen(awake=2))
+        assert not found._bars.barred("moving", look * LOOK_S), "six devices more train in four seconds"
+
+
+def test_a_stop_costs_a_trial_what_it_costs_the_job_and_one_that_replaces_another_costs_only_its_own() -> None:
+    once, twice = Stint(), Stint()
+    once.stopped(18.0, 3.0)
+    twice.stopped(18.0, 3.0)
+    twice.lived(1.0, 6)
+    twice.stopped(9.0, 3.0)
+    assert (once.gain_s, once.owed_s, twice.gain_s, twice.owed_s) == (0, 18, 0, 9)
+    once.lived(10.0, 6)
+    twice.lived(10.0, 3)
+    assert (once.gain_s, once.owed_s, twice.gain_s, twice.owed_s) == (60 - 18, 0, 30 - 9, 0)
 
 
 def test_what_was_learned_goes_into_the_state_and_out_of_it() -> None:

@@ -27,12 +27,6 @@ from appliance.store.records import box, deployments
 from appliance.store.rows import FileRow, JobRow, ModelRow
 
 
-@pytest.fixture
-def db(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as opened:
-        yield opened
-
-
 def job(number: int, **fields) -> JobRow:
     values = {"model": "m", "method": "supervised", "training_file": "f", "seed": 1, "output_model": "o"}
     return JobRow(id=f"ftjob-{number}", created_s=float(number), **values | fields)

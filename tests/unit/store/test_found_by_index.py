@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ from appliance.store.objects import (
     uploads,
 )
 from appliance.store.records import keys
-
-
-@pytest.fixture
-def db(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as opened:
-        yield opened
-
 
 LOOKS: dict[str, Callable[[Database], Any]] = {
     # 6,000 that had ended, 2,000 of an owner, held the loop for 0.13 s, with each plan of the scheduler.

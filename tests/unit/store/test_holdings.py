@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ class Watched:
         return self._db.execute(sql, parameters)
 
     value = Database.value
-
-
-@pytest.fixture
-def db(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as opened:
-        yield opened
 
 
 def test_what_an_owner_holds_is_told_by_an_index_alone(db: Database):

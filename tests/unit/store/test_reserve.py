@@ -29,12 +29,6 @@ class Volume:
         return os.statvfs_result((4096, 4096, 10 * 2**30 // 4096, free, free, 0, 0, 0, 0, 255))
 
 
-@pytest.fixture
-def db(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as opened:
-        yield opened
-
-
 def pages(db: Database) -> int:
     return db.execute("PRAGMA page_count").fetchone()[0]
 

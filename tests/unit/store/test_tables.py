@@ -24,12 +24,6 @@ from appliance.store.rows import (
 )
 
 
-@pytest.fixture
-def db(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as opened:
-        yield opened
-
-
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
     row = JobRow(
         id=job_id,

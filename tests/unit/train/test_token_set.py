@@ -1,5 +1,8 @@
 """Token sets on disk: a set that is there is opened as it was, and without the tokenizer."""
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,10 +10,12 @@ from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import METHODS
 from train.data import token_set
 from train.data.chat import ChatEncoder
+from train.data.formats import BadRecord
 from train.data.packing import plan_packs
 from train.data.token_set import open_token_set
 from train.methods.methods import method_of
 from train.model.model import load_tokenizer
+from train.plan.errors import InvalidTrainingData
 
 
 def refused():
@@ -78,18 +83,116 @@ def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_pa
     assert len(again.packs) == 40, "each prompt is a pack of its own"
 
 
+def letters(text):
+    """A token for each letter and two more."""
+    return [(np.arange(len(text) + 2, dtype=np.int32), np.ones(len(text) + 2, bool))]
+
+
+class World:
+    """Ranks that tokenise one after the other, by an encoding of their own; `encoded`: the lengths of texts, by
+    rank."""
+
+    def __init__(self, data, folder, size):
+        self.data, self.folder, self.size = data, folder, size
+        self.encoded = [[] for _ in range(size)]
+
+    def rank(self, number, *, ends_after=10**9):
+        """Up to its second barrier, at which it would wait for others; or it ends with so many texts encoded."""
+
+        class Waits(Exception):
+            pass
+
+        def encode(encoder, text):
+            if len(self.encoded[number]) == ends_after:
+                raise Waits
+            self.encoded[number].append(len(text))
+            return letters(text)
+
+        barriers = iter([None, Waits()])
+
+        def barrier():
+            if (wait := next(barriers, None)) is not None and self.size > 1:
+                raise wait
+
+        with contextlib.suppress(Waits):
+            return self._open(number, encode, barrier)
+
+    def _open(self, number, encode, barrier):
+        encoder = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=0))
+        return open_token_set(
+            self.data,
+            self.folder,
+            lambda: encoder,
+            self.folder / "tokens",
+            max_length=10**6,
+            packing=False,
+            rank=number,
+            world_size=self.size,
+            barrier=barrier,
+            encode=encode,
+            cut=lambda sequences, most: sequences,
+        )
+
+
+def sorted_file(folder, lines, power=2):
+    data = folder / "train.jsonl"
+    data.write_text("".join(f'"{"x" * number**power}"\n' for number in range(lines)))
+    return data
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 1000, 1 << 18])
 @pytest.mark.parametrize("lines", [0, 1, 2, 90])
-def test_ranks_share_the_bytes_of_a_file_that_is_sorted_by_length(tmp_path, lines):
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(f'"{"x" * number * number}"\n' for number in range(lines)))
-
-    def encode(text):
-        return [(np.arange(len(text) + 2, dtype=np.int32), np.ones(len(text) + 2, bool))]
-
-    shares = []
+def test_each_line_is_in_one_block_whatever_their_sizes(tmp_path, monkeypatch, lines, block_bytes):
+    monkeypatch.setattr(token_set, "_BLOCK_BYTES", block_bytes)
+    data, lengths = sorted_file(tmp_path, lines), []
+    blocks = token_set._blocks(data.stat().st_size)
+    assert len(blocks) <= token_set._MOST_BLOCKS
+    for begin, end in blocks:
+        lengths += [len(line) - len('""\n') for line in token_set._lines(data, begin, end)]
+    assert lengths == [number * number for number in range(lines)], "each line once, in order"
+    world = World(data, tmp_path, 4)
     for rank in range(4):
-        token_set._write_shard(data, encode, lambda sequences, most: sequences, tmp_path, 10**6, rank, 4)
-        shares.append(np.load(tmp_path / f"{rank}.npz")["lengths"].tolist())
-    assert sum(shares, []) == [number * number + 2 for number in range(lines)], "each line once, in order"
-    if lines == 90:
-        assert max(map(sum, shares)) < 1.2 * min(map(sum, shares))
+        world.rank(rank)
+    assert sorted(sum(world.encoded, [])) == lengths
+
+
+def test_ranks_have_equally_much_of_a_file_that_is_sorted_by_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_set, "_BLOCK_BYTES", 1000)
+    world = World(sorted_file(tmp_path, 400, power=1), tmp_path, 4)
+    for rank in range(4):
+        world.rank(rank)
+    assert max(map(sum, world.encoded)) < 1.1 * min(map(sum, world.encoded))
+
+
+def test_a_start_that_was_given_up_goes_on_where_it_was(tmp_path, monkeypatch):
+    """The scheduler gives a start up after ten minutes: one GPU needs longer for the tokens of half a gigabyte, and
+    whoever began with the first line again would never train."""
+    monkeypatch.setattr(token_set, "_BLOCK_BYTES", 1000)
+    data = sorted_file(tmp_path, 60)
+    given_up = World(data, tmp_path, 2)
+    given_up.rank(0, ends_after=20)
+    given_up.rank(1, ends_after=20)
+    again = World(data, tmp_path, 1)
+    opened = again.rank(0)
+    assert opened.n_examples == 60 and np.diff(opened._offsets).tolist() == [n * n + 2 for n in range(60)]
+    lost = len(sum(given_up.encoded, [])) + len(again.encoded[0]) - 60
+    assert 0 <= lost <= 2 * 32 and len(again.encoded[0]) < 30, "no more than the blocks under way"
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == [opened_name(tmp_path)]
+
+
+def opened_name(folder):
+    return token_set._key(folder / "train.jsonl", folder, 10**6)
+
+
+def test_a_line_that_is_refused_is_named_by_its_place_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_set, "_BLOCK_BYTES", 100)
+    data = sorted_file(tmp_path, 30)
+
+    def encode(encoder, text):
+        if len(text) in (25, 400):
+            raise BadRecord(f"{len(text)} letters")
+        return letters(text)
+
+    with pytest.raises(InvalidTrainingData) as refused_:
+        World(data, tmp_path, 1)._open(0, encode, lambda: None)
+    assert "line 6" in str(refused_.value) and "line 21" in str(refused_.value)

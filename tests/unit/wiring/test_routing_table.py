@@ -67,9 +67,10 @@ async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_ver
 async def test_an_engine_that_hangs_is_avoided_also_by_a_controller_that_finds_it_so(routing, bus):
     routing.avoid("r1", True)  # known before its route is opened anew
     await routing.open("r1", "starter", "v1", SOCKET)
-    assert bus.table["starter"]["replicas"][0]["avoid"] is True
+    assert bus.table["starter"]["replicas"][0]["avoid"] is True and routing.open_engines() == {}
     routing.avoid("r1", False)
     assert "avoid" not in bus.table["starter"]["replicas"][0]
+    assert routing.open_engines() == {"r1": ("starter", SOCKET)}
     routing.avoid("r1", True)
     routing.close("r1")
     await routing.open("r1", "starter", "v1", SOCKET)
