@@ -53,8 +53,8 @@ class Means:
 
 
 def lower_limits() -> tuple[str, ...]:
-    """podman sets higher limits than it has itself, which a root without CAP_SYS_RESOURCE may not; and it lowers its own
-    number of processes to 32,768 before."""
+    """podman sets higher limits than it has itself, which a root without CAP_SYS_RESOURCE may not; and before that it
+    lowers its own number of processes to 32,768."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return "--ulimit", f"nofile={files}:{files}", "--ulimit", "nproc=30000:30000"
 
