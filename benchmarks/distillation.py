@@ -1,12 +1,13 @@
 """A student comes nearer to a teacher that an engine serves: the reverse KL divergence on prompts held out, by seed.
 
     python benchmarks/distillation.py [--model DIRECTORY] [--seeds N ...] [--steps N] [--rollouts engine]
-                                       [--teacher DIRECTORY] [--json FILE]
+                                       [--teacher DIRECTORY] [--near EPOCHS] [--json FILE]
 
 Two CPU devices in mode `split`, one for the ranks and one for the engine. The teacher is an adapter of the model that
 has learnt the demo's 64 questions about who it is (supervised, LoRA of rank 16, three epochs); each student begins from
 the model itself, with LoRA of rank 16, eight answers in a step to some of 52 questions; twelve are held out, with two
-answers each, or `--held-out`. Without a model a starter is made, which learns as much of less. What FILE has of other
+answers each, or `--held-out`. With `--near` students begin near the teacher: from the model once it has learnt the same
+64 questions for so many epochs. Without a model a starter is made, which learns as much of less. What FILE has of other
 seeds stays in it and counts in the means, and the teacher is that of DIRECTORY, or is kept there once it is made: so
 seeds can be run one by one.
 """
@@ -47,21 +48,28 @@ def ended(box, client, job_id: str):
     return client.fine_tuning.jobs.retrieve(job_id)
 
 
-def taught(box, client, model: str, kept: Path | None) -> str:
-    """The name of the teacher, which is imported if it was kept before, and kept otherwise."""
-    if kept and kept.exists():
-        box.run("model", "import", str(kept), "--name", "teacher", "--base", model, timeout_s=600)
-        return "teacher"
+def supervised(box, client, model: str, epochs: int, **more) -> str:
+    """The name of the model once it has learnt who it is; more: hyperparameters."""
     job = client.fine_tuning.jobs.create(
         model=model,
         training_file=box.upload((DEMO_DATA / "identity.jsonl").read_bytes()),
         seed=1,
         method={
             "type": "supervised",
-            "supervised": {"hyperparameters": {"n_epochs": 3, "lora_rank": 16, "general_questions": False}},
+            "supervised": {
+                "hyperparameters": {"n_epochs": epochs, "lora_rank": 16, "general_questions": False, **more}
+            },
         },
     )
-    name = ended(box, client, job.id).fine_tuned_model
+    return ended(box, client, job.id).fine_tuned_model
+
+
+def taught(box, client, model: str, kept: Path | None) -> str:
+    """The name of the teacher, which is imported if it was kept before, and kept otherwise."""
+    if kept and kept.exists():
+        box.run("model", "import", str(kept), "--name", "teacher", "--base", model, timeout_s=600)
+        return "teacher"
+    name = supervised(box, client, model, 3)
     if kept:
         folder = box.data_dir / "models" / encode_name(name)
         (version,) = wait_for(lambda: folder.is_dir() and list(folder.iterdir()), "the teacher on disk", 120)
@@ -79,6 +87,7 @@ def main() -> None:
     options.add_argument("--rollouts", default="ranks")
     options.add_argument("--rate", type=float, default=2e-4)
     options.add_argument("--held-out", type=int, default=2, help="answers to each question that is held out")
+    options.add_argument("--near", type=int, default=0)
     options.add_argument("--validations", type=int, default=4, help="beside the one before the first step")
     options.add_argument("--json", type=Path)
     asked = options.parse_args()
@@ -96,6 +105,7 @@ def main() -> None:
         teacher = taught(box, client, model, asked.teacher)
         # Else the first validation is sampled by the ranks, where an engine takes more than their patience to start.
         client.chat.completions.create(model=teacher, messages=[{"role": "user", "content": "Hello"}], max_tokens=1)
+        start = supervised(box, client, model, asked.near, lora_publish="merged") if asked.near else model
         asked_of = questions()
         train, valid = (
             box.upload(jsonl(rows), name)
@@ -117,7 +127,7 @@ def main() -> None:
                 "general_questions": False,
             }
             job = client.fine_tuning.jobs.create(
-                model=model,
+                model=start,
                 training_file=train,
                 validation_file=valid,
                 seed=seed,
@@ -143,13 +153,14 @@ def main() -> None:
                 print(f"  {name:20}", {step: round(rows[step][key], 3) for step in sorted(rows)}, flush=True)
             found[str(seed)] = {"steps": steps, "held_out": held_out}
         students = [("student", done.fine_tuned_model)] if asked.seeds else []
-        for name, one in (("before", model), ("teacher", teacher), *students):
+        for name, one in (("before", start), ("teacher", teacher), *students):
             answer = client.chat.completions.create(
                 model=one, messages=asked_of[0]["messages"], max_tokens=32, temperature=0
             )
             print(f"{name}: {answer.choices[0].message.content!r}")
     print(f"load after {os.getloadavg()}, {time.strftime('%Y-%m-%d')}")
     size = f"{'SmolLM2-135M' if asked.model else 'starter'}, LoRA of rank 16, {asked.steps} steps"
+    size += f", near the teacher by {asked.near}" if asked.near else ""
     rows = []
     for key, unit in (("valid_reverse_kl", "nats a token"), ("valid_answer_reverse_kl", "nats an answer")):
         for name, pick in (("before", min), ("after", max)):

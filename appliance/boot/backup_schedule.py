@@ -13,10 +13,6 @@ from appliance.boot.scheduled_process import see_through
 LOOK_EVERY_S = 60.0
 
 
-class BackupFailed(RuntimeError):
-    """The backup's process said why."""
-
-
 class BackupSchedule:
     """start: starts the process that takes one and writes to `log_path`. newest: the file that tells of the last."""
 
@@ -32,9 +28,9 @@ class BackupSchedule:
         self._start, self._clock = start, clock
 
     async def look(self) -> None:
-        """Takes one if it is time. Raises BackupFailed; whoever calls again tries again."""
+        """Takes one if it is time. Raises ProcessFailed; whoever calls again tries again."""
         last = last_backup.read(self._newest)
         # One of a time when the clock was ahead says nothing: there would be none until the clock is there again.
         if last is not None and 0 <= self._clock() - last.made_s < self._every_s:
             return
-        await see_through(self._start, self._log_path, BackupFailed)
+        await see_through(self._start, self._log_path)

@@ -18,10 +18,6 @@ LOOK_EVERY_S = 60.0
 EVERY_S = 24 * 3600.0
 
 
-class CheckupFailed(RuntimeError):
-    """The doctor's process said why."""
-
-
 class CheckupSchedule:
     """start: starts the process that looks, which writes what it found into `newest` and else says why into
     `log_path`."""
@@ -37,13 +33,13 @@ class CheckupSchedule:
         self._last_s: float | None = None
 
     async def look(self) -> None:
-        """Starts the doctor if it is time, and logs what is wrong that was not before. Raises CheckupFailed; whoever
+        """Starts the doctor if it is time, and logs what is wrong that was not before. Raises ProcessFailed; whoever
         calls again tries again."""
         now_s = self._clock()
         if self._last_s is not None and now_s - self._last_s < EVERY_S:
             return
         before = {finding["check"] for finding in read_findings(self._newest)}
-        await see_through(self._start, self._log_path, CheckupFailed)
+        await see_through(self._start, self._log_path)
         self._last_s = now_s
         for finding in read_findings(self._newest):
             if finding["check"] not in before:

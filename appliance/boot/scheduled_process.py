@@ -9,16 +9,18 @@ from pathlib import Path
 from runtime.processes.kernel import tail
 
 
-async def see_through(
-    start: Callable[[], Awaitable[asyncio.subprocess.Process]], log_path: Path, failed: type[Exception]
-) -> None:
-    """Returns when it ended well, raises `failed` with the last line of its log when it did not, and ends it when this
-    is cancelled."""
+class ProcessFailed(RuntimeError):
+    """The process said why."""
+
+
+async def see_through(start: Callable[[], Awaitable[asyncio.subprocess.Process]], log_path: Path) -> None:
+    """Returns when the process ended well, and ends it when this is cancelled. Raises ProcessFailed with the last line
+    of its log."""
     process = await start()
     try:
         if await process.wait() != 0:
             lines = tail(log_path).splitlines() or [f"its process ended with {process.returncode}"]
-            raise failed(lines[-1])
+            raise ProcessFailed(lines[-1])
     finally:
         if process.returncode is None:
             process.terminate()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import appliance
 from appliance.boot import ray_head
-from appliance.boot.scheduled_process import see_through
+from appliance.boot.scheduled_process import ProcessFailed, see_through
 from appliance.config import TrackingSettings
 from appliance.paths import BoxPaths
 
@@ -28,10 +28,6 @@ _QUIET = {
 }
 
 
-class TrackingFailed(RuntimeError):
-    """The exporter ended, or could not be started; the message says why."""
-
-
 class TrackingProcess:
     """The exporter of one box. environment: of its processes; what it says of MLflow and W&B does not count, since the
     configuration alone decides what leaves the box."""
@@ -46,11 +42,11 @@ class TrackingProcess:
         return self._paths.tracking / "status.json"
 
     async def run(self) -> None:
-        """Raises TrackingFailed or OSError when it has ended; whoever calls again starts it again."""
+        """Raises ProcessFailed or OSError when it has ended; whoever calls again starts it again."""
         self._paths.tracking.mkdir(mode=0o700, exist_ok=True)
         self.status_file.unlink(missing_ok=True)
-        await see_through(self._start, self._paths.logs / "tracking.log", TrackingFailed)
-        raise TrackingFailed("the exporter ended by itself")
+        await see_through(self._start, self._paths.logs / "tracking.log")
+        raise ProcessFailed("the exporter ended by itself")
 
     async def _start(self) -> asyncio.subprocess.Process:
         settings = {
@@ -80,23 +76,23 @@ class TrackingProcess:
 
 
 def read_credentials(path: str | None) -> dict[str, str]:
-    """The variables of MLflow and W&B in a file of lines NAME=VALUE. Raises TrackingFailed."""
+    """The variables of MLflow and W&B in a file of lines NAME=VALUE. Raises ProcessFailed."""
     if path is None:
         return {}
     file = Path(path).expanduser()
     try:
         if stat.S_IMODE(file.stat().st_mode) & 0o077:
-            raise TrackingFailed(f"[tracking] credentials_file {file} is open to other users: chmod 600 it")
+            raise ProcessFailed(f"[tracking] credentials_file {file} is open to other users: chmod 600 it")
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TrackingFailed(f"[tracking] credentials_file {file} cannot be read: {error}") from error
+        raise ProcessFailed(f"[tracking] credentials_file {file} cannot be read: {error}") from error
     found = {}
     for number, line in enumerate(lines, 1):
         name, is_there, text = (part.strip() for part in line.partition("="))
         if not name or name.startswith("#"):
             continue
         if not is_there or not name.startswith(_OURS):
-            raise TrackingFailed(
+            raise ProcessFailed(
                 f"[tracking] credentials_file {file}, line {number}: expected WANDB_API_KEY=..., "
                 "MLFLOW_TRACKING_TOKEN=... or another variable of theirs"
             )

@@ -192,6 +192,8 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
     """Owners who have a pseudonym by now."""
     with _read(database) as connection:
         connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        if not all(_has(connection, of, "keys", "owner") for of in ("before", "main")):
+            return ()
         found = connection.execute(
             "SELECT DISTINCT old.owner FROM before.keys AS old JOIN main.keys AS now USING (id)"
             " WHERE now.owner LIKE 'forgotten-%' AND old.owner != now.owner ORDER BY 1"
@@ -200,24 +202,33 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
 
 
 def _stays_so(copy: Path, database: Path) -> None:
-    """In the copy: what its owners have deleted since is deleted, and nobody may more than he may now."""
+    """In the copy: what its owners have deleted since is deleted, and nobody may more than he may now. The copy may be
+    of a release that had less in it."""
     with closing(sqlite3.connect(f"file:{copy}", uri=True)) as connection, connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
         connection.execute("ATTACH ? AS now", (f"file:{database}?mode=ro",))
-        for table in _ALL_IN_ROWS:
-            connection.execute(f"DELETE FROM main.{table} WHERE id NOT IN (SELECT id FROM now.{table})")
-        for table, whose in _MAY_USE.items():
-            connection.execute(f"DELETE FROM main.{table} WHERE ({whose}) NOT IN (SELECT {whose} FROM now.{table})")
-        rows = connection.execute("SELECT id, scopes FROM main.keys").fetchall()
-        # A scope that came with the newer release means nothing to the older one.
-        known = _OLDEST_SCOPES.union(*(json.loads(scopes) for _, scopes in rows))
+        told = {**dict.fromkeys(_ALL_IN_ROWS, "id"), **_MAY_USE}
+        for table, rows in told.items():
+            if all(_has(connection, of, table, rows) for of in ("main", "now")):
+                connection.execute(f"DELETE FROM main.{table} WHERE ({rows}) NOT IN (SELECT {rows} FROM now.{table})")
+        known = _OLDEST_SCOPES.union(
+            # A scope that came with the newer release means nothing to the older one.
+            *(json.loads(scopes) for (scopes,) in connection.execute("SELECT scopes FROM main.keys").fetchall())
+        )
         for key_id, scopes in connection.execute("SELECT id, scopes FROM now.keys").fetchall():
             kept = json.dumps([scope for scope in json.loads(scopes) if scope in known])
+            connection.execute("UPDATE main.keys SET scopes = ? WHERE id = ?", (kept, key_id))
+        if all(_has(connection, of, "keys", "models") for of in ("main", "now")):
             connection.execute(
-                "UPDATE main.keys SET scopes = ?1, models = (SELECT models FROM now.keys WHERE id = ?2) WHERE id = ?2",
-                (kept, key_id),
+                "UPDATE main.keys SET models = (SELECT models FROM now.keys WHERE now.keys.id = main.keys.id)"
+                " WHERE id IN (SELECT id FROM now.keys)"
             )
+
+
+def _has(connection: sqlite3.Connection, schema: str, table: str, columns: str) -> bool:
+    there = {row[1] for row in connection.execute(f"PRAGMA {schema}.table_info({table})")}
+    return there.issuperset(columns.split(", "))
 
 
 def _read(database: Path) -> closing[sqlite3.Connection]:

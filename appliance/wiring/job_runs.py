@@ -277,7 +277,6 @@ class JobRuns:
         return True
 
     def taken(self, job_id: str) -> None:
-        """The job's ranks have read what they were given, or will not."""
         for lease in self._leases.pop(job_id, ()):
             lease.release()
 
@@ -290,7 +289,6 @@ class JobRuns:
         return None
 
     def may_continue(self, job_id: str) -> bool:
-        """Whether the job may run again."""
         row = jobs.find(self._db, job_id)
         return row is not None and not row.finished and row.wanted != "cancel"
 

@@ -93,15 +93,12 @@ class BusRouting:
         await self._bus.wait_drained(replica_id)
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        """Send no adapter requests to this replica, which gets other weights; returns when all gateways know."""
         await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
 
     def offer_adapters(self, replica_id: str) -> None:
-        """Send adapter requests to this replica again, whose weights stayed the same."""
         self._change(replica_id, takes_adapters=True)
 
     def avoid(self, replica_id: str, avoided: bool) -> None:
-        """Have gateways prefer other replicas while this one's engine gives no sign of life; False ends that."""
         (self._avoided.add if avoided else self._avoided.discard)(replica_id)
         served = self._replicas.get(replica_id)
         if served is not None and served.avoided != avoided:

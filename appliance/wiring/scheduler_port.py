@@ -75,7 +75,6 @@ class LoopPort:
         return handover_id
 
     async def wait_handover(self, handover_id: str) -> None:
-        """Waits until nothing is left to do for the mode, which may take more than one hand-over."""
         await self._loop.wait_settled(self._settling.get(handover_id, 0))
 
     async def converge_model(self, model: str) -> dict[str, Any]:

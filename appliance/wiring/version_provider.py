@@ -54,8 +54,6 @@ class VersionProvider:
         self._awaited: Counter[str] = Counter()
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, held there until `taken`; call `taken` once for each return of
-        this. Raises LookupError when the box has no bytes of it, or they may not be opened."""
         key = (model, version)
         if key not in self._reading:
             self._reading[key] = asyncio.create_task(self._bring_in(model, version))
@@ -79,7 +77,6 @@ class VersionProvider:
         return stored.path
 
     def taken(self, model: str) -> None:
-        """One engine that the version was loaded for now holds it itself, or will not load it."""
         self._awaited[model] -= 1
         if self._awaited[model] <= 0:
             del self._awaited[model]

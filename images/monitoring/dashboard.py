@@ -198,6 +198,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Tokens per second", (("appliance_job_tokens_per_second", "{{job}}"),)),
             Panel("Devices of a job", (("appliance_job_devices", "{{job}}"),)),
             Panel("Progress", (("appliance_job_step / appliance_job_steps", "{{job}}"),), unit="percentunit"),
+            Panel(
+                "Share of the devices' rate that training uses (MFU)",
+                (("appliance_job_mfu_ratio", "{{job}}"),),
+                unit="percentunit",
+            ),
             Panel("Gradient norm", (("appliance_job_gradient_norm", "{{job}}"),)),
             Panel("Learning rate", (("appliance_job_learning_rate", "{{job}}"),)),
             Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),), width=24),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -379,6 +380,7 @@ class _Watch:
         self._devices = dict(devices)
         self._watched: tuple[int, ...] = ()  # indices of the GPUs whose Xids the driver collects in `_events`
         self._events: Any = None
+        self._xids: dict[int, Counter[int]] = {index: Counter() for index in self._devices}
 
     def read(self, let_go: Collection[str]) -> tuple[Reading, ...]:
         """One reading of each GPU except those to let go, which are given by id."""
@@ -417,16 +419,19 @@ class _Watch:
                 index = pynvml.nvmlDeviceGetIndex(event.device)
             except pynvml.NVMLError:  # the GPU fell off the bus with this Xid: its reading says that it is lost
                 continue
-            if fault := fault_of(int(event.eventData)):
+            xid = int(event.eventData)
+            self._xids[index][xid] += 1
+            if fault := fault_of(xid):
                 found[index] = (*found.get(index, ()), fault)
 
     def _reading(self, index: int, faults: tuple[str, ...]) -> Reading:
         device_id, now_s = self._devices[index], time.time()
         try:
             handle = _handle(index)
-            return self._answered(handle, device_id, now_s, faults)
+            reading = self._answered(handle, device_id, now_s, faults)
         except pynvml.NVMLError as error:
-            return Reading(device_id, now_s, faults, lost=str(error))
+            reading = Reading(device_id, now_s, faults, lost=str(error))
+        return replace(reading, driver_errors=tuple(self._xids[index].items()))
 
     @staticmethod
     def _answered(handle: Any, device_id: str, now_s: float, faults: tuple[str, ...]) -> Reading:

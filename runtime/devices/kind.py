@@ -36,7 +36,8 @@ class Reading:
     `unfit`: why it must not be used although it answers. `uuid`: as in `Found`. `power_w`, `power_limit_w`: drawn and
     enforced. `energy_j`: drawn since its driver was loaded. `busy`: the share of the last moments (0.2 to 1 s) in which
     it computed. `memory_used_bytes`: by whomever. `clock_hz`: of its processors. `throttled`: why they are slower than
-    they could be, words of `THROTTLES`.
+    they could be, words of `THROTTLES`. `driver_errors`: the numbers of those that its
+    driver has told since this process watches it (of NVIDIA's GPUs their Xids), each with how often.
     """
 
     device_id: str
@@ -55,6 +56,7 @@ class Reading:
     memory_used_bytes: int | None = None
     clock_hz: float | None = None
     throttled: tuple[str, ...] = ()
+    driver_errors: tuple[tuple[int, int], ...] = ()
 
 
 THROTTLES = ("heat", "hardware", "power_brake", "power_cap")

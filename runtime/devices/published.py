@@ -55,6 +55,12 @@ _ROWS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
 )
 
 
+def peak_flops(name: str) -> float | None:
+    """FLOP/s of dense bfloat16 that the maker says of a device of this name; None where it is in no row."""
+    least = published(name).get("products")
+    return None if least is None else least / _PRODUCTS
+
+
 def published(name: str) -> Mapping[str, float]:
     """The least that a device of this name reaches, by the measures of `serve.load.device_rates`; empty where nothing
     is published."""

@@ -22,6 +22,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 import xgrammar
 from vllm.config import ModelConfig
@@ -32,7 +33,9 @@ from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
+from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
+from vllm.tracing import otel
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -157,6 +160,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
+    request_bounds.cut_texts(TokenizeParams)
     request_bounds.forbid_known(InputProcessor)
     request_bounds.keep_seeds(ParentRequest)
     impossible_forms.apply()
@@ -171,6 +175,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     embedding_requests.apply()
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
+
+    otel.get_span_exporter = _of_heads_alone
 
     # An adapter's config has names of layers, not regular expressions of its own.
     layer_names.apply()
@@ -207,6 +213,19 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
             # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
             # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
             torch.compiler.set_stance("force_eager")
+
+
+def _of_heads_alone(endpoint: str) -> Any:
+    """The exporter of traces, for an endpoint of OTLP/HTTP. vLLM's own keeps whatever a collector answers in memory: of
+    one whose answer had no end 3 GiB."""
+    session = requests.Session()
+    session.hooks["response"].append(_unread)
+    return otel.OTLPHttpExporter(endpoint=endpoint, session=session)
+
+
+def _unread(answer: requests.Response, **_: Any) -> None:
+    answer.close()
+    answer._content = b""
 
 
 def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[..., None]:

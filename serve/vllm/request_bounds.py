@@ -23,6 +23,8 @@ from vllm.exceptions import VLLMValidationError
 
 # Ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
 STOP_IDS = 128
+# Tokens of a text behind those that it is cut to: where it ends decides which tokens its last ones are.
+SPARE_TOKENS = 1024
 
 
 def bound_forbidden(parameters: Any) -> None:
@@ -65,6 +67,28 @@ def bound_tokens(renderer: Any) -> None:
             )
 
     renderer.validate_token_ids = validate_token_ids
+
+
+def cut_texts(parameters: Any) -> None:
+    """parameters: vllm.renderers.params.TokenizeParams. With `truncate_prompt_tokens` a text may be of any length, and
+    the tokenizer makes a piece of it for each so many tokens: 8 MiB cut to one token took 3.7 GB, by which an engine
+    and its machine ended. So what is far behind the cut is not read."""
+    check = parameters._text_len_check
+
+    @functools.wraps(check)
+    def _text_len_check(self: Any, tokenizer: Any, text: str) -> str:
+        text = check(self, tokenizer, text)
+        tokens = self.truncate_prompt_tokens
+        if tokens is None or tokenizer is None:
+            return text
+        if tokens < 0:
+            tokens = self.max_truncation_tokens or 0
+        most = (tokens + SPARE_TOKENS) * tokenizer.max_chars_per_token
+        if len(text) <= most:
+            return text
+        return text[-most:] if (self.truncation_side or tokenizer.truncation_side) == "left" else text[:most]
+
+    parameters._text_len_check = _text_len_check
 
 
 def forbid_known(processor: Any) -> None:

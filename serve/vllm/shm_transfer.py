@@ -39,6 +39,7 @@ from serve.cpu.finishing import Weights
 from serve.cpu.staged_fingerprint import FingerprintTrace, StagedFingerprint, TwinRefused, watch_next_pass
 from serve.load.converting import Converting
 from serve.load.direct_load import DirectLoader, Ready, flip
+from serve.load.first_pass import follow_first_pass
 from serve.load.layerwise_load import load_layerwise
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
@@ -243,6 +244,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             load_layerwise(self.model, self.model_config, source, self.device)
             if self._loose is not None:
                 self._loose.follow(self.model)
+        follow_first_pass(self.model)
         self.dirty = False
         self.report = {
             "how": "in-place" if reason is None else "layerwise",

@@ -21,7 +21,15 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus (Debian: apt-get install prometheus)"),
 ]
-OF_GPUS = {"Temperature", "Power", "Time computing", "Memory in use", "Clock", "Slowed down by"}
+OF_GPUS = {
+    "Share of the devices' rate that training uses (MFU)",
+    "Temperature",
+    "Power",
+    "Time computing",
+    "Memory in use",
+    "Clock",
+    "Slowed down by",
+}
 
 
 def test_every_panel_has_something_to_show(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for
-from tests.e2e.wandb_server import Run, wandb_server
+from tests.e2e.wandb_server import wandb_server
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
@@ -233,63 +233,63 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
         box.destroy()
 
 
-def test_a_job_is_at_a_wandb_server_to_its_end(tmp_path, python):
-    """W&B's own client, online. The server is away when the job begins and again in its midst, and the exporter is
-    killed once the server has heard something: nothing is lost, and nothing is sent twice."""
-    port, box, key = free_port(), WholeBox(tmp_path / "box"), "0123456789abcdef" * 3
-    box.data_dir.mkdir()
-    secret = tmp_path / "trackers.env"
-    secret.touch(mode=0o600)
-    secret.write_text(f"WANDB_API_KEY={key}\n")
-    (box.data_dir / "appliance.toml").write_text(
-        f'[tracking]\nwandb_mode = "online"\nwandb_url = "http://127.0.0.1:{port}"\npython = "{python}"\n'
-        f'credentials_file = "{secret}"\n[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s = 400\n'
-    )
+# Tells a run the job's points from where W&B says that it is, as the exporter does.
+TELL = """
+import json, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace as Some
+from appliance.tracking.wandb_tracker import WandbTracker
 
-    def heard(run: Run | None) -> list[int]:
-        return [] if run is None else [row["train/global_step"] for row in run.history if "train/loss" in row]
+url, folder = sys.argv[1], Path(sys.argv[2])
+last, wandb, seconds = map(json.loads, sys.argv[3:])
+job = Some(id="ftjob-1", name="n", params={"model": "starter"}, integrations=[wandb], phase="succeeded", error=None,
+           output_model="ft:m", version="step-9")
+tracker = WandbTracker("online", folder, url)
+where, behind = tracker.begin(job)
+print(where, behind, flush=True)
+points = [Some(seq=10 * step, kind="train", step=step, values={"train/loss": 1 / step}, at_s=float(step))
+          for step in range(1, last + 1)]
+tracker.log(job, [point for point in points if point.seq > behind])
+if seconds:
+    time.sleep(seconds)  # W&B's client sends every half minute
+    os._exit(9)
+tracker.end(job)
+"""
 
-    try:
-        box.up()
-        box.run("model", "starter", "--minutes", "0.1", "--wait")
-        box.set_mode(policy="train")
-        job = box.client().fine_tuning.jobs.create(
-            model="starter",
-            training_file=box.upload(gsm8k("train", 48)),
-            validation_file=box.upload(gsm8k("test", 8), "valid.jsonl"),
-            integrations=[WANDB],
-            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 20, "batch_size": 4}}},
+
+def test_a_run_at_a_server_of_wandbs_protocol_is_gone_on_with(tmp_path, python):
+    """W&B's own client, online. Its process is killed twice, with points that it has sent and points that it has not:
+    nothing is lost, and nothing is sent twice."""
+    key, port = "0123456789abcdef" * 3, free_port()
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "WANDB_API_KEY": key}
+
+    def tell(last: int, dies_after_s: float = 0) -> int:
+        """The point that the server was at."""
+        arguments = [f"http://127.0.0.1:{port}", str(tmp_path / "wandb"), *map(json.dumps, (last, WANDB, dies_after_s))]
+        done = subprocess.run(
+            [python, "-c", TELL, *arguments], env=environment, capture_output=True, text=True, timeout=180
         )
-        wait_for(lambda: len(box.losses(job.id)) >= 3, "the first steps", 300)
-        box.run("job", "pause", job.id)
-        wait_for(lambda: "tracking: W&B" in troubles(box), "a word about the server that is away", 120)
-        with wandb_server(port, key) as server:
-            # What the last step was is told only when a further one is.
-            wait_for(lambda: len(heard(server.runs.get(f"{job.id}-0"))) >= 2, "the first points", 240)
-            (exporter,) = exporters(box)
-            exporter.kill()
-            wait_for(lambda: [one.pid for one in exporters(box)] not in ([], [exporter.pid]), "a new exporter", 60)
-            before = len(heard(server.runs[f"{job.id}-0"]))
-        box.run("job", "resume", job.id)
-        wait_for(lambda: len(box.losses(job.id)) >= before + 10, "steps of which nobody hears", 300)
-        with wandb_server(port, key, server):
-            box.run("job", "wait", job.id, "--timeout", "600")
-            (run,) = server.runs.values()
-            wait_for(lambda: run.exit_code is not None, "the end of the run", 240)
-        losses = box.losses(job.id)
-        found = {row["train/global_step"]: row["train/loss"] for row in run.history if "train/loss" in row}
-        assert heard(run) == sorted(losses) and found == pytest.approx(losses)
-        assert run.sent == len(run.lines), "some were sent twice"
-        validated = [row["validation/loss"] for row in run.history if "validation/loss" in row]
-        assert len(validated) == len(box.validation_losses(job.id)) > 0
-        assert (run.project, run.title, run.tags, run.exit_code) == ("sums", "first", ["night", job.id], 0)
-        assert json.loads(run.config)["model"]["value"] == "starter"
-        assert json.loads(run.summary)["appliance.state"] == "succeeded"
-        assert server.unknown == []
-        said = [event.message for event in box.client().fine_tuning.jobs.list_events(job.id, limit=100).data]
-        assert any(f"http://127.0.0.1:{port}/box/sums/runs/{job.id}-0" in text for text in said)
-        print(f"{len(losses)} steps, {len(run.lines)} lines; the exporter killed after {before}")
-        box.run("down")
-        assert exporters(box) == [] and box.left() == []
-    finally:
-        box.destroy()
+        assert done.returncode == (9 if dies_after_s else 0), done.stderr
+        where, behind = done.stdout.split()
+        assert where == f"http://127.0.0.1:{port}/box/sums/runs/ftjob-1-0"
+        return int(behind)
+
+    with wandb_server(port, key) as server:
+        assert tell(3, dies_after_s=40) == -1
+        (run,) = server.runs.values()
+        first = len(run.lines)
+        assert 0 < first <= 3
+    with wandb_server(port, key, server):
+        assert tell(6, dies_after_s=40) == 10 * first
+        second = len(run.lines)
+        assert first < second
+        assert tell(9) == 10 * second
+    print(f"killed at {first} and {second} of 9 points; asked: {server.asked}")
+    assert [(row["_step"], row["train/loss"]) for row in run.history] == [
+        (10 * step, pytest.approx(1 / step)) for step in range(1, 10)
+    ]
+    assert run.sent == len(run.lines) and server.unknown == []
+    assert (run.project, run.title, run.tags, run.exit_code) == ("sums", "first", ["night", "ftjob-1"], 0)
+    assert json.loads(run.config)["model"]["value"] == "starter"
+    told = json.loads(run.summary)
+    assert (told["appliance.state"], told["appliance.version"]) == ("succeeded", "step-9")

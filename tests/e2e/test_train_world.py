@@ -463,8 +463,10 @@ async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fi
         ({"zero_stage": 2, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}, 11),
         ({"zero_stage": 1, "tensor_parallel": 2, "micro_batch": 2}, 11),
         ({"zero_stage": 1, "method": "dpo"}, 11),
+        # The answers to a prompt are learnt in two micro-batches, to two prompts on each rank.
+        *(({"zero_stage": 1, "method": method, "packing": False}, 21) for method in JUDGED),
     ],
-    ids=["zero1-bf16", "zero2", "lora", "tp", "dpo"],
+    ids=["zero1-bf16", "zero2", "lora", "tp", "dpo", *JUDGED],
 )
 async def test_a_step_left_at_any_of_its_points_is_done_anew_bitwise(shop, fields, points):
     # Two micro-batches, each of a beginning, two layers forward and two backward (and forward again where activations

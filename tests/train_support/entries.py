@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.processes.lifeline import Lifeline
+from tests.train_support.world import verdict_on
 from train.control.progress import ControlSignals, Progress
 from train.control.stop_point import _RANKS, POINTS_PER_STEP
 from train.model import adapter
@@ -101,7 +102,10 @@ def leave_everywhere(lifeline: Lifeline, args: dict[str, Any]) -> int:
     signals, told = ControlSignals(), []
 
     def emit(event: str, **data: Any) -> None:
-        told.append({"event": event, **data})
+        if event == "ask":
+            signals.answer(data["question"], verdict_on(data))
+        else:
+            told.append({"event": event, **data})
 
     run = prepare(spec, emit, signals, Progress())
     left_at, aim = [], 0

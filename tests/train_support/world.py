@@ -53,6 +53,17 @@ JUDGED = {"reinforcement": "train_mean_reward", "distillation": "reverse_kl"}
 PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
 
 
+def verdict_on(question: dict[str, Any]) -> dict[str, Any]:
+    """A grader: the more of the letter a, the better. A teacher, which likes some tokens better than others."""
+    samples = question["samples"]
+    errors = [""] * len(samples)
+    if question["kind"] == "teach":
+        answers = [sample["tokens"][-sample["answer"] :] for sample in samples]
+        return {"log_probs": [[-5.0 - one % 3 for one in answer] for answer in answers], "errors": errors}
+    texts = [sample["text"] for sample in samples]
+    return {"rewards": [text.count("a") / max(1, len(text)) for text in texts], "errors": errors}
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -216,16 +227,9 @@ class Launched:
         return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in sorted(self._log_dir.glob("*.log")))
 
     async def _judged(self, question: dict[str, Any]) -> dict[str, Any]:
-        """A grader: the more of the letter a, the better. A teacher, which likes some tokens better than others."""
         self.asked.append(question)
         self._news.set()
-        samples = question["samples"]
-        errors = [""] * len(samples)
-        if question["kind"] == "teach":
-            answers = [sample["tokens"][-sample["answer"] :] for sample in samples]
-            return {"log_probs": [[-5.0 - one % 3 for one in answer] for answer in answers], "errors": errors}
-        texts = [sample["text"] for sample in samples]
-        return {"rewards": [text.count("a") / max(1, len(text)) for text in texts], "errors": errors}
+        return verdict_on(question)
 
     def _note(self, event: dict[str, Any]) -> None:
         self.events.append(event)

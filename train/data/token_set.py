@@ -265,7 +265,8 @@ def _write_block(
             tokens.append(ids)
             learnt.append(mask)
             lengths.append(len(ids))
-    partial = block.with_suffix(".partial")
+    # A rank whose supervisor has died may not have ended yet.
+    partial = block.with_suffix(f".{os.getpid()}")
     with open(partial, "wb") as file:
         np.savez(
             file,
@@ -304,14 +305,14 @@ def _merge(kept: Path, directory: Path, count: int, pad_id: int) -> None:
     partial = Path(f"{directory}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    offsets = np.concatenate([[0], *_parts(kept, count, "lengths")]).cumsum().astype(np.int64)
+    offsets = np.concatenate([np.zeros(1, np.int64), *_parts(kept, count, "lengths")]).cumsum().astype(np.int64)
     digest = hashlib.sha256(offsets)
     np.save(partial / "offsets.npy", offsets)
     for name in ("tokens", "learnt"):
         joined = np.concatenate([*_parts(kept, count, name)])
         digest.update(joined)
         np.save(partial / f"{name}.npy", joined)
-    n_dropped, n_truncated = sum(_parts(kept, count, "skipped")).tolist()
+    n_dropped, n_truncated = np.sum([*_parts(kept, count, "skipped")], axis=0).tolist()
     facts = {
         "pad_id": pad_id,
         "n_dropped": n_dropped,

@@ -5,6 +5,7 @@ Nothing is counted here: the store keeps the counters, so they survive restarts.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections import Counter
@@ -22,10 +23,11 @@ from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
 from appliance.controller.interfaces.ports import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
-from appliance.store.objects import job_records, jobs, responses
+from appliance.store.objects import job_records, jobs, models, responses
 from appliance.store.records import energy, handovers
 from appliance.store.rows import JobRow
 from runtime.devices.kind import THROTTLES, Reading
+from runtime.devices.published import peak_flops
 from scheduler.core.workload import POLICIES
 from scheduler.handover.journal import HandoverState
 
@@ -149,9 +151,23 @@ class ControllerCollector:
         yield _by_job("appliance_job_gradient_norm", text, norms)
         rates = [(row, step.learning_rate if step else None) for row, step in newest]
         yield _by_job("appliance_job_learning_rate", "Learning rate of the last step of a running job.", rates)
+        text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
+        yield _by_job("appliance_job_mfu_ratio", text, [(row, self._mfu(row)) for row in running])
         text = "Energy that devices have counted for a running job so far."
         drawn = [(row, energy.of_job(self._db, row.id)) for row in running]
         yield _by_job("appliance_job_energy_joules", text, [(row, one.joules if one else None) for row, one in drawn])
+
+    def _mfu(self, row: JobRow) -> float | None:
+        """The arithmetic of the weights alone, for each token six operations of each (of adapters four: what is frozen
+        needs no gradient); None where that is not all that counts: other methods ask other models too, of experts a
+        token meets some, and float32 has other rates."""
+        name = next((one["name"] for one in self._now["devices"] if one["id"] in row.devices), "")
+        peak, model, chosen = peak_flops(name), models.find(self._db, row.model), row.resolved or {}
+        if peak is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
+            return None
+        if row.method != "supervised" or re.search("moe|mixtral", model.arch, re.IGNORECASE):
+            return None
+        return (6 if chosen.get("full") else 4) * model.params * row.tokens_per_s / (len(row.devices) * peak)
 
     def _responses(self) -> Iterator[Metric]:
         number, size = responses.totals(self._db)
@@ -228,7 +244,14 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     throttled = GaugeMetricFamily(
         "appliance_device_throttled", "1 while a device is slower for this reason.", labels=["device", "reason"]
     )
+    driver = CounterMetricFamily(
+        "appliance_device_driver_errors",
+        "Errors that a device's driver has told, by their number.",
+        labels=["device", "code"],
+    )
     for device_id, reading in readings.items():
+        for code, count in reading.driver_errors:
+            driver.add_metric([device_id, str(code)], count)
         if reading.energy_j is not None:
             counted.add_metric([device_id], reading.energy_j)
         if reading.ecc_uncorrected is not None:
@@ -236,7 +259,7 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
         if reading.power_w is not None:
             for reason in THROTTLES:
                 throttled.add_metric([device_id, reason], float(reason in reading.throttled))
-    yield from (counted, errors, throttled)
+    yield from (counted, errors, throttled, driver)
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

@@ -49,7 +49,6 @@ class EngineSizes:
     def sized(
         self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings
     ) -> EngineSize:
-        """An engine of this version as it would be with these settings."""
         device = min(self._devices(), key=lambda device: device.memory_bytes)
         return engine_size(
             settings.config(self._engine),
@@ -69,7 +68,6 @@ class EngineSizes:
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
-        """Fields of a ReplicaSpec that follow from the model and its settings. Raises ModelTooLarge, NotComputed."""
         model, version = self._served(model, version)
         return self.fields_with(model, version, tensor_parallel, self.settings(model))
 
@@ -82,11 +80,9 @@ class EngineSizes:
         return fields | settings.spec_fields()
 
     def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
-        """Host memory of an engine of this model that sleeps, on logical CPU devices."""
         return asleep_bytes(self._shape(*self._served(model, version)))
 
     def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
-        """Tokens that one request may have, as its engine would be started; None if the model does not say."""
         return self.size(model, version).max_model_len
 
     def tokens(self, model: ModelRow) -> tuple[int | None, int | None]:

@@ -69,13 +69,11 @@ class Placement(Placeable):
 
     @property
     def row(self) -> str:
-        """The table row it counts for: the canary's while it is placed there, else its model's."""
         choice = self._attempt.choice
         return self.checked.model if choice is None else choice.model
 
     @property
     def waiting_prompt_tokens(self) -> int:
-        """Estimated prompt tokens if it is known to have no first token yet. On a replica only streams show this."""
         attempt = self._attempt
         at_replica = attempt.choice is not None and self.checked.stream and not attempt.relayed
         return self.checked.prompt_tokens if attempt.ticket is not None or at_replica else 0
@@ -109,7 +107,6 @@ class Placement(Placeable):
     # -- placing
 
     def place(self, now: float = 0.0) -> None:
-        """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
         state, checked = self.state, self.checked
         if checked.model not in state.router.models:
             # It existed when the request arrived: the model, or this version of it, was removed while the request
@@ -257,7 +254,6 @@ class Placement(Placeable):
             self._fail(error)
 
     def hold_refused(self, refusal: Refusal) -> None:
-        """It may not wait (any longer). Its ticket is already removed from the queue."""
         self._attempt.ticket = None
         self.state.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra=self.request.ids)

@@ -159,7 +159,6 @@ class ClientConnection(Receiver):
     # -- from the parser; an HttpError raised here ends the connection after it is answered
 
     def request_begins(self) -> None:
-        """The first byte of a head has arrived."""
         if self._closing:
             raise Closing
         if self._state.stopping:
@@ -246,7 +245,6 @@ class ClientConnection(Receiver):
     # -- answering
 
     def begin(self, request: Request) -> None:
-        """The request is complete, or its body is streamed, and it is its turn."""
         self.active_request = request
         self._stalled_s = 0.0
         if request.refusal is not None:

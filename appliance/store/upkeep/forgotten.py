@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from appliance.store import chunks
 from appliance.store.database import Database, sql_list
 from appliance.store.objects import jobs
-from appliance.store.records import keys
+from appliance.store.records import box, keys
 from appliance.store.rows import (
     FINISHED_PHASES,
     UNFINISHED_BATCH,
@@ -84,10 +84,18 @@ def forget_texts(db: Database, job_id: str) -> None:
         jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
 
 
-def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts) -> None:
-    """Renames the owner in everything that stays: keys, jobs, other tables with an owner, and the texts of the audit
-    log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). log: what `audit_texts` found."""
-    known = keys_of(db, owner)
+def handovers_asked_by(db: Database, owner: str) -> list[str]:
+    """Ids of hand-overs that the owner's keys have asked for. It reads all of them: a thread does."""
+    names = _names(db, owner)
+    among = ", ".join("?" * len(names))
+    return db.column(f"SELECT id FROM handovers WHERE detail ->> '$.asked_by' IN ({among})", names)
+
+
+def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts, handovers: Iterable[str]) -> None:
+    """Renames the owner in everything that stays: keys, jobs, other tables with an owner, who has asked for what, and
+    the texts of the audit log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). log: what
+    `audit_texts` found; handovers: what `handovers_asked_by` did."""
+    known, names = keys_of(db, owner), _names(db, owner)
     since = audit_texts(db, owner, pseudonym, log.last)
     with db.transaction():
         for job_id in ids(db, "jobs", owner, _HAS_TEXTS):  # hardly any: they went job by job
@@ -95,6 +103,15 @@ def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts) -> N
         db.many("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [*log.changes, *since.changes])
         # What a request of an administrator has changed, kept in case it comes again, names models.
         db.execute("DELETE FROM idempotency WHERE instr(lower(resource_id), ?)", [owner.lower()])
+        for handover_id in handovers:
+            asked = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
+            db.execute(asked, [pseudonym, handover_id])
+        among = ", ".join("?" * len(names))
+        db.execute(f"UPDATE model_settings SET by_whom = ? WHERE by_whom IN ({among})", [pseudonym, *names])
+        for row in db.execute("SELECT name, value FROM box").fetchall():
+            said = json.loads(row["value"])
+            if (told := _asked_by_nobody(said, set(names), pseudonym)) != said:
+                box.put(db, row["name"], told)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
         for table in _with_column(db, "owner"):
@@ -166,6 +183,21 @@ def _without(value: Any, names: set[str], pseudonym: str) -> Any:
     if isinstance(value, list):
         return [_without(one, names, pseudonym) for one in value]
     return pseudonym if isinstance(value, str) and value in names else value
+
+
+def _asked_by_nobody(value: Any, names: set[str], pseudonym: str) -> Any:
+    """A fact about the box (its mode, drained devices) without the names of who has asked for it."""
+    if isinstance(value, list):
+        return [_asked_by_nobody(one, names, pseudonym) for one in value]
+    if not isinstance(value, dict):
+        return value
+    told = {name: _asked_by_nobody(one, names, pseudonym) for name, one in value.items()}
+    return told | ({"by": pseudonym} if isinstance(told.get("by"), str) and told["by"] in names else {})
+
+
+def _names(db: Database, owner: str) -> list[str]:
+    """The owner's, and those of the owner's keys."""
+    return sorted({owner, *(row.name for row in keys_of(db, owner))})
 
 
 def _mine(db: Database, table: str) -> str:

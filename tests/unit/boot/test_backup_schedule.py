@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from appliance import last_backup
-from appliance.boot.backup_schedule import BackupFailed, BackupSchedule
+from appliance.boot.backup_schedule import BackupSchedule
+from appliance.boot.scheduled_process import ProcessFailed
 from appliance.last_backup import LastBackup
 
 
@@ -57,7 +58,7 @@ async def test_one_that_fails_says_why_and_is_tried_again(tmp_path: Path):
 
     schedule = BackupSchedule(1, tmp_path / "last-backup.json", log, start)
     for _ in range(2):
-        with pytest.raises(BackupFailed, match="/mnt is full"):
+        with pytest.raises(ProcessFailed, match="/mnt is full"):
             await schedule.look()
 
 

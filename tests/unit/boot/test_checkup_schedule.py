@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot.checkup_schedule import EVERY_S, CheckupFailed, CheckupSchedule, looked_at_s, read_findings
+from appliance.boot.checkup_schedule import EVERY_S, CheckupSchedule, looked_at_s, read_findings
+from appliance.boot.scheduled_process import ProcessFailed
 
 
 def finding(check: str, state: str = "warn") -> dict[str, str]:
@@ -53,7 +54,7 @@ async def test_one_that_fails_says_why_and_is_tried_again(tmp_path: Path):
 
     schedule = CheckupSchedule(tmp_path / "last-checkup.json", log, start)
     for _ in range(2):
-        with pytest.raises(CheckupFailed, match="no /proc"):
+        with pytest.raises(ProcessFailed, match="no /proc"):
             await schedule.look()
 
 

@@ -148,6 +148,17 @@ def test_what_was_deleted_cut_or_forgotten_since_does_not_come_back(releases, da
     assert rows(data_dir / DATABASE, "SELECT number FROM held WHERE kind = 'responses'") == [(1,)]
 
 
+def test_a_copy_of_a_release_that_had_less_in_it_comes_back_too(releases, data_dir, monkeypatch):
+    migrated(data_dir, monkeypatch)
+    (kept,) = kept_copies(data_dir / DATABASE)
+    with closing(sqlite3.connect(kept.path)) as connection, connection:
+        for table in ("eval_runs", "model_shares", "permissions"):
+            connection.execute(f"DROP TABLE {table}")
+        connection.execute("ALTER TABLE keys DROP COLUMN models")
+    assert restore(way_back(releases, data_dir), data_dir) is not None
+    assert rows(data_dir / DATABASE, "SELECT count(*) FROM keys") == [(2,)]
+
+
 def test_without_a_copy_or_with_a_damaged_one_it_refuses(releases, data_dir, monkeypatch):
     migrated(data_dir, monkeypatch)
     (kept,) = kept_copies(data_dir / DATABASE)

@@ -11,7 +11,8 @@ from typing import Any
 
 from appliance.controller.admin.owners import forget
 from appliance.store.objects import batches, jobs, models, responses
-from appliance.store.records import audit, deployments, keys, usage
+from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
+from appliance.store.rows import HandoverRow
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
@@ -187,6 +188,27 @@ async def test_what_trackers_keep_of_their_jobs_on_the_box_goes(control: Control
         (run / "files" / "config.yaml").write_text(NAME)
     await ask(control, cancel=True)
     assert [run.exists() for run in runs] == [False, True]
+
+
+async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control: Control):
+    """The mode, drained devices, hand-overs and settings of models say whose key asked for them, by its name."""
+    db = control.db
+    keys.create(db, NAME, ["admin"], NAME)
+    keys.create(db, "pager", ["admin"], NAME)
+    insert_model(db, "of-all")
+    for number, by in enumerate((NAME, "pager", OTHER), 1):
+        handovers.insert(
+            db, HandoverRow(str(number), "demand", "done", 1.0, detail={"asked_by": by, "asked_for": "x"}), []
+        )
+        model_settings.add(db, "of-all", {}, str(number), by, 1.0)
+    box.put(db, "mode", {"by": NAME, "policy": NAME})
+    box.put(db, "drained_devices", {"n0/1": {"by": "pager", "reason": "dust"}, "n0/2": {"by": OTHER}})
+    who = (await ask(control))["pseudonym"]
+    assert box.get(db, "mode") == {"by": who, "policy": NAME}, "who asked, and no other word"
+    assert box.get(db, "drained_devices") == {"n0/1": {"by": who, "reason": "dust"}, "n0/2": {"by": OTHER}}
+    asked = [row.detail["asked_by"] for row in handovers.list_recent(db, 9)]
+    changed = [row["by_whom"] for row in db.execute("SELECT by_whom FROM model_settings ORDER BY number")]
+    assert asked[::-1] == changed == [who, who, OTHER]
 
 
 async def test_a_log_that_cannot_be_emptied_is_named(control: Control, monkeypatch):

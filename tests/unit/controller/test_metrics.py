@@ -8,12 +8,14 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.controller.jobs.events import fail
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import energy, handovers
 from appliance.store.rows import HandoverRow, JobMetricRow
+from runtime.devices.kind import Reading
 
 from .conftest import ADMIN, Control
 
@@ -91,6 +93,39 @@ async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> Non
     assert found["appliance_doctor_findings", (("state", "warn"),)] == 2
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
     assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
+
+
+async def test_a_share_of_the_devices_rate_is_told_where_it_is_known(control: Control) -> None:
+    running = await control.job()
+    bf16 = {"precision": "bf16", "full": True}
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], tokens_per_s=9e5, resolved=bf16)
+    control.db.execute("UPDATE models SET params = ?, arch = 'LlamaForCausalLM' WHERE id = 'starter'", [10**8])
+
+    async def told() -> float | None:
+        found = await scrape(control)
+        return found.get(("appliance_job_mfu_ratio", (("job", running), ("model", "starter"))))
+
+    assert await told() is None, "nobody publishes the rate of a processor"
+    for device in control.scheduler.devices:
+        device["name"] = "NVIDIA H100 80GB HBM3"
+    assert await told() == pytest.approx(6 * 1e8 * 9e5 / (2 * 989e12))
+    jobs.update(control.db, running, resolved=bf16 | {"full": False})
+    assert await told() == pytest.approx(4 * 1e8 * 9e5 / (2 * 989e12))
+    jobs.update(control.db, running, resolved=bf16 | {"precision": "fp32"})
+    assert await told() is None
+    jobs.update(control.db, running, resolved=bf16)
+    control.db.execute("UPDATE models SET arch = 'Qwen3MoeForCausalLM' WHERE id = 'starter'")
+    assert await told() is None
+
+
+async def test_a_gpus_errors_are_counted_by_their_number(control: Control) -> None:
+    control.context.device_readings = lambda: {"n0/0": Reading("n0/0", 0.0, driver_errors=((31, 2), (94, 1)))}
+    found = await scrape(control)
+    told = {labels: value for (name, labels), value in found.items() if name == "appliance_device_driver_errors_total"}
+    assert told == {
+        (("code", "31"), ("device", "n0/0")): 2,
+        (("code", "94"), ("device", "n0/0")): 1,
+    }
 
 
 # As vLLM writes them, between hundreds of others.

@@ -11,6 +11,7 @@ import pytest
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
+from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.worker.gpu.sample import bad_words, logit_bias
@@ -107,3 +108,23 @@ def test_seeds_of_several_answers_differ_and_fit_where_a_gpus_runner_keeps_them(
         assert kept.tolist() == expected
     request = bounded(SimpleNamespace(request_id="r", external_req_id="r", params=SamplingParams(n=4)))
     assert request.get_child_info(3)[1].seed is None
+
+
+@pytest.mark.parametrize("cut_to", [1, 700, -1])
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("usual", ["left", "right"])
+def test_of_a_text_that_is_cut_little_more_is_read_than_what_is_left(cut_to: int, side: Any, usual: str) -> None:
+    """A tokenizer makes a piece of it for each so many tokens: 8 MiB cut to one token took 3.7 GB."""
+    parameters: Any = type("Bounded", (TokenizeParams,), {})
+    request_bounds.cut_texts(parameters)
+    tokenizer: Any = SimpleNamespace(max_chars_per_token=16, truncation_side=usual)
+    text = "".join(map(str, range(200_000)))
+    asked = parameters(max_total_tokens=4096, truncate_prompt_tokens=cut_to, truncation_side=side)
+    left = asked._text_len_check(tokenizer, text)
+    tokens = cut_to if cut_to > 0 else 4096
+    assert tokens * 16 <= len(left) <= (tokens + request_bounds.SPARE_TOKENS) * 16
+    assert text.endswith(left) if (side or usual) == "left" else text.startswith(left)
+    assert asked._text_len_check(tokenizer, "short") == "short"
+    whole = parameters(max_total_tokens=4096)
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
+        whole._text_len_check(tokenizer, text)

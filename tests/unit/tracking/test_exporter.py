@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from appliance.boot.tracking import TrackingFailed, TrackingProcess, read_credentials
+from appliance.boot.scheduled_process import ProcessFailed
+from appliance.boot.tracking import TrackingProcess, read_credentials
 from appliance.config import ConfigError, TrackingSettings, load_config
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
@@ -78,7 +79,7 @@ async def test_a_library_that_is_not_there_is_said_in_the_status_and_ends_nothin
 
 async def test_an_exporter_that_cannot_start_says_why(paths: BoxPaths):
     settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", python="/bin/false")
-    with pytest.raises(TrackingFailed, match="ended with 1"):
+    with pytest.raises(ProcessFailed, match="ended with 1"):
         await TrackingProcess(settings, paths, {}).run()
     gone = TrackingSettings(mlflow_uri="http://127.0.0.1:9", python="/none/python")
     with pytest.raises(FileNotFoundError, match="/none/python"):
@@ -101,7 +102,7 @@ def test_a_file_of_secrets_that_is_not_fit_is_refused(tmp_path: Path, text: str,
     file = tmp_path / "secrets"
     file.write_text(text)
     file.chmod(mode)
-    with pytest.raises(TrackingFailed, match=fault):
+    with pytest.raises(ProcessFailed, match=fault):
         read_credentials(str(file))
 
 
@@ -110,7 +111,7 @@ def test_secrets_are_read_from_a_file_and_from_nowhere_else(tmp_path: Path):
     file.write_text("# ours\nWANDB_API_KEY = 'abc'\nMLFLOW_TRACKING_TOKEN=d=e\n")
     file.chmod(0o600)
     assert read_credentials(None) == {}
-    with pytest.raises(TrackingFailed, match="cannot be read"):
+    with pytest.raises(ProcessFailed, match="cannot be read"):
         read_credentials(str(tmp_path / "none"))
     assert read_credentials(str(file)) == {"WANDB_API_KEY": "abc", "MLFLOW_TRACKING_TOKEN": "d=e"}
 

@@ -119,7 +119,8 @@ def routes(
         await _delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym)
-        forgotten.pseudonymise(db, owner, pseudonym, log)
+        asked = await db.read(None, forgotten.handovers_asked_by, db, owner)
+        forgotten.pseudonymise(db, owner, pseudonym, log, asked)
         context.publish_keys()
         mentions = await db.read(None, forgotten.mentions, db, owner)
         told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}

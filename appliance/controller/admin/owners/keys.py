@@ -38,11 +38,12 @@ Jobs = Annotated[int, Field(ge=0, le=10**6)]
 _LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in claims.LIMITS}
 
 
+_BOUNDS: Any = dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None))
 KeyBounds = create_model(
     "KeyBounds",
     __base__=StrictBody,
     __doc__="Limits on what the key's owner may keep, where they differ from the box's own (`[controller.bounds]`).",
-    **dict.fromkeys(OwnerBounds.model_fields, (Amount | None, None)),
+    **_BOUNDS,
 )
 
 

@@ -1,0 +1,83 @@
+"""Requests for embeddings: some inputs at a time, and answers that leave other threads their turns."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.responses import ORJSONResponse
+
+from serve.api import embedding_requests
+from serve.api.embedding_requests import AT_ONCE
+
+
+class Served:
+    """As vLLM's PoolingServing: asks for all inputs that its context has, at once."""
+
+    asked: int = 0
+    most: int = 0
+    names: list[str]
+
+    async def _preprocessing(self, io_processor: Any, context: Any) -> None:
+        raise NotImplementedError
+
+    async def _prepare_generators(self, context: Any) -> None:
+        self.names += context.prompt_request_ids
+
+    async def _collect_batch(self, context: Any) -> None:
+        async def answer(one: Any) -> Any:
+            self.asked += 1
+            self.most = max(self.most, self.asked)
+            await asyncio.sleep(0)
+            self.asked -= 1
+            return f"vector of {one}"
+
+        context.final_res_batch = await asyncio.gather(*map(answer, context.engine_inputs))
+
+
+class Processor:
+    """As its processor of inputs."""
+
+    at_once = most = 0
+
+    def get_request_factory_online(self, context: Any) -> list[int]:
+        return context.given
+
+    async def render_async(self, one: int) -> int:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(0)
+        self.at_once -= 1
+        return one
+
+
+@pytest.mark.parametrize("number", [1, AT_ONCE, 2048])
+async def test_of_a_request_some_inputs_are_asked_at_a_time(number: int) -> None:
+    """Eight of 2,048 had a neighbour's single one wait for four seconds."""
+    served: Any = type("Sliced", (Served,), {"names": []})
+    embedding_requests.some_at_a_time(served)
+    one, processor = served(), Processor()
+    context = SimpleNamespace(given=list(range(number)), request_id="embd-1", prompt_request_ids=None)
+    await one._preprocessing(processor, context)
+    await one._prepare_generators(context)
+    await one._collect_batch(context)
+    assert context.final_res_batch == [f"vector of {place}" for place in range(number)]
+    assert context.engine_inputs == context.given and one.names == [f"embd-1-{place}" for place in range(number)]
+    assert max(one.most, processor.most) == min(number, AT_ONCE)
+
+
+async def test_a_request_without_inputs_is_refused_as_before() -> None:
+    served: Any = type("Sliced", (Served,), {"names": []})
+    embedding_requests.some_at_a_time(served)
+    with pytest.raises(ValueError, match="at least one prompt"):
+        await served()._preprocessing(Processor(), SimpleNamespace(given=[]))
+
+
+def test_an_answer_is_written_one_vector_after_the_other_and_is_the_same() -> None:
+    written = embedding_requests.one_by_one(ORJSONResponse)
+    rows = [{"index": place, "embedding": np.arange(5, dtype=np.float32) / 3} for place in range(3)]
+    for content in ({"object": "list", "data": rows, "usage": {"prompt_tokens": 3}}, {"data": []}, {"error": "x"}, [1]):
+        assert written(content=content).body == ORJSONResponse(content=content).body
