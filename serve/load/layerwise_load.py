@@ -7,7 +7,7 @@ GPUs. This module corrects three CPU bugs in it, each reproduced on vLLM 0.32:
 - an error in the middle leaves half of the layers on the meta device, where every later reload fails.
 And one on any device: what a whole model makes of its weights once they are loaded (DeepSeek V4) stayed the first
 version's, because the first load alone calls for it (process_weights_after_loading in
-vllm/model_executor/model_loader/utils.py).
+vllm/model_executor/model_loader/utils.py). serve.load.remade_experts mends another.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from runtime.devices.kinds import of_torch
+from serve.load.remade_experts import with_experts
 from serve.load.shm_source import VersionSource
 
 
@@ -34,10 +35,11 @@ def load_layerwise(
     """Load every tensor of `source` (mapped) into `model`. After an error the old tensors are back in place, but some
     may already hold new values: load a whole version again before serving."""
     try:
-        initialize_layerwise_reload(model)
-        with disable_mtp_completeness_check(), torch.no_grad():
-            model.load_weights(source.tensors())
-        finalize_layerwise_reload(model, model_config)
+        with with_experts(model, model_config.dtype, device):
+            initialize_layerwise_reload(model)
+            with disable_mtp_completeness_check(), torch.no_grad():
+                model.load_weights(source.tensors())
+            finalize_layerwise_reload(model, model_config)
     except BaseException:
         _put_back(model)
         raise
