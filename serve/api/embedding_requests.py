@@ -4,15 +4,17 @@ vLLM tries a body as text, then as four forms of conversation, and writes an err
 0.9 s and 350 MB for 65,536 tokens, on the loop that answers everybody, where reading them as tokens takes 1 ms.
 
 It makes a task of each input, of all at once: eight requests of 2,048 short inputs had a neighbour's single one wait
-for four seconds. And it writes all vectors of an answer in one call, which no other thread interrupts: a second for
-2,048 of 4,096 numbers.
+for four seconds, thirty for ten. And it writes all vectors of an answer in one call, which no other thread interrupts:
+a second for 2,048 of 4,096 numbers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import orjson
@@ -20,8 +22,12 @@ from pydantic import BeforeValidator, Discriminator, Tag
 from vllm.entrypoints.pooling.base.serving import PoolingServing
 from vllm.entrypoints.pooling.embed import protocol, serving
 
+from serve.api import answer_version
+
 AT_ONCE = 64
 """Inputs of one request."""
+OF_AN_OWNER = 256
+"""Inputs of all requests of one owner that have several."""
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -52,6 +58,43 @@ def _kind(body: Any) -> str:
     return "conversation" if isinstance(first, dict) else "text"
 
 
+class _Room:
+    """Places for the inputs of one owner, given in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._turn, self._places = asyncio.Lock(), asyncio.Semaphore(OF_AN_OWNER)
+
+    @asynccontextmanager
+    async def take(self, number: int) -> AsyncIterator[None]:
+        taken = 0
+        try:
+            async with self._turn:
+                while taken < number:
+                    await self._places.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._places.release()
+
+
+_rooms: weakref.WeakValueDictionary[str, _Room] = weakref.WeakValueDictionary()
+
+
+@asynccontextmanager
+async def _room(number: int, of: int) -> AsyncIterator[None]:
+    """Room for so many of a request's inputs. Who asks for one at a time waits for nobody here: an engine's queue has
+    its own order."""
+    if of == 1:
+        yield
+        return
+    asked = answer_version.current()
+    owner = "" if asked is None else asked.owner
+    room = _rooms.setdefault(owner, _Room())
+    async with room.take(number):
+        yield
+
+
 def some_at_a_time(served: Any) -> None:
     """served: vLLM's PoolingServing, whose `_preprocessing` makes an engine's requests of all inputs, and whose
     `_prepare_generators` and `_collect_batch` ask for them."""
@@ -67,7 +110,9 @@ async def _rendered(self: Any, io_processor: Any, context: Any) -> None:
         raise ValueError("You must pass at least one prompt")
     made: list[Any] = []
     for at in range(0, len(requests), AT_ONCE):
-        made += await asyncio.gather(*(io_processor.render_async(one) for one in requests[at : at + AT_ONCE]))
+        some = requests[at : at + AT_ONCE]
+        async with _room(len(some), len(requests)):
+            made += await asyncio.gather(*(io_processor.render_async(one) for one in some))
     context.engine_inputs = made
 
 
@@ -83,8 +128,9 @@ def _in_slices(prepare: Callable[..., Any], collect: Callable[..., Any]) -> Call
         for at in range(0, len(inputs), AT_ONCE):
             context.engine_inputs = inputs[at : at + AT_ONCE]
             context.prompt_request_ids = names[at : at + AT_ONCE]
-            await prepare(self, context)
-            await collect(self, context)
+            async with _room(len(context.engine_inputs), len(inputs)):
+                await prepare(self, context)
+                await collect(self, context)
             done += context.final_res_batch
         context.engine_inputs, context.final_res_batch = inputs, done
 

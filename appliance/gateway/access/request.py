@@ -27,11 +27,11 @@ class Request:
     stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only if traces are
     exported. estimated_tokens: charged to its key's allowance; tokens: its cost as the engine reported it.
     rate_headers: the answer's headers about that allowance; more_headers: what else its head asks for
-    (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, streams: as a
-    stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine had computed when
-    the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by then; held_up: it
-    had stopped at some time. refused_model: the model it named, once known to exist. session: the login of the page
-    that it came by, empty for a key.
+    (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, weight: as how
+    many, streams: as a stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine
+    had computed when the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by
+    then; held_up: it had stopped at some time. refused_model: the model it named, once known to exist. session: the
+    login of the page that it came by, empty for a key.
     """
 
     # Defaults are class attributes: most apply to most requests, and each assignment costs every request. Do not use
@@ -59,6 +59,7 @@ class Request:
     more_headers: Pairs = ()
     head_only: bool = False
     counted: bool = False
+    weight: int = 1
     streams: bool = False
     sent_s: float = 0.0
     left_after_s: float = 0.0

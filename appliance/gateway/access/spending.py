@@ -134,7 +134,7 @@ class Spending:
         """Raise HttpError unless the key has enough tokens and its owner few enough streams."""
         use = request.use
         assert use is not None
-        if use.owner.requests >= limits.owner_requests:
+        if use.owner.requests + min(checked.weight, limits.owner_requests) > limits.owner_requests:
             # Check again: many may have been admitted while the controller fetched their previous responses.
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("requests", limits.owner_requests)
@@ -154,8 +154,9 @@ class Spending:
         """Count a request that was sent; `closed` must follow."""
         use = request.use
         assert use is not None
-        use.owner.requests += 1
+        use.owner.requests += checked.weight
         request.counted = True
+        request.weight = checked.weight
         request.asked = checked.asked
         if checked.stream:
             request.streams = True
@@ -165,7 +166,7 @@ class Spending:
         use = request.use
         assert use is not None
         request.counted = False
-        use.owner.requests -= 1
+        use.owner.requests -= request.weight
         if request.streams:
             use.owner.streams -= 1
 

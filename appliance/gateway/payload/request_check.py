@@ -55,6 +55,9 @@ class Checked:
     asks_usage: bool = False
     transcript: Transcript | None = None
 
+    # As how many requests its owner has it open: an engine holds all vectors of an answer until they are read.
+    weight: int = 1
+
     # To be added to the body: an answer with log-probabilities of its tokens ends where they are too many.
     ending: bytes = b""
 
@@ -191,10 +194,16 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         checked.asked.unseen = True
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
+    inputs = data.get("input")
+    if route.task == "embed" and isinstance(inputs, list) and not isinstance(inputs[0], int):
+        checked.weight = -(-len(inputs) // _INPUTS_OF_ONE)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
     return checked
 
+
+# Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.
+_INPUTS_OF_ONE: Final = 64
 
 # A chat request with only numbers, these fields and messages needs no further checks.
 _PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})

@@ -18,6 +18,7 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
 from appliance.gateway.answers.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
 from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
 from appliance.gateway.routing.table import Caller
@@ -522,6 +523,31 @@ async def test_an_owner_has_so_many_requests_open_and_others_go_on(start_box: St
     for wire in wires:
         wire.close()
     await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
+
+
+def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
+    """An engine holds all their vectors until they are read: a thousand answers of 25 MB, for 20 kB each."""
+    spending, limits = Spending(defaultdict(int), 1), Limits(owner_requests=40)
+    caller = Caller("key_a", "", frozenset(), b"")
+    route = resolve(b"POST", b"/v1/embeddings")
+
+    def asks(given: Any) -> Request:
+        request = Request(b"POST", b"/v1/embeddings", {}, "1.1")
+        request.use = spending.use_of(caller)
+        checked = check_body(route, orjson.dumps({"model": "m", "input": given}), limits)
+        spending.spend(request, checked, limits)
+        spending.opened(request, checked)
+        return request
+
+    for one in ("x", [1] * 5000, ["x"] * 64):
+        spending.closed(asks(one))
+    many = asks(["x"] * 2048)
+    assert many.use is not None and many.use.owner.requests == 32
+    with pytest.raises(HttpError, match="40 requests"):
+        asks(["x"] * 2048)
+    spending.closed(many)
+    assert many.use.owner.requests == 0
+    spending.closed(asks([[1]] * 2048))
 
 
 async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: Start) -> None:

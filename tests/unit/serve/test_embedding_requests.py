@@ -11,7 +11,7 @@ import pytest
 from fastapi.responses import ORJSONResponse
 
 from serve.api import embedding_requests
-from serve.api.embedding_requests import AT_ONCE
+from serve.api.embedding_requests import AT_ONCE, OF_AN_OWNER
 
 
 class Served:
@@ -67,6 +67,27 @@ async def test_of_a_request_some_inputs_are_asked_at_a_time(number: int) -> None
     assert context.final_res_batch == [f"vector of {place}" for place in range(number)]
     assert context.engine_inputs == context.given and one.names == [f"embd-1-{place}" for place in range(number)]
     assert max(one.most, processor.most) == min(number, AT_ONCE)
+
+
+async def test_of_all_requests_of_an_owner_some_inputs_are_asked_at_a_time() -> None:
+    """Thirty of 2,048 had a neighbour's single one wait for ten seconds."""
+    served: Any = type("Sliced", (Served,), {"names": []})
+    embedding_requests.some_at_a_time(served)
+    one, processor = served(), Processor()
+
+    async def ask(request: int) -> None:
+        context = SimpleNamespace(given=list(range(300)), request_id=f"embd-{request}", prompt_request_ids=None)
+        await one._preprocessing(processor, context)
+        await one._collect_batch(context)
+        assert len(context.final_res_batch) == 300
+
+    asking = [asyncio.create_task(ask(request)) for request in range(30)]
+    await asyncio.sleep(0)
+    asking[3].cancel()  # a client that leaves gives its places back
+    told = await asyncio.gather(*asking, return_exceptions=True)
+    assert sum(isinstance(error, BaseException) for error in told) == 1
+    assert AT_ONCE < max(one.most, processor.most) <= OF_AN_OWNER
+    await ask(30)
 
 
 async def test_a_request_without_inputs_is_refused_as_before() -> None:
