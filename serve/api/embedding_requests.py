@@ -27,7 +27,7 @@ from serve.api import answer_version
 
 AT_ONCE = 64
 """Inputs of a request that are made ready, or asked of the engine, together."""
-OF_AN_OWNER = 256
+OF_AN_OWNER = 128
 """Inputs of all requests of one owner that have several."""
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -135,12 +135,8 @@ def _in_slices(prepare: Callable[..., Any], collect: Callable[..., Any]) -> Call
                 await collect(self, some)
             return list(some.final_res_batch)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                parts = [group.create_task(computed(at)) for at in range(0, len(inputs), AT_ONCE)]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        context.final_res_batch = [one for part in parts for one in part.result()]
+        parts = await asyncio.gather(*(computed(at) for at in range(0, len(inputs), AT_ONCE)))
+        context.final_res_batch = [one for part in parts for one in part]
 
     return run
 
