@@ -11,6 +11,7 @@ a second for 2,048 of 4,096 numbers.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -25,8 +26,8 @@ from vllm.entrypoints.pooling.embed import protocol, serving
 from serve.api import answer_version
 
 AT_ONCE = 64
-"""Inputs of one request."""
-OF_AN_OWNER = 256
+"""Inputs of a request that are made ready, or asked of the engine, together."""
+OF_AN_OWNER = 128
 """Inputs of all requests of one owner that have several."""
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -123,16 +124,19 @@ async def _nothing(self: Any, context: Any) -> None:
 def _in_slices(prepare: Callable[..., Any], collect: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collect)
     async def run(self: Any, context: Any) -> None:
-        inputs, done = context.engine_inputs, list[Any]()
+        inputs = context.engine_inputs
         names = context.prompt_request_ids or [f"{context.request_id}-{number}" for number in range(len(inputs))]
-        for at in range(0, len(inputs), AT_ONCE):
-            context.engine_inputs = inputs[at : at + AT_ONCE]
-            context.prompt_request_ids = names[at : at + AT_ONCE]
-            async with _room(len(context.engine_inputs), len(inputs)):
-                await prepare(self, context)
-                await collect(self, context)
-            done += context.final_res_batch
-        context.engine_inputs, context.final_res_batch = inputs, done
+
+        async def computed(at: int) -> list[Any]:
+            some = copy.copy(context)
+            some.engine_inputs, some.prompt_request_ids = inputs[at : at + AT_ONCE], names[at : at + AT_ONCE]
+            async with _room(len(some.engine_inputs), len(inputs)):
+                await prepare(self, some)
+                await collect(self, some)
+            return list(some.final_res_batch)
+
+        parts = await asyncio.gather(*(computed(at) for at in range(0, len(inputs), AT_ONCE)))
+        context.final_res_batch = [one for part in parts for one in part]
 
     return run
 

@@ -66,7 +66,7 @@ async def test_of_a_request_some_inputs_are_asked_at_a_time(number: int) -> None
     await one._collect_batch(context)
     assert context.final_res_batch == [f"vector of {place}" for place in range(number)]
     assert context.engine_inputs == context.given and one.names == [f"embd-1-{place}" for place in range(number)]
-    assert max(one.most, processor.most) == min(number, AT_ONCE)
+    assert processor.most == min(number, AT_ONCE) and one.most == min(number, OF_AN_OWNER)
 
 
 async def test_of_all_requests_of_an_owner_some_inputs_are_asked_at_a_time() -> None:
@@ -88,6 +88,21 @@ async def test_of_all_requests_of_an_owner_some_inputs_are_asked_at_a_time() -> 
     assert sum(isinstance(error, BaseException) for error in told) == 1
     assert AT_ONCE < max(one.most, processor.most) <= OF_AN_OWNER
     await ask(30)
+
+
+async def test_one_input_that_fails_ends_its_request_with_its_own_error() -> None:
+    served: Any = type("Sliced", (Served,), {"names": []})
+
+    async def fails(self: Any, context: Any) -> None:
+        if 100 in context.engine_inputs:
+            raise ValueError("too long")
+        await asyncio.Event().wait()
+
+    served._collect_batch = fails
+    embedding_requests.some_at_a_time(served)
+    context = SimpleNamespace(engine_inputs=list(range(300)), request_id="embd-1", prompt_request_ids=None)
+    with pytest.raises(ValueError, match="too long"):
+        await served()._collect_batch(context)
 
 
 async def test_a_request_without_inputs_is_refused_as_before() -> None:
