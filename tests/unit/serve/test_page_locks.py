@@ -94,7 +94,7 @@ def worker():
 
     def make(rank, world):
         engine = object.__new__(ShmWeightTransferEngine)
-        engine.plan = plan_of(rank, world)
+        engine.plan, engine.model = plan_of(rank, world), torch.nn.Module()
         engine.device, engine._kind = torch.device("cpu"), Gpu(driver)
         engine.layerwise_reason, engine._may_follow, engine.dirty = None, False, False
         engine._staging = engine._spent = engine._loaded = engine._closing = engine._trace = None
