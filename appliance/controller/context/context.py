@@ -56,7 +56,7 @@ class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of unfinished batches.
     uploads_dir: parts by upload. box: {"id", "version", "url", "data_dir"} as `/admin/v1/status` shows it.
     opening: whether a model's files may be opened. adapter_rank_limit: the largest LoRA rank that engines of a model
-    accept, 0: none. load: the gateways' reports.
+    accept, 0: none. models_leaving: being deleted with all their versions. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
     `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it; doctor_looked_s: when that
@@ -82,6 +82,7 @@ class ControllerContext:
     nodes: NodePort
     opening: Opening
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
+    models_leaving: set[str] = field(default_factory=set)
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)
     models_shared: Callable[[], None] = lambda: None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from appliance.controller.access.model_access import base_of, known_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import Conflict, OperationFailed
+from appliance.controller.interfaces.errors import Conflict, NotFound, OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
 from appliance.store import chunks
@@ -52,7 +52,8 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
     between leaves unreferenced bytes, which the weight store's sweep deletes; of a model with many versions, whose rows
     go a few at a time, it may leave the rest, which answers to nobody and can be deleted again. Raises Conflict, and
-    NotFound for what somebody else has deleted meanwhile.
+    NotFound for what somebody else has deleted meanwhile, or is deleting: whoever comes later sees some versions alone,
+    and the bytes of the others would stay.
     """
     db, model = context.db, found.model
     refuse_if_in_use(context, found, caller)
@@ -76,14 +77,13 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
         await context.model_ops.remove(model.id, [paths_of(version)])
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
-    leaving = await db.read(caller.viewer, _leaving, db, model.id)
-    doomed(context, found.name)
-    refuse_if_in_use(context, found, caller)
-    if len(leaving.paths) > chunks.CHUNK_ROWS:
-        models.update(db, model.id, active_version=None)  # nothing begins with it while its versions go
-        await chunks.little_by_little(partial(models.delete_some_versions, db, model.id))
-        doomed(context, found.name)
-    models.delete(db, model.id)
+    if model.id in context.models_leaving:
+        raise NotFound(f"{found.name} is being deleted already.", param="model", code="model_not_found")
+    context.models_leaving.add(model.id)
+    try:
+        leaving = await _delete_rows(context, found, caller)
+    finally:
+        context.models_leaving.discard(model.id)
     context.scheduler.nudge(f"model {model.id} was deleted")
     await context.scheduler.withdraw(model.id)
     await _unload(context, leaving.adapters)
@@ -95,6 +95,20 @@ class _Leaving(NamedTuple):
 
     paths: list[VersionPaths]
     adapters: list[str]
+
+
+async def _delete_rows(context: ControllerContext, found: Doomed, caller: Principal) -> _Leaving:
+    """Of a whole model; what they named."""
+    db, model = context.db, found.model
+    leaving = await db.read(caller.viewer, _leaving, db, model.id)
+    doomed(context, found.name)
+    refuse_if_in_use(context, found, caller)
+    if len(leaving.paths) > chunks.CHUNK_ROWS:
+        models.update(db, model.id, active_version=None)  # nothing begins with it while its versions go
+        await chunks.little_by_little(partial(models.delete_some_versions, db, model.id))
+        doomed(context, found.name)
+    models.delete(db, model.id)
+    return leaving
 
 
 def _leaving(db: Database, model: str) -> _Leaving:
