@@ -221,6 +221,7 @@ _ROWS = (
         lambda effects, step: effects.acquire(_lease(step)),
         lambda target, version, box: box.ledger.lease(target) is not None,
         refusal=_devices_are_free,
+        begun=_acquired,  # from then on a look at the box keeps the devices in its books, though their node is lost
         done=_acquired,
         blames="box",
     ),

@@ -47,3 +47,34 @@ async def test_the_loop_comes_to_rest_without_the_node(sizes, lost):
     finally:
         loop.stop()
         await running
+
+
+@in_virtual_time
+async def test_a_node_that_is_lost_while_its_devices_are_granted_ends_that_start_alone():
+    """The loop looks at the box meanwhile: once the device was not in its books when Ray had granted it, and the loop
+    ended."""
+    world, store = World(box_of(2, nodes=2)), FakeStore(Policy("serve"), (), (DeploymentView("m", "v1", 1, 4, 4),))
+    effects, lost = FakeEffects(world), list[str]()
+
+    def lose(when: str, verb: str, target: str) -> None:
+        granted = world.leases.get(target)
+        if (when, verb) == ("in", "acquire") and granted and granted.device_ids == ("n1/0",) and not lost:
+            lost.append(target)
+            effects.lose_node("n1")
+
+    effects.hook, effects.seconds["acquire"] = lose, 5.0
+    loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(effects, store, MemoryJournal())
+    running = asyncio.create_task(loop.run())
+    try:
+        async with asyncio.timeout(600):
+            await loop.wait_settled(loop.nudge())
+        assert lost and {r.devices for r in world.replicas.values()} == {("n0/0",), ("n0/1",)}
+        effects.node_is_back()
+        store.ask("m", inflight=100, held=100)
+        await asyncio.sleep(60)  # in virtual time: its back-off is over
+        async with asyncio.timeout(600):
+            await loop.wait_settled(loop.nudge())
+        assert len({device for replica in world.replicas.values() for device in replica.devices}) == 4
+    finally:
+        loop.stop()
+        await running
