@@ -5,7 +5,7 @@ xgrammar's rule for `patternProperties` and `propertyNames` takes whitespace aft
 doubles what it keeps of an answer: 120 tokens of spaces, which `logit_bias` can ask for, took 0.6 s for each further
 token of all requests, and 2.5 GB. So a run of whitespace in JSON is bounded, which xgrammar can do itself.
 
-There may be other such rules, and expressions have them: `(.|\n)*` six times took 0.04 s for each token after 120, and
+There may be other such rules, and expressions have them: `(.|\\n)*` six times took 0.04 s for each token after 120, and
 one mask for `(.{1,8}){32}` 1.7 s. So the time that each grammar takes to accept tokens and to make masks is measured,
 and a grammar that takes longer than any real form ends its own request.
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm.models
 from torch.nn import Linear, Module
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from serve.vllm import shm_transfer
 from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
+from tests.unit.serve.vllm_packages import unimported
 
 
 class Enough(Exception):
@@ -28,10 +27,7 @@ def enough(*_):
 @pytest.fixture
 def glm5next(monkeypatch):
     """A module of the model, without the package's own import, which reads pictures by torchvision."""
-    for name in ("glm5next", "glm5next.common"):
-        package = ModuleType(f"vllm.models.{name}")
-        package.__path__ = [f"{vllm.models.__path__[0]}/{name.replace('.', '/')}"]
-        monkeypatch.setitem(sys.modules, package.__name__, package)
+    unimported(monkeypatch, "glm5next", "glm5next.common")
     return lambda name: importlib.import_module(f"vllm.models.glm5next.common.{name}")
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-import vllm.models
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from serve.load.layerwise_load import load_layerwise
+from tests.unit.serve.vllm_packages import unimported
 
 CONFIG = SimpleNamespace(
     embed_dim=4,
@@ -33,10 +33,7 @@ def cast(weight, **_):
 @pytest.fixture
 def vision(monkeypatch):
     """vLLM's module, without what only its build for CUDA has."""
-    for name in ("dots3_note", "dots3_note.nvidia"):
-        package = ModuleType(f"vllm.models.{name}")
-        package.__path__ = [f"{vllm.models.__path__[0]}/{name.replace('.', '/')}"]
-        monkeypatch.setitem(sys.modules, package.__name__, package)
+    unimported(monkeypatch, "dots3_note", "dots3_note.nvidia")
     monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", MagicMock(per_block_cast_to_fp8=cast))
     monkeypatch.setitem(sys.modules, "vllm.models.dots3_note.nvidia.vision_attention", MagicMock())
     name = "vllm.models.dots3_note.nvidia.vision"
