@@ -9,6 +9,7 @@ tokenizer or length creates a new set; an existing set needs no tokenizer.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from runtime.replace_file import replace_file
 from train.data.chat import ChatEncoder
 from train.data.formats import BadRecord, Record
 from train.data.packing import Row, build_row, plan_packs
@@ -265,21 +267,18 @@ def _write_block(
             tokens.append(ids)
             learnt.append(mask)
             lengths.append(len(ids))
-    # A rank whose supervisor has died may not have ended yet.
-    partial = block.with_suffix(f".{os.getpid()}")
-    with open(partial, "wb") as file:
-        np.savez(
-            file,
-            tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-            learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
-            lengths=np.array(lengths, np.int64),
-            skipped=np.array([n_dropped, n_truncated]),
-            n_lines=np.array(n_lines),
-            errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
-        )
-        file.flush()
-        os.fsync(file.fileno())  # it may be taken up after a crash of the machine
-    os.rename(partial, block)
+    content = io.BytesIO()
+    np.savez(
+        content,
+        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+        learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
+        lengths=np.array(lengths, np.int64),
+        skipped=np.array([n_dropped, n_truncated]),
+        n_lines=np.array(n_lines),
+        errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
+    )
+    # It may be taken up after a crash of the machine, and a rank whose supervisor has died may write it too.
+    replace_file(block, content.getvalue(), durable=True)
 
 
 def _raise_if_bad(path: Path, kept: Path, count: int) -> None:
