@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import orjson
+from fastapi import routing
 from fastapi._compat import v2
 
 PATIENCE_S = 10.0
@@ -157,6 +158,9 @@ class Meter:
         put(asyncio.Handle, "_run", turn)
         put(asyncio.BaseEventLoop, "_run_once", whole_round)
         put(v2.ModelField, "validate", validated)
+        # It reads the source of an endpoint that is asked first, and knows it by its id: one that an endpoint of a
+        # former app had is known already, by chance.
+        put(routing, "_extract_endpoint_context", lambda _: {})
         for where, name in ((json, "loads"), (orjson, "loads")):
             put(where, name, self._of_argument(getattr(where, name)))
         for where, name in ((json, "dumps"), (orjson, "dumps")):
