@@ -38,7 +38,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import at_least, record, skipped, stated  # noqa: E402 - the path comes first
 from runtime.devices.kind import Found  # noqa: E402
-from runtime.numa import bind  # noqa: E402
+from runtime.processes.numa import bind  # noqa: E402
 
 GIB = 2**30
 COLUMNS = 8192

@@ -1,5 +1,5 @@
-"""Provides what every process of the box shares: logs, sockets, small files, background tasks, tunnels between nodes.
+"""Provides what every process of the box shares: logs, errors, small files, background tasks.
 
 Never: Knows vLLM or DeepSpeed.
-Begin with processes/, then background_tasks.py.
+Begin with processes/ and network/, then background_tasks.py.
 """

@@ -8,7 +8,7 @@ import socket
 
 import psutil
 
-from runtime.sockets import check_free
+from runtime.network.sockets import check_free
 
 
 def why_not(host: str, port: int) -> str:

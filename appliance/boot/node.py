@@ -34,8 +34,8 @@ from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.wiring.node_config import node_config_of
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
+from runtime.network.tunnel import NodeCertificate
 from runtime.processes.kernel import kill_group
-from runtime.tunnel import NodeCertificate
 from scheduler.core.errors import NodeNameTaken
 from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from serve.core import segments

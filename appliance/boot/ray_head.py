@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 from appliance.boot.supervised_process import BOX_VARIABLE
 from appliance.paths import BoxPaths
+from runtime.network.tunnel import NodeCertificate
 from runtime.processes.kernel import die_with_parent, tail
 from runtime.processes.oom import DiesAs
-from runtime.tunnel import NodeCertificate
 
 NAMESPACE = "appliance"
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; weights never travel through the object store

@@ -39,11 +39,11 @@ from appliance.paths import BoxPaths
 from appliance.tiers.flow import TierFlow
 from appliance.wiring.box_status import RSS_EVERY_S
 from appliance.wiring.job_runs import TIDY_EVERY_S
-from runtime import garbage
 from runtime.logs import adopt_libraries, configure_logging
+from runtime.network.sockets import private_socket
+from runtime.processes import garbage
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
-from runtime.sockets import private_socket
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Observed
 from scheduler.ray.effects import RayEffects

@@ -24,7 +24,7 @@ from appliance.gateway.server.tls_listener import newcomers_of, tls_listener
 from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.reports import REFUSED_ROWS_TOLD, gauges
 from appliance.gateway.state.state import State
-from runtime.newcomers import Newcomers
+from runtime.network.newcomers import Newcomers
 
 log = logging.getLogger("appliance.gateway")
 

@@ -26,10 +26,10 @@ from appliance.gateway.gateway import Gateway
 from appliance.gateway.server.tls_listener import newcomers_of
 from appliance.gateway.workers import BEAT_S, EXIT_USAGE, Beats, Workers
 from appliance.ui.site import site
-from runtime import garbage
 from runtime.logs import configure_logging, timestamp
+from runtime.network.sockets import check_free
+from runtime.processes import garbage
 from runtime.processes.oom import DiesAs, dies_as
-from runtime.sockets import check_free
 
 log = logging.getLogger("appliance.gateway")
 

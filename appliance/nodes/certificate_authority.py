@@ -3,8 +3,8 @@
 The box makes it when it first starts with a `node_address`. Its key never leaves the box. A node makes its own key and
 asks for a certificate with a one-time token (appliance.nodes.enrolment); from then on both sides of every connection
 between nodes show theirs. What we listen with refuses the certificate of a node that was removed
-(runtime/removed_nodes.py); Ray's TLS knows no such list. Against that only a new authority helps: delete the folder,
-start again, let the others join again.
+(runtime/network/removed_nodes.py); Ray's TLS knows no such list. Against that only a new authority helps: delete the
+folder, start again, let the others join again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from runtime.removed_nodes import BACKDATED_S
+from runtime.network.removed_nodes import BACKDATED_S
+from runtime.network.tunnel import NodeCertificate
 from runtime.replace_file import replace_file
-from runtime.tunnel import NodeCertificate
 
 AUTHORITY_LIFE = timedelta(days=3650)
 NODE_LIFE = timedelta(days=730)

@@ -41,7 +41,7 @@ from typing import Any
 
 from appliance.nodes.certificate_authority import Authority, Credentials, Unfit, fingerprint
 from appliance.paths import BoxPaths
-from runtime.newcomers import Newcomers, talk
+from runtime.network.newcomers import Newcomers, talk
 
 log = logging.getLogger("appliance.nodes.enrolment")
 
@@ -49,8 +49,8 @@ TOKEN_LIFE_S = 900.0
 TALK_TIMEOUT_S = 15.0
 LINE_BYTES = 16384
 TALKS_OF_ONE = 4
-"""As many as one address may have open. `runtime.newcomers` bounds all together: who says nothing keeps no other
-machine out."""
+"""As many as one address may have open. `runtime.network.newcomers` bounds all together: who says nothing keeps no
+other machine out."""
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _PREFIX, _ID_BYTES, _SECRET_BYTES = "join-", 8, 24
 _SHARED, _RENEWAL = "ray.token", "certificate"

@@ -34,7 +34,7 @@ from typing import Any
 
 from runtime.devices.kind import PowerControl, PowerRefused
 from runtime.devices.kinds import hardware_first
-from runtime.sockets import private_socket
+from runtime.network.sockets import private_socket
 
 log = logging.getLogger("appliance.power.helper")
 

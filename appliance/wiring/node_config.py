@@ -10,8 +10,8 @@ from appliance.config import BoxConfig
 from appliance.nodes.certificate_authority import Credentials
 from appliance.paths import BoxPaths
 from runtime.devices.kinds import fork_environment, kind_of
+from runtime.network.tunnel import NodeCertificate
 from runtime.processes.warm_parents import WARM_ENV, WarmSpec
-from runtime.tunnel import NodeCertificate
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.ray.node import NodeConfig

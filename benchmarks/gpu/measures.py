@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.numa import bind
+from runtime.processes.numa import bind
 
 GIB = 2**30
 ROUNDS = 3

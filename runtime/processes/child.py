@@ -52,7 +52,7 @@ class Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
         `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
-        process's devices, and it runs on their processors (see runtime.numa). Raises WarmParentError if the parent is
+        process's devices, and it runs on their processors (see numa.py). Raises WarmParentError if the parent is
         unreachable or does not fork within `timeout_s` seconds.
         """
         try:

@@ -29,14 +29,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from runtime import numa
 from runtime.devices import kinds
 from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.logs import adopt_libraries, configure_logging
+from runtime.network.sockets import private_socket
+from runtime.processes import numa
 from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.lifeline import Lifeline
-from runtime.sockets import private_socket
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from runtime.devices.kind import Reading
 from runtime.errors import RuntimeLayerError
+from runtime.network.tunnel import UNREACHED_HEAD, NodeCertificate, Shared, Tunnels, TunnelServer
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
-from runtime.tunnel import UNREACHED_HEAD, NodeCertificate, Shared, Tunnels, TunnelServer
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.host_reading import read_memory

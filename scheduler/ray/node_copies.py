@@ -19,7 +19,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from runtime.tunnel import Shared, fetch_directory
+from runtime.network.tunnel import Shared, fetch_directory
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
 from weights.format.names import step_of
 from weights.memory.lease import Lease, StoredVersion, take_lease, unpin
@@ -31,7 +31,7 @@ KEPT_SNAPSHOTS = 2
 
 
 class NodeCopies:
-    """`shared`: settings common to all nodes (see runtime.tunnel). Call all methods on one event loop."""
+    """`shared`: settings common to all nodes (see runtime.network.tunnel). Call all methods on one event loop."""
 
     def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
         self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared

@@ -31,8 +31,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from runtime.logs import configure_logging
+from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
-from runtime.sockets import private_socket
 from serve.api.answer_version import AnswerVersions
 from serve.core.errors import EngineStartFailed, WrongState
 from serve.core.spec import ReplicaSpec

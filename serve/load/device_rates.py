@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime import numa
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
+from runtime.processes import numa
 from runtime.processes.kernel import die_with_parent
 
 MEET_S = 60.0

@@ -51,9 +51,9 @@ from vllm.v1.structured_output import (
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from runtime import numa
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
+from runtime.processes import numa
 from runtime.processes.kernel import die_with_parent
 from serve.adapters import layer_names
 from serve.api import (
@@ -105,8 +105,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A killed API process leaves vLLM's engine core running with the devices' memory until it next uses its socket.
     worker = multiproc_executor.WorkerProc
     EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
-    # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.numa), each worker on its own device's
-    # node. vLLM's --numa-bind starts processes through numactl, but these are forked.
+    # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.processes.numa), each worker on its own
+    # device's node. vLLM's --numa-bind starts processes through numactl, but these are forked.
     worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each

@@ -30,7 +30,7 @@ from appliance.config import enrolment_port
 from appliance.nodes.certificate_authority import Authority, Credentials
 from appliance.nodes.enrolment import NotEnrolled, enrol, renew
 from runtime.errors import TunnelRefused
-from runtime.tunnel import NodeCertificate, Shared, Tunnels, fetch_directory
+from runtime.network.tunnel import NodeCertificate, Shared, Tunnels, fetch_directory
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for
 from tests.e2e.faults_support import Clients, told_as
 from tests.e2e.machines_support import (
@@ -449,7 +449,7 @@ FAR_END = """
 import asyncio, sys
 from pathlib import Path
 from appliance.nodes.certificate_authority import Authority, Credentials
-from runtime.tunnel import Shared, TunnelServer
+from runtime.network.tunnel import Shared, TunnelServer
 
 async def main(address, folder):
     async def drip(reader, writer):

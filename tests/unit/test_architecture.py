@@ -125,6 +125,7 @@ SUBPACKAGES = (
     "weights.checkpoint",
     "weights.format",
     "runtime.processes",
+    "runtime.network",
     "runtime.devices",
     "runtime",
 )
@@ -573,8 +574,8 @@ TASKS = {
     "runtime/processes/child.py Child.__init__": FENCED,
     "runtime/background_tasks.py BackgroundTasks._task": "the background themselves",
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
-    "runtime/newcomers.py Newcomers._accept": "`Newcomers._ended` logs what a meeting raises",
-    "runtime/tunnel.py _join": AWAITED,
+    "runtime/network/newcomers.py Newcomers._accept": "`Newcomers._ended` logs what a meeting raises",
+    "runtime/network/tunnel.py _join": AWAITED,
     "scheduler/devices/readings.py DeviceReadings.look": "the next look has what it raises",
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,

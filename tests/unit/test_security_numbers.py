@@ -14,7 +14,7 @@ from appliance.controller.openai import model_routes
 from appliance.gateway.http import certificates
 from appliance.nodes import enrolment
 from appliance.store import database, reading_threads
-from runtime import newcomers
+from runtime.network import newcomers
 from serve.vllm import mask_turns
 from train.plan import spec
 

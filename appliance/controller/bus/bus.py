@@ -29,7 +29,7 @@ from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from appliance.store.records import box
 from runtime.background_tasks import BackgroundTasks
-from runtime.sockets import private_socket
+from runtime.network.sockets import private_socket
 
 log = logging.getLogger("appliance.controller")
 

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable, MutableMapping
 
 from runtime.background_tasks import BackgroundTasks
-from runtime.newcomers import Newcomers
+from runtime.network.newcomers import Newcomers
 
 log = logging.getLogger("appliance.gateway")
 

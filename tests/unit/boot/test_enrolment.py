@@ -20,8 +20,8 @@ from appliance.nodes import enrolment
 from appliance.nodes.certificate_authority import NODE_LIFE, Authority, Credentials, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol, renew
 from appliance.paths import BoxPaths
-from runtime import removed_nodes
-from runtime.tunnel import NodeCertificate
+from runtime.network import removed_nodes
+from runtime.network.tunnel import NodeCertificate
 
 RAY_TOKEN = b"0123456789abcdef" * 4
 

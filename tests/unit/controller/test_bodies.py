@@ -165,7 +165,7 @@ def cycles() -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("wrong", ["json", "on a thread", "field"])
 async def test_what_is_refused_keeps_no_body(control: Control, cycles: list[Any], wrong: str) -> None:
-    """The collector comes seldom (runtime.garbage): with 15 MiB for each body one key had the controller hold 3 GiB."""
+    """The collector comes seldom (garbage.py): with 15 MiB for each body one key had the controller hold 3 GiB."""
     long = "x" * 9000
     path, body = "/v1/evals", {"data_source_config": {}, long: 1}
     if wrong == "on a thread":

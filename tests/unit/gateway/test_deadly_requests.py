@@ -18,7 +18,7 @@ from appliance.gateway.inference.retry import (
 )
 from appliance.gateway.routing.holds import Bounds, Holds
 from appliance.gateway.routing.router import Model, Replica, Router
-from runtime.tunnel import UNREACHED_HEAD
+from runtime.network.tunnel import UNREACHED_HEAD
 
 from .conftest import Box, Response, Start, chat
 from .test_continuation import TEXT, greedy_engine, text_of

@@ -8,7 +8,7 @@ import sys
 _LOOK = """
 import gc
 import appliance.controller.{main}
-from runtime import garbage
+from runtime.processes import garbage
 garbage.settle()
 print(len(gc.get_objects()), gc.get_freeze_count())
 """

@@ -10,7 +10,7 @@ import ssl
 import pytest
 
 from appliance.nodes.certificate_authority import Authority
-from runtime.newcomers import Newcomers, Serve, talk
+from runtime.network.newcomers import Newcomers, Serve, talk
 
 MOST = 8
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import numa
+from runtime.processes import numa
 from runtime.processes.child import Child
 
 SOCKETS = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
@@ -85,7 +85,7 @@ async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path
     socket_path, log = tmp_path / "w.sock", tmp_path / "w.log"
     program = (
         "import pathlib, sys\n"
-        "from runtime import numa\nfrom runtime.processes import warm_parent\n"
+        "from runtime.processes import numa, warm_parent\n"
         f"numa.NODES = pathlib.Path({str(root)!r})\n"
         f"sys.exit(warm_parent.main(['--socket', {str(socket_path)!r}, '--preload', 'tests.unit.runtime.entries', "
         f"'--log', {str(log)!r}]))"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.sockets import private_socket
+from runtime.network.sockets import private_socket
 
 
 @pytest.fixture

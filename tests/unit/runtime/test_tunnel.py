@@ -14,7 +14,7 @@ import pytest
 
 from appliance.nodes.certificate_authority import Authority, Credentials
 from runtime.errors import TunnelRefused
-from runtime.tunnel import UNREACHED_HEAD, Shared, Tunnels, TunnelServer, fetch_directory
+from runtime.network.tunnel import UNREACHED_HEAD, Shared, Tunnels, TunnelServer, fetch_directory
 
 TOKEN = b"a token that both nodes have"
 SHARED = Shared(TOKEN)
@@ -118,7 +118,7 @@ async def test_who_reads_from_an_engine_hears_that_its_tunnel_was_closed(there, 
 
 @pytest.mark.parametrize("silent", ["before it takes the connection", "after it"])
 async def test_a_machine_that_says_nothing_is_waited_for_no_longer_than_a_moment(tmp_path, monkeypatch, silent):
-    monkeypatch.setattr("runtime.tunnel.CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("runtime.network.tunnel.CALL_TIMEOUT_S", 0.05)
 
     async def no_answer(*_, **__):
         await asyncio.Event().wait()
@@ -269,7 +269,7 @@ def nodes(tmp_path):
 
 async def test_between_nodes_all_is_tls_and_each_side_shows_its_certificate(there, nodes, tmp_path, monkeypatch):
     home, joined, other = nodes
-    monkeypatch.setattr("runtime.tunnel.GREETING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("runtime.network.tunnel.GREETING_TIMEOUT_S", 0.5)
     server = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
     address, source = await server.start(), tmp_path / "store" / "v1"
     assert await fetch_directory(address, joined, source, tmp_path / "copy") == 256 * 9000 + 532
@@ -340,7 +340,7 @@ async def test_a_removed_node_gets_no_tunnel_and_may_have_one_again_with_a_later
 
 async def test_what_a_node_has_open_ends_when_it_is_removed(there, nodes, tmp_path, monkeypatch):
     """Over a tunnel that it had opened before, it went on talking to an engine."""
-    monkeypatch.setattr("runtime.tunnel.LOOK_S", 0.01)
+    monkeypatch.setattr("runtime.network.tunnel.LOOK_S", 0.01)
     home, joined, _ = nodes
     server = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=())
     tunnels, local = Tunnels(joined), tmp_path / "local.sock"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import TunnelRefused
-from runtime.tunnel import Shared, fetch_directory
+from runtime.network.tunnel import Shared, fetch_directory
 from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig

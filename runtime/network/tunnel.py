@@ -37,9 +37,9 @@ from typing import Any
 
 from runtime.background_tasks import BackgroundTasks
 from runtime.errors import TunnelRefused
-from runtime.newcomers import Newcomers, talk
-from runtime.removed_nodes import RemovedNodes
-from runtime.sockets import private_socket
+from runtime.network.newcomers import Newcomers, talk
+from runtime.network.removed_nodes import RemovedNodes
+from runtime.network.sockets import private_socket
 
 GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 10.0
