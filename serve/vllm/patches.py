@@ -22,7 +22,6 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 import xgrammar
 from vllm.config import ModelConfig
@@ -53,6 +52,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
+from runtime.network.heads_alone import HeadsAlone
 from runtime.processes import numa
 from runtime.processes.kernel import die_with_parent
 from serve.adapters import layer_names
@@ -176,7 +176,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 
-    otel.get_span_exporter = _of_heads_alone
+    otel.get_span_exporter = _span_exporter
 
     # An adapter's config has names of layers, not regular expressions of its own.
     layer_names.apply()
@@ -215,17 +215,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
             torch.compiler.set_stance("force_eager")
 
 
-def _of_heads_alone(endpoint: str) -> Any:
-    """The exporter of traces, for an endpoint of OTLP/HTTP. vLLM's own keeps whatever a collector answers in memory: of
-    one whose answer had no end 3 GiB."""
-    session = requests.Session()
-    session.hooks["response"].append(_unread)
-    return otel.OTLPHttpExporter(endpoint=endpoint, session=session)
-
-
-def _unread(answer: requests.Response, **_: Any) -> None:
-    answer.close()
-    answer._content = b""
+def _span_exporter(endpoint: str) -> Any:
+    """For an endpoint of OTLP/HTTP. vLLM's own keeps whatever a collector answers in memory."""
+    return otel.OTLPHttpExporter(endpoint=endpoint, session=HeadsAlone())
 
 
 def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[..., None]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
-import requests
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -32,6 +30,7 @@ from opentelemetry.trace import (
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import MESSAGES, RESPONSES
+from runtime.network.heads_alone import HeadsAlone
 
 EXPORT_TIMEOUT_S = 3.0
 _FAILED = Status(StatusCode.ERROR)
@@ -53,7 +52,7 @@ class Tracing:
             resource=Resource.create({"service.name": "appliance-gateway", "service.instance.id": worker})
         )
         exporter = OTLPSpanExporter(
-            endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S, session=_Session()
+            endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S, session=HeadsAlone()
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("appliance.gateway")
@@ -69,17 +68,6 @@ class Tracing:
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(EXPORT_TIMEOUT_S)
-
-
-class _Session(requests.Session):
-    """Takes an answer's status and nothing else: of a collector whose answer had no end a worker had 3 GiB."""
-
-    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
-        """Raises requests.RequestException."""
-        answer = super().send(request, **{**how, "stream": True})
-        answer.close()
-        answer.raw, answer._content = None, b""
-        return answer
 
 
 class RequestSpans:

@@ -10,7 +10,6 @@ from appliance.controller.admin import handover_views
 from appliance.controller.devices import copy_limit
 from appliance.store.records import box, handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
-from runtime.limits import memcpy_bytes_per_s
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -78,4 +77,4 @@ async def test_limits_are_measured_once_and_kept(control: Control, monkeypatch: 
 
 
 def test_a_copy_is_measured():
-    assert memcpy_bytes_per_s(threads=2, buffer_bytes=1 << 20) > 0
+    assert copy_limit.memcpy_bytes_per_s(threads=2, buffer_bytes=1 << 20) > 0

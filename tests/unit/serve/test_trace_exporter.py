@@ -26,7 +26,7 @@ def test_of_what_a_collector_answers_an_engine_reads_the_head_alone():
 
     answering = threading.Thread(target=serve)
     answering.start()
-    exporter = patches._of_heads_alone(f"http://127.0.0.1:{server.getsockname()[1]}/v1/traces")
+    exporter = patches._span_exporter(f"http://127.0.0.1:{server.getsockname()[1]}/v1/traces")
     told = exporter._client.export(b"spans")
     answering.join()
     server.close()
