@@ -136,6 +136,8 @@ class Bus:
         """Publish the table's models (appliance.gateway.routing.table). Returns the generation that carries them."""
         if models != self._models:
             self._models = models
+            self._arrivals.keep(models)
+            self._total = None
             self._next_generation()
             if self._on_table is not None:
                 self._on_table()

@@ -67,7 +67,9 @@ class DemandLearning:
         self._saved_s: dict[str, float] = {}
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
         self._forecasts: dict[str, DemandForecast] = {}
+        # By name: what of its arrivals has been learned from. _came: the same by model, all its names together.
         self._counted: dict[str, Arrived] = {}
+        self._came: dict[str, int] = {}
         # By model: prompts too long for the target that have not been found late.
         self._hopeless: dict[str, float] = {}
         self._looked_s: float | None = None
@@ -83,15 +85,21 @@ class DemandLearning:
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
             self._saved_s = {name: kept for name, kept in self._saved_s.items() if name in names}
             self._forecasts = {name: kept for name, kept in self._forecasts.items() if name in names}
+            self._came = {name: kept for name, kept in self._came.items() if name in names}
             fade = math.exp(-passed_s / HOPELESS_S)
             self._hopeless = {name: kept * fade for name, kept in self._hopeless.items() if name in names}
-        return tuple(self._one(d, now_s, look) for d in deployments)
+        traffic = {d.model: self._traffic(d.model) for d in deployments}
+        if look:
+            called = {name for one in traffic.values() for name in one.arrived}
+            self._counted = {name: kept for name, kept in self._counted.items() if name in called}
+        return tuple(self._one(d, traffic[d.model], now_s, look) for d in deployments)
 
-    def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
-        traffic = self._traffic(deployment.model)
-        deployment = replace(self._rising(deployment, traffic, now_s, look), kv_tokens=traffic.kv_tokens)
+    def _one(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
         # Count arrivals even before learning is possible, or they would later count as one burst.
         new = self._new(traffic.arrived) if look else Arrived()
+        # Not the sum of the totals: that falls when an adapter goes.
+        self._came[deployment.model] = self._came.get(deployment.model, 0) + new.requests
+        deployment = replace(self._rising(deployment, now_s, look), kv_tokens=traffic.kv_tokens)
         rate = traffic.prefill_tokens_per_s
         if not rate or not deployment.ttft_target_s or not deployment.max_replicas:
             self._learners.pop(deployment.model, None)
@@ -122,11 +130,10 @@ class DemandLearning:
         self._hopeless[model] = max(waiting - found, 0.0)
         return found
 
-    def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
+    def _rising(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
         forecast = self._forecasts.setdefault(deployment.model, DemandForecast(self._config.next_answer_s))
         if look:
-            arrived = sum(total.requests for total in traffic.arrived.values())
-            forecast.seen(now_s, deployment.demand.requests, arrived)
+            forecast.seen(now_s, deployment.demand.requests, self._came[deployment.model])
         return replace(deployment, demand=replace(deployment.demand, expected=forecast.expected))
 
     def _learner(self, deployment: DeploymentView, target_s: float) -> StandbyLearner:

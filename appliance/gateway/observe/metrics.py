@@ -171,8 +171,8 @@ class Metrics:
         return None if last_s is None else last_s + unix_offset_s
 
     def arrivals(self, row: str) -> tuple[int, int]:
-        """Requests and estimated prompt tokens admitted since this process began. Never decreases, even if rows leave
-        the table, because readers take differences."""
+        """Requests and estimated prompt tokens admitted since this process began, or since the row came into the table
+        again: reports name the rows that have left it, for readers take differences."""
         arrivals = self._arrivals.get(row)
         return (0, 0) if arrivals is None else (arrivals.requests, arrivals.prompt_tokens)
 
@@ -304,7 +304,7 @@ class Metrics:
         return _p95(self._recent_tpot.get(model), now_s)
 
     def forget_models(self, keep: Iterable[str]) -> None:
-        """Drop series of models that left the table, so that label sets stay bounded."""
+        """Drop what is kept of models that left the table, so that label sets and reports stay bounded."""
         kept = set(keep)
         for name in [name for name in self.models if name not in kept]:
             for key in list(self.models[name]):
@@ -314,6 +314,8 @@ class Metrics:
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
         self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
         self._last_s = {name: at for name, at in self._last_s.items() if name in kept}
+        self._arrivals = {name: counts for name, counts in self._arrivals.items() if name in kept}
+        self._first_tokens = {name: times for name, times in self._first_tokens.items() if name in kept}
         self._idle_starts = {name: samples for name, samples in self._idle_starts.items() if name in kept}
         self._computed = {name: sums for name, sums in self._computed.items() if name in kept}
         self._prefill = {name: rate for name, rate in self._prefill.items() if name in kept}

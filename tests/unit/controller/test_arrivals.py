@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from appliance.controller.bus.arrivals import Arrivals
@@ -47,8 +49,30 @@ def test_what_came_before_we_listened_is_no_burst():
     assert counted(said(10_000, started_s=long_there), said(10_002, started_s=long_there)).requests == 2
 
 
-def test_a_model_that_leaves_the_table_and_returns_goes_on():
-    assert counted(said(4), said(9, model="other"), said(6)).requests == 6
+def test_what_left_the_table_is_forgotten_and_counts_from_nothing_when_it_returns():
+    arrivals = Arrivals(BEGAN_S)
+    arrivals.keep(["m", "other"])
+    arrivals.heard(said(4))
+    arrivals.heard(said(7, by="g-1"))
+    arrivals.keep(["other"])
+    assert arrivals.totals == {}
+    arrivals.heard(said(8, by="g-1"))
+    assert arrivals.totals == {}, "a gateway that routes by the table of before"
+    arrivals.heard(said(9, model="other"))
+    arrivals.keep(["m", "other"])
+    arrivals.heard(said(2))
+    assert arrivals.totals["m"].requests == 2, "g-0 heard of the table without it, and began again"
+    arrivals.heard(said(9, by="g-1"))
+    assert arrivals.totals["m"].requests == 3, "g-1 did not, and has had one more"
+
+
+def test_however_many_names_were_asked_for_those_of_the_table_are_kept():
+    arrivals = Arrivals(BEGAN_S)
+    for number in range(50):
+        name = f"ft:{number}"
+        arrivals.keep([name])
+        arrivals.heard(replace(said(number + 1, model=name), whole=False, gone=(f"ft:{number - 1}",)))
+    assert list(arrivals.totals) == ["ft:49"] and list(arrivals._processes["g-0"].counts) == ["ft:49"]
 
 
 def test_reports_without_counts_are_no_arrivals():

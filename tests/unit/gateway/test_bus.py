@@ -156,6 +156,8 @@ async def test_after_its_first_report_a_gateway_says_of_models_what_changed(
     assert load_report(box.state, told)["models"] == {"n8": None}
     box.models["n8"] = row
     box.apply()
+    assert load_report(box.state, told)["models"] == {}, "it counts from nothing, and reports nothing of it until then"
+    metrics.arrived("n8", 3, 0.0)
     assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
     assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
 

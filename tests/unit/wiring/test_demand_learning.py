@@ -197,6 +197,19 @@ def test_a_rise_over_all_workers_is_told_without_a_rate_too(box):
     assert box.seen().demand.expected == 0.0
 
 
+def test_what_leaves_the_table_is_forgotten_and_an_adapters_end_is_no_fall(db):
+    """Of each name that was ever asked for something stayed."""
+    traffic, clock = {"base": Traffic({})}, iter(range(100))
+    learning = DemandLearning(lambda model: traffic[model], SchedulerConfig(), 8, lambda: float(next(clock)), db)
+    deployment = DeploymentView("base", 1, tensor_parallel=1)
+    for number in range(20):
+        traffic["base"] = Traffic({"base": Arrived(3), f"ft:base:{number}": Arrived(100)})
+        learning.learned((deployment,))
+    assert learning._counted.keys() == {"base", "ft:base:19"} and learning._came == {"base": 3 + 20 * 100}
+    learning.learned(())
+    assert not learning._counted and not learning._came
+
+
 def test_a_restarted_controller_goes_on_with_what_was_learned(box):
     assert box.live(10, bursts).standby.replicas >= 4
     box.begin()
