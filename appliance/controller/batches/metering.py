@@ -106,7 +106,8 @@ class Metering:
             used = tokens_of(charge.body)
             prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
             if charge.silent is None:
-                self._rate.answered(model, completion, charge.sequences, charge.took_s)
+                longest = _longest(charge.body, completion) if charge.sequences > 1 else 0
+                self._rate.answered(model, completion, charge.sequences, charge.took_s, longest)
             else:
                 (row,) = self.left("", model, [charge.silent])
                 prompt, completion = row["prompt_tokens"], row["completion_tokens"]
@@ -165,6 +166,16 @@ def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:
     named = (_count(body, name, 0) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((tokens for tokens in named if tokens), _UNBOUNDED)
     return TokenRequest(size // BYTES_PER_TOKEN, 0 if url == "/v1/embeddings" else most * sequences, sequences)
+
+
+def _longest(body: Any, completion: int) -> int:
+    """Of these tokens, about how many the longest choice has; 0 where the answer does not say."""
+    choices = body.get("choices") if isinstance(body, dict) else None
+    texts = [
+        choice.get("text") or (choice.get("message") or {}).get("content") or "" for choice in choices or [] if choice
+    ]
+    sizes = [len(text) for text in texts]
+    return -(-completion * max(sizes) // sum(sizes)) if any(sizes) else 0
 
 
 def _count(body: dict[str, Any], name: str, otherwise: int = 1) -> int:

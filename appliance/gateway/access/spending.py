@@ -197,13 +197,16 @@ class Spending:
         elif not tokens.total:
             if request.status == 200 and request.sent_bytes:
                 # Its engine died in mid-stream, or has not said: charge the delivered tokens, or those of the time.
-                written = request.stream_events
+                written = self._rate.in_events(request.model, request.stream_events)
                 if not request.streams and request.sent_s:
                     written = self._rate.written(request.model, asked.sequences, now_s - request.sent_s)
                 tokens.prompt, tokens.completion = asked.prompt_tokens, min(written, asked.completion_tokens)
         elif request.sent_s and not request.held_up:
             # Whoever reads slowly would make it cheap to leave early, for everybody.
-            self._rate.answered(request.model, tokens.completion, asked.sequences, now_s - request.sent_s)
+            took_s = now_s - request.sent_s
+            self._rate.answered(request.model, tokens.completion, asked.sequences, took_s, tokens.longest)
+            if request.streams and not asked.unseen:
+                self._rate.streamed(request.model, tokens.completion, request.stream_events)
         if request.estimated_tokens:
             use = request.use
             if use is not None and use.allowance is not None:
@@ -217,7 +220,7 @@ class Spending:
         model generates in that time; never more than the request asked for."""
         tokens, asked = request.tokens, request.asked
         tokens.prompt = tokens.prompt or asked.prompt_tokens
-        written = request.stream_events
+        written = self._rate.in_events(request.model, request.stream_events)
         if not request.streams or request.unread or asked.unseen:
             # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered;
             # of some it never writes any.

@@ -19,6 +19,8 @@ _COUNTS: Final = re.compile(
     rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
 )
 FINISHED: Final = b'"finish_reason":"'
+# About what stands in a choice beside its text.
+_CHOICE_BYTES: Final = 200
 _NO_CHOICES: Final = b'"choices":[],'
 # Fields added to a checked body in place of its last brace.
 ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
@@ -26,11 +28,13 @@ ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 class Tokens:
     """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last. found: tokens of the prompt that a cache of prefixes had."""
+    last. found: tokens of the prompt that a cache of prefixes had; longest: about how many the longest of several
+    sequences has, 0 unless `read_choices` has said."""
 
     prompt: int = 0
     found: int = 0
     completion: int = 0
+    longest: int = 0
 
     def read(self, body: bytes) -> None:
         """Take the usage from a piece of an answer, if it holds one."""
@@ -57,6 +61,12 @@ class Tokens:
             self.prompt = prompt + cached
         if completion >= 0:
             self.completion = completion
+
+    def read_choices(self, body: bytes) -> None:
+        """Take from a whole plain answer, whose usage has been read, what part of it the longest choice is."""
+        sizes = [max(len(choice) - _CHOICE_BYTES, 1) for choice in body.split(FINISHED)[:-1]]
+        if sizes:
+            self.longest = -(-self.completion * max(sizes) // sum(sizes))
 
     @property
     def total(self) -> int:

@@ -161,6 +161,8 @@ class Answer:
         request.sent_bytes = len(body)
         if self._reads_usage:
             request.tokens.read(body)
+            if request.asked.sequences > 1 and request.tokens.completion:
+                request.tokens.read_choices(body)
         client.write(
             wire.whole_response(
                 status,

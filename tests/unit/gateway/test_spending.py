@@ -304,6 +304,43 @@ async def test_the_rate_is_that_of_answers_that_came(box: Box) -> None:
     assert box.state.spending._rate.written("m", sequences=1, for_s=1.0) > 500
 
 
+async def test_all_choices_of_a_request_that_is_left_are_paid_for(box: Box) -> None:
+    """The rate was that of four sequences' mean, though all but the longest had ended before."""
+    four = [
+        {"index": at, "message": {"role": "assistant", "content": "word " * words}, "finish_reason": "stop"}
+        for at, words in enumerate((400, 200, 100, 100))
+    ]
+    usage = {"prompt_tokens": 3, "completion_tokens": 800, "total_tokens": 803}
+
+    async def answer(request: UpstreamRequest, reply: Reply) -> None:
+        (conn,) = (conn for conn in box.state.connections if conn.active is not None)
+        conn.active.request.sent_s -= 4.0
+        await reply.json(orjson.dumps({"choices": four, "usage": usage}))
+
+    box.engines["e0"].script = answer
+    assert (await box.ask("POST", "/v1/chat/completions", chat(n=4))).status == 200
+    taken(box)
+    box.engines["e0"].script = hang
+    await leave(box, chat(n=4), 2.0)
+    assert 700 <= taken(box)["completion_tokens"] <= 900, "2 s of four sequences at 100 tokens a second"
+
+
+async def test_events_of_several_tokens_are_paid_for_by_the_token(box: Box) -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":300,"total_tokens":303}}\n\n'
+    events = chat_events(*["three of them"] * 98)
+    box.engines["e0"].script = sends(*events[:-1], usage, events[-1])
+    for _ in range(60):
+        await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    taken(box)
+    box.engines["e0"].script = sends(*chat_events(*["three of them"] * 10, done=False), ends=False)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await box.until(lambda: any(r.stream_events >= 10 for c in box.state.connections if (r := c.active_request)))
+    wire.close()
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    assert 27 <= taken(box)["completion_tokens"] <= 34
+
+
 async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Box) -> None:
     box.serve("m", e0="draining")
     wire = await box.connect()
