@@ -23,6 +23,19 @@ TellRefused = Callable[[str, str, str], bool]
 
 MOST_REFUSALS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 6, 60.0, 3600.0
 """After 1, 5, 21 minutes, and each hour then: who may give the box's key its rights has 2 hours and more for it."""
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_RETRIES_PART = 10
+"""Jobs that fail are tried for one second of so many: each attempt may wait for its server as long as that lets it."""
+
+
+@dataclass(slots=True)
+class Failing:
+    """A job that the tracker could not be told of, how often in a row and since when; not tried before again_s."""
+
+    since_s: float
+    why: str = ""
+    failures: int = 0
+    again_s: float = 0.0
 
 
 class Tracker(Protocol):
@@ -96,26 +109,58 @@ class Follower:
         self._tell_refused, self._clock = tell_refused, clock
         self._progress = Progress.read(path)
         self._address: dict[str, str] = {}  # of the runs begun in this process
-        self._failed: dict[str, int] = {}
+        self._failing: dict[str, Failing] = {}
+        self._retry_s = 0.0  # none that fails is tried before then
 
     def round(self) -> None:
-        """Tell what is new. Raises TrackerFailed, OSError, sqlite3.Error; the jobs that failed least come first next
-        time, so that one that is refused holds up no other."""
+        """Tell what is new. Raises OSError, sqlite3.Error. Those that fail come last and have pauses of their own: a
+        job whose project is none, or a hundred of them, hold up no other's. All paused for a minute because of one."""
         self._look_for_jobs()
         waiting = self._store.not_begun()
         now_s = self._clock()
         begun = [job_id for job_id, at in self._progress.jobs.items() if job_id not in waiting and at.again_s <= now_s]
-        for job_id in sorted(begun, key=lambda one: self._failed.get(one, 0)):
-            self._failed[job_id] = self._failed.get(job_id, 0) + 1
+        for job_id in sorted(begun, key=self._again_s):
+            began_s = self._clock()
+            if job_id in self._failing and began_s < max(self._failing[job_id].again_s, self._retry_s):
+                continue
             try:
                 self._follow(job_id, self._progress.jobs[job_id])
             except TrackerRefused as error:
                 self._address.pop(job_id, None)
                 self._refused(job_id, self._progress.jobs[job_id], str(error))
-            except TrackerFailed:
+            except TrackerFailed as error:
                 self._address.pop(job_id, None)  # its run may be gone there: it is looked for again
-                raise
-            del self._failed[job_id]
+                self._fails(job_id, str(error), began_s)
+                continue
+            if self._failing.pop(job_id, None) is not None:
+                self._retry_s = 0.0
+                for other in self._failing.values():
+                    other.again_s = 0.0  # the tracker may be back
+
+    @property
+    def failing(self) -> list[Failing]:
+        """What the tracker could not be told of, the longest failing job first."""
+        for job_id in self._failing.keys() - self._progress.jobs.keys():
+            del self._failing[job_id]
+        return sorted(self._failing.values(), key=lambda one: one.since_s)
+
+    def _again_s(self, job_id: str) -> float:
+        failing = self._failing.get(job_id)
+        return -1.0 if failing is None else failing.again_s
+
+    def _fails(self, job_id: str, why: str, began_s: float) -> None:
+        now_s = self._clock()
+        failing = self._failing.setdefault(job_id, Failing(now_s))
+        failing.again_s = now_s + min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** min(failing.failures, 10))
+        failing.failures, failing.why = failing.failures + 1, why
+        self._retry_s = now_s + min(_LONGEST_RETRY_S, _RETRIES_PART * (now_s - began_s))
+        log.warning(
+            "%s could not be told of the job, time %d in a row: %s",
+            self._tracker.name,
+            failing.failures,
+            why,
+            extra={"job_id": job_id},
+        )
 
     def _refused(self, job_id: str, at: Followed, why: str) -> None:
         """It is asked again later, with a growing pause, and not for ever: the job's owner hears of the end of it."""

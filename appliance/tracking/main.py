@@ -23,7 +23,7 @@ from typing import Any, Literal
 from appliance.cli.client import Address, Client
 from appliance.cli.errors import CliError, NotFound
 from appliance.tracking.errors import TrackerFailed
-from appliance.tracking.follower import Follower, Tracker
+from appliance.tracking.follower import Failing, Follower, Tracker
 from appliance.tracking.store_reader import StoreReader
 from runtime.background_tasks import BackgroundTasks
 from runtime.logs import configure_logging
@@ -127,6 +127,7 @@ class Watch:
     def __init__(self, name: str, make: Callable[[], Follower], clock: Callable[[], float] = time.time):
         self._name, self._make, self._clock = name, make, clock
         self._follower: Follower | None = None
+        self._failing: list[Failing] = []  # as the last round left them
         self._since_s: float | None = None
 
     async def round(self) -> None:
@@ -140,22 +141,31 @@ class Watch:
         if self._follower is None:
             self._follower = self._make()
         self._follower.round()
+        self._failing = self._follower.failing
 
-    def slow(self) -> list[dict[str, Any]]:
-        """In the form of `BackgroundTasks.degraded`: the round that takes longer than SLOW_S, if one does."""
+    def troubles(self) -> list[dict[str, Any]]:
+        """In the form of `BackgroundTasks.degraded`: the round that takes longer than SLOW_S, if one does, or else that
+        the tracker could not be told of some jobs."""
         since_s = self._since_s
-        if since_s is None or self._clock() - since_s < SLOW_S:
+        if since_s is not None and self._clock() - since_s >= SLOW_S:
+            why = f"has not answered for {self._clock() - since_s:.0f} s; jobs go on, and it is told later"
+            return [self._trouble(since_s, why, 1, None)]
+        if not self._failing:
             return []
-        why = f"has not answered for {self._clock() - since_s:.0f} s; jobs go on, and it is told later"
-        return [{"name": self._name, "since_s": since_s, "why": why, "failures": 1, "next_try_s": None}]
+        first, jobs = self._failing[0], len(self._failing)
+        why = f"{jobs} jobs could not be told of: {first.why}" if jobs > 1 else first.why
+        return [self._trouble(first.since_s, why, first.failures, first.again_s)]
+
+    def _trouble(self, since_s: float, why: str, failures: int, next_try_s: float | None) -> dict[str, Any]:
+        return {"name": self._name, "since_s": since_s, "why": why, "failures": failures, "next_try_s": next_try_s}
 
 
 async def _report(path: Path, background: BackgroundTasks, watches: list[Watch]) -> None:
     """Say what is in trouble, for ever."""
     while True:
-        slow = [trouble for watch in watches for trouble in watch.slow()]
-        names = {trouble["name"] for trouble in slow}
-        found = [*slow, *(trouble for trouble in background.degraded() if trouble["name"] not in names)]
+        told = [trouble for watch in watches for trouble in watch.troubles()]
+        names = {trouble["name"] for trouble in told}
+        found = [*told, *(trouble for trouble in background.degraded() if trouble["name"] not in names)]
         try:
             replace_file(path, json.dumps({"troubles": found}).encode())
         except OSError as error:

@@ -17,6 +17,7 @@ from appliance.config import ConfigError, TrackingSettings, load_config
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.tracking import main as exporter
+from appliance.tracking.follower import Failing
 from appliance.tracking.main import Watch
 
 
@@ -33,6 +34,8 @@ def test_a_round_that_takes_long_is_said():
         now, began = [100.0], asyncio.Event()
 
         class Slow:
+            failing: list[Failing] = []
+
             def round(self) -> None:
                 loop.call_soon_threadsafe(began.set)
                 asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
@@ -41,13 +44,23 @@ def test_a_round_that_takes_long_is_said():
         watch = Watch("tracking: slow", Slow, clock=lambda: now[0])  # type: ignore[arg-type]
         round = asyncio.create_task(watch.round())
         await began.wait()
-        assert watch.slow() == []
+        assert watch.troubles() == []
         now[0] += 75.0
-        (trouble,) = watch.slow()
+        (trouble,) = watch.troubles()
         assert trouble["name"] == "tracking: slow" and "has not answered for 75 s" in trouble["why"]
         go_on.set()
         await round
-        assert watch.slow() == []
+        assert watch.troubles() == []
+        Slow.failing = [Failing(60.0, "away", 3, 90.0), Failing(70.0, "gone", 1, 91.0)]
+        await watch.round()
+        (trouble,) = watch.troubles()
+        assert trouble == {
+            "name": "tracking: slow",
+            "since_s": 60.0,
+            "why": "2 jobs could not be told of: away",
+            "failures": 3,
+            "next_try_s": 90.0,
+        }
 
     asyncio.run(look())
 

@@ -187,14 +187,19 @@ def test_a_tracker_that_is_away_hears_everything_later(box: Box):
     job_id, tracker = box.start(1), Heard(away=True)
     follower = box.follower(tracker)
     box.step(job_id, 1, 2)
-    with pytest.raises(TrackerFailed):
-        follower.round()
+    follower.round()
     box.step(job_id, *range(3, 700))
     jobs.set_phase(box.db, job_id, "cancelled")
-    with pytest.raises(TrackerFailed):
-        follower.round()
+    box.now_s = 2.0
+    follower.round()
+    (failing,) = follower.failing
+    assert (failing.since_s, failing.why, failing.failures, failing.again_s) == (0.0, "away", 2, 4.0)
     tracker.away = False
     follower.round()
+    assert not tracker.points, "not before the pause is over"
+    box.now_s = 4.0
+    follower.round()
+    assert not follower.failing
     assert [step for _, _, step in tracker.points] == list(range(1, 700))
     assert [job.phase for job in tracker.ended] == ["cancelled"]
 
@@ -206,12 +211,49 @@ def test_a_job_that_the_tracker_refuses_holds_up_no_other(box: Box):
     box.step(first, 1)
     box.step(second, 1)
     for _ in range(3):
-        with pytest.raises(TrackerFailed):
-            follower.round()
-    box.step(second, 2)
-    with pytest.raises(TrackerFailed):
         follower.round()
+    box.step(second, 2)
+    follower.round()
     assert tracker.points == [(second, "train", 1), (second, "train", 2)]
+
+
+def test_many_jobs_that_fail_leave_others_nine_tenths_of_the_time(box: Box):
+    """Each attempt waited for its server, and after each failure all paused, for a minute in the end."""
+    tries: list[str] = []
+
+    class Slow(Heard):
+        def _ask(self, job: Job) -> None:
+            if job.name == "bad":
+                tries.append(job.id)
+                box.now_s += 5.0
+                raise TrackerFailed("no such project")
+
+    bad, tracker = [box.start(number, suffix="bad") for number in range(1, 7)], Slow()
+    follower, good = box.follower(tracker), box.start(7)
+    follower.round()
+    assert tries == bad and box.now_s == 30.0, "new ones are tried at once"
+    rounds = 0
+    while box.now_s < 530.0:
+        rounds += 1
+        box.step(good, rounds)
+        follower.round()
+        assert tracker.points[-1] == (good, "train", rounds), "in the round after each step"
+        box.now_s += 10.0
+    assert 6 <= len(tries) - 6 <= 10 and set(tries[6:]) == set(bad), "all in turns, for a tenth of the time"
+    assert len(follower.failing) == 6
+
+
+def test_when_one_that_failed_is_told_all_are_tried_again(box: Box):
+    tracker = Heard(away=True)
+    first, second, follower = box.start(1), box.start(2), box.follower(tracker)
+    for at_s in (0.0, 2.0, 10.0, 30.0):
+        box.now_s = at_s
+        follower.round()
+    tracker.away, box.now_s = False, 41.0
+    follower._failing[second].again_s = 90.0
+    follower.round()
+    follower.round()
+    assert tracker.begun == [first, second] and not follower.failing
 
 
 def test_a_job_that_the_tracker_takes_no_run_of_is_asked_less_and_less_and_then_given_up(box: Box):
