@@ -27,11 +27,22 @@ suite() {
 
 suite lint "$python" -m ruff check .
 suite format "$python" -m ruff format --check .
-suite types "$python" -m mypy
+# Types keep one core busy for a minute: they are checked while the unit tests run, and told of after them.
+types_told=$(mktemp)
+"$python" -m mypy >"$types_told" 2>&1 &
+types=$!
+trap 'kill %1 2>/dev/null; rm -f "$types_told"' EXIT
+types_end() {
+    wait "$types"
+    local code=$?
+    cat "$types_told"
+    return "$code"
+}
 # -rs: what was skipped, and why: the page where there is no browser.
 pytest=("$python" -m pytest --durations 5 -rs)
 side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
+suite types types_end
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
 # Two streams of whole files, where the machine has room for a box beside an engine and a training world: test_box.py is
 # the longest and the second in order, so that one stream begins with it.
