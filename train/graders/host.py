@@ -123,8 +123,7 @@ class GraderHost:
                 sys.executable,
                 "-I",
                 "-c",
-                f"import sys; sys.path.insert(0, {os.path.abspath(_ROOT)!r}); "
-                "from train.graders.worker import main; main()",
+                f"import sys; sys.path.insert(0, {os.path.abspath(_ROOT)!r}); {_BEGIN}",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 # Nothing of the box's environment or of where its data lies: users' code reads what is there.
@@ -149,6 +148,7 @@ class GraderHost:
 
 
 _ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
+_BEGIN = "from train.graders.worker import main; main()"
 
 
 async def _written(
