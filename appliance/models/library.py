@@ -2,7 +2,8 @@
 
 Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
 are on the medium. What a crash leaves is in `.staging`, and the next import removes it. The number of a version never
-comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone.
+comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone. Of names
+without a version the newest thousand keep their own number; others begin above all that were forgotten.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
 GENERATION_FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MOST_NUMBERS = 1000
+_FORGOTTEN = "forgotten"
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -322,6 +325,7 @@ class ModelLibrary:
             check(copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta))
             for file in staging.iterdir():
                 _sync(file)
+            self._forget_numbers()
             replace_file(self._given(name), str(number).encode(), durable=True)
             try:
                 os.rename(staging, family / version)
@@ -339,14 +343,32 @@ class ModelLibrary:
 
     def _next_number(self, name: str, family: Path) -> int:
         numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
-        with contextlib.suppress(FileNotFoundError):
-            numbers.append(int(self._given(name).read_text()))
-        return max(numbers, default=0) + 1
+        given = self._given(name)
+        numbers.append(_number_in(given if given.exists() else given.with_name(_FORGOTTEN)))
+        return max(numbers) + 1
 
     def _given(self, name: str) -> Path:
         """A file with the highest number that a version of this model had. It outlives the model, and does not tell its
         name."""
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
+
+    def _forget_numbers(self) -> None:
+        """Of names whose versions are all gone so many files are kept; one number stands for those that go."""
+        folder = self._private(self._root / ".numbers")
+        kept = [entry for entry in os.scandir(folder) if re.fullmatch(r"[0-9a-f]{32}", entry.name)]
+        if len(kept) <= MOST_NUMBERS:
+            return
+        names = (decode_name(family.name) for family in self._root.iterdir())
+        here = {self._given(name).name for name in names if name is not None}
+        gone = sorted((one for one in kept if one.name not in here), key=lambda one: one.stat().st_mtime_ns)
+        # A tenth at once, or each import would look through all of them.
+        gone = gone[: max(len(gone) - MOST_NUMBERS * 9 // 10, 0)]
+        if gone:
+            floor = folder / _FORGOTTEN
+            highest = max(map(_number_in, [floor, *map(Path, gone)]))
+            replace_file(floor, str(highest).encode(), durable=True)
+            for one in gone:
+                os.unlink(one)
 
     def list(self) -> list[ModelVersion]:
         """Every version on disk, by name and version number. Damaged ones are left out; `verify` names them."""
@@ -532,6 +554,13 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _number_in(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except FileNotFoundError:
+        return 0
 
 
 def _twin(made: ModelVersion) -> str | None:

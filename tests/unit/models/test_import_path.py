@@ -115,6 +115,24 @@ def test_the_number_of_a_deleted_version_never_comes_again(library, source):
     assert library.import_path(source, name="one").version == "v3"
 
 
+def test_numbers_of_names_that_are_gone_are_bounded_and_still_never_come_again(library, source, monkeypatch):
+    """A file stayed for each name that ever was."""
+    monkeypatch.setattr("appliance.models.library.MOST_NUMBERS", 10)
+    library.import_path(source, name="here")
+    assert library.remove("here", "v1") and library.import_path(source, name="here").version == "v2"
+    library.import_path(source, name="often")
+    assert library.remove("often", "v1") and library.import_path(source, name="often").version == "v2"
+    assert library.remove("often", "v2")
+    for number in range(20):
+        made = library.import_path(source, name=f"once-{number}")
+        assert library.remove(made.name, made.version)
+    numbers = library.path("here", "v2").parents[1] / ".numbers"
+    assert len(list(numbers.iterdir())) <= 10 + 2
+    assert library.import_path(source, name="often").version == "v3", "its own is forgotten, and that of all such is v2"
+    assert library.remove("here", "v2") and library.import_path(source, name="here").version == "v3"
+    assert library.import_path(source, name="once-0").version != "v1"
+
+
 def test_nor_does_that_of_one_that_lies_in_a_tier_below(library, source):
     """Its bytes left the disk, and its row is there: an import became the version that was in the other tier."""
     shutil.rmtree(library.import_path(source, name="one").path)
