@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
@@ -41,27 +41,32 @@ def found_in(bucket: Bucket, pattern: str) -> Found:
     return bounded(found)
 
 
-async def join_chosen(bucket: Bucket, chosen: Found, target: Path) -> str:
+async def join_chosen(bucket: Bucket, chosen: Found, target: Path, room: Callable[[], None]) -> str:
     """Like `new_data.join_chosen`. It ends soon after it is cancelled. Raises OSError, TierUnavailable, Changed."""
     stop = Event()
     try:
-        return await asyncio.to_thread(_join, s3_at(bucket), chosen, target, stop)
+        return await asyncio.to_thread(_join, s3_at(bucket), chosen, target, room, stop)
     except asyncio.CancelledError:
         stop.set()
         raise
 
 
-def _join(objects: S3Objects, chosen: Found, target: Path, stop: Event) -> str:
-    return write_lines((_blocks(objects, address, told[1], stop) for address, told in chosen.items()), target)
+def _join(objects: S3Objects, chosen: Found, target: Path, room: Callable[[], None], stop: Event) -> str:
+    parts = (_blocks(objects, address, int(size), tag, stop) for address, (size, tag) in chosen.items())
+    return write_lines(parts, target, room)
 
 
-def _blocks(objects: S3Objects, address: str, tag: str, stop: Event) -> Iterator[bytes]:
+def _blocks(objects: S3Objects, address: str, size: int, tag: str, stop: Event) -> Iterator[bytes]:
+    """size: as the store's list has it, which is what was counted for the owner. A store may send more, without end."""
     if not address.startswith(objects.where):
         raise Changed(f"{address} is not below {objects.where}, where the configuration has this bucket now")
     try:
         for block in objects.blocks(address.removeprefix(objects.where), tag):
             if stop.is_set():
                 raise _Stopped
+            size -= len(block)
+            if size < 0:
+                raise Changed(f"{address} has more bytes than the bucket's list says")
             yield block
     except ObjectDamaged as error:
         raise Changed(f"{address} was changed or deleted since it was chosen") from error

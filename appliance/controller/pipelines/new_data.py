@@ -23,6 +23,7 @@ MOST_FILES = 10_000
 SETTLED_S = 5.0
 """A file that was changed less than this long ago may still be written, and waits."""
 _BLOCK = 1 << 20
+_ROOM_EVERY = 64 << 20
 
 
 class NoData(Exception):
@@ -99,10 +100,10 @@ def new(found: Found, taken: Found, data: Data) -> Found:
     return {name: told for name, told in found.items() if taken.get(name) != told}
 
 
-def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
+def join_chosen(chosen: Found, folder: Path | None, target: Path, room: Callable[[], None]) -> str:
     """Joins these files into one and returns its SHA-256. They are named relative to this folder, or with None by their
-    whole paths; of each, as many bytes are read as were seen. Raises OSError, and NoData for what is no regular file
-    any more."""
+    whole paths; of each, as many bytes are read as were seen. room: raises once the disk has none. Raises OSError, and
+    NoData for what is no regular file any more."""
     flags = os.O_RDONLY | os.O_NONBLOCK
 
     def opened(name: str) -> int:
@@ -110,13 +111,14 @@ def join_chosen(chosen: Found, folder: Path | None, target: Path) -> str:
             return _open_without_links(Path(name), flags)
         return os.open(folder / name, flags | os.O_NOFOLLOW)  # the box's own, wherever it has its data
 
-    return write_lines((_blocks(opened, name, int(told[0])) for name, told in chosen.items()), target)
+    return write_lines((_blocks(opened, name, int(told[0])) for name, told in chosen.items()), target, room)
 
 
-def write_lines(parts: Iterable[Iterator[bytes]], target: Path) -> str:
+def write_lines(parts: Iterable[Iterator[bytes]], target: Path, room: Callable[[], None]) -> str:
     """Write the blocks of each part into a new file, with a newline after a part that ends without one; returns the
-    file's SHA-256. Raises OSError."""
-    digest = hashlib.sha256()
+    file's SHA-256. room: asked now and then, because others write meanwhile too. Raises OSError, and what `room`
+    does."""
+    digest, unasked = hashlib.sha256(), 0
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
         for part in parts:
             last = b"\n"
@@ -124,6 +126,10 @@ def write_lines(parts: Iterable[Iterator[bytes]], target: Path) -> str:
                 out.write(block)
                 digest.update(block)
                 last = block[-1:]
+                unasked += len(block)
+                if unasked >= _ROOM_EVERY:
+                    room()
+                    unasked = 0
             if last != b"\n":
                 out.write(b"\n")
                 digest.update(b"\n")

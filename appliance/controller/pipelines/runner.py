@@ -241,10 +241,11 @@ class PipelineRunner:
             took(size + run.data_files)
             # Only here, because a run that waits for room comes by every second.
             chosen = await self._db.read(run.owner or BOX, pipelines.chosen, self._db, run.id)
+            room = context.quotas.disk.check
             if spec.data.bucket is not None:
-                sha256 = await bucket.join_chosen(self._bucket(spec.data.bucket), chosen, incoming)
+                sha256 = await bucket.join_chosen(self._bucket(spec.data.bucket), chosen, incoming, room)
             else:
-                sha256 = await context.file_work.run(run.owner, new_data.join_chosen, chosen, base, incoming)
+                sha256 = await context.file_work.run(run.owner, new_data.join_chosen, chosen, base, incoming, room)
             made = await storage.described(
                 context, file_id, incoming, filename=f"{run.id}.jsonl", sha256=sha256, caller=caller
             )

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from moto.server import ThreadedMotoServer
 
+from appliance.controller.access.disk import insufficient_storage
 from appliance.controller.interfaces.config import Bucket
 from appliance.controller.jobs.events import JobEvents
-from appliance.controller.pipelines import bucket
+from appliance.controller.pipelines import bucket, new_data
 from appliance.controller.pipelines import runner as pipeline_runner
 from appliance.store.objects import jobs, pipelines
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
@@ -151,6 +152,48 @@ async def test_what_is_changed_between_two_steps_is_chosen_anew(
     control.app.state.pipelines._not_before_s.clear()
     run = await rounds(control, run.id, 3)
     assert run.data_files == 2 and len(lines_of(control, run.job_id)) == 24
+
+
+async def test_of_an_object_no_more_is_written_than_its_owner_was_counted_for(
+    control: Control, store: S3Objects, monkeypatch: pytest.MonkeyPatch
+):
+    """A store that sent an object without end filled the disk."""
+    sent = 0
+
+    def blocks(self: S3Objects, key: str, tag: str) -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 1000:
+            sent += 1
+            yield chat_lines(12)
+
+    monkeypatch.setattr(S3Objects, "blocks", blocks)
+    store.put("a.jsonl", chat_lines(12))
+    await put(control, data=DATA)
+    run = await rounds(control, await begun(control), 1)
+    assert sent == 2 and "more bytes than the bucket's list says" in says(run, "data")
+    assert run.file_id is None and list(control.context.files_dir.iterdir()) == []
+
+
+async def test_while_an_object_is_read_the_disk_keeps_its_floor(
+    control: Control, store: S3Objects, monkeypatch: pytest.MonkeyPatch
+):
+    """What was free when it began may be another's by then."""
+    monkeypatch.setattr(new_data, "_ROOM_EVERY", 1)
+    asked = 0
+
+    def check(more_bytes: int = 0) -> None:
+        nonlocal asked
+        asked += not more_bytes
+        if asked > 1:
+            raise insufficient_storage("The disk of the box has 0 bytes left above what it keeps free for itself")
+
+    monkeypatch.setattr(control.context.quotas.disk, "check", check)
+    store.put("a.jsonl", chat_lines(12))
+    store.put("b.jsonl", chat_lines(12))
+    await put(control, data=DATA)
+    run = await rounds(control, await begun(control), 1)
+    assert asked >= 2 and "The disk of the box" in (says(run, "data") + (run.reason or ""))
+    assert run.file_id is None and list(control.context.files_dir.iterdir()) == []
 
 
 async def test_a_run_that_is_cancelled_reads_no_further(

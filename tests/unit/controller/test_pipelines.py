@@ -481,11 +481,11 @@ async def test_a_folder_that_became_a_link_is_not_followed(control: Control, fol
         place.mkdir(parents=True)
         put_day(place, "day.jsonl")
     found = new_data.in_folder(str(inner), "*", 9e9)
-    new_data.join_chosen(found, None, tmp_path / "a")
+    new_data.join_chosen(found, None, tmp_path / "a", lambda: None)
     folder.rename(tmp_path / "moved")
     folder.symlink_to(elsewhere)
     with pytest.raises(new_data.NoData, match="a symbolic link, and none is followed.*elsewhere/inner/day.jsonl"):
-        new_data.join_chosen(found, None, tmp_path / "b")
+        new_data.join_chosen(found, None, tmp_path / "b", lambda: None)
     with pytest.raises(new_data.NoData, match="symbolic link"):
         new_data.in_folder(str(inner), "*", 9e9)
 
