@@ -27,7 +27,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "status.json": ("/admin/v1/status", {}),
     "devices.json": ("/admin/v1/devices", {}),
     "handovers.json": ("/admin/v1/handovers", {"limit": 50}),
-    "models.json": ("/admin/v1/models", {}),
+    "models.json": ("/admin/v1/models", {"limit": 500}),
     "jobs.json": ("/v1/fine_tuning/jobs", {"limit": 50}),
     "audit.json": ("/admin/v1/audit", {"limit": 200}),
 }

@@ -80,7 +80,7 @@ def starter(
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """List models: the version that answers, its challenger (a canary, or what a gate judges), and whether it is
     awake."""
-    session.follow(lambda: session.client.get("/admin/v1/models"), _table, watch, every)
+    session.follow(lambda: session.client.listed("/admin/v1/models"), _table, watch, every)
 
 
 @box_command(app, "appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4")

@@ -20,7 +20,7 @@ from appliance.controller.devices import copy_limit, energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.gates import views as gate_views
-from appliance.controller.http.paging import After, list_object
+from appliance.controller.http.paging import After, RecentLimit, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.ports import SchedulerStatus
@@ -33,7 +33,6 @@ from appliance.store.rows import JobRow
 from runtime.devices.kind import Reading
 
 _MOST_STEPS = 2000
-RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:

@@ -47,13 +47,15 @@ def key(row: KeyRow) -> dict[str, Any]:
 def model(
     db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort, sizes: EngineSizer
 ) -> dict[str, Any]:
-    """`max_model_len`: the context of its engines; `context_note`: why that is less than the model's own, else "".
+    """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
+    `context_note`: why that is less than the model's own, else "".
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     found = deployments.find(db, row.id)
     size = sizes.size(row, None)
     set_up = model_settings.current(db, row.id)
     return {
+        "id": row.id,
         "name": row.id,
         **columns(row, "kind arch task params bytes base active_version"),
         "aliases": aliases(db, row),

@@ -12,6 +12,7 @@ from appliance.store.database import Page
 Row = TypeVar("Row")
 After = Annotated[str | None, Query(max_length=256)]
 Limit = Annotated[int, Query(ge=0, le=10_000)]
+RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def list_object(page: Page[Row], view: Callable[[Row], dict[str, Any]]) -> dict[str, Any]:

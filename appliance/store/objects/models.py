@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from typing import Unpack
 
 from appliance.store import chunks
-from appliance.store.database import Database
+from appliance.store.database import Database, Page, Part
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import ModelRow, VersionRow
 from appliance.store.table import Table
@@ -70,6 +71,11 @@ def audiences(db: Database) -> dict[str, list[str] | None]:
 
 def list_all(db: Database) -> list[ModelRow]:
     return db.all(ModelRow, "SELECT * FROM models ORDER BY seq")
+
+
+def page(db: Database, **part: Unpack[Part]) -> Page[ModelRow]:
+    """Newest first. Raises UnknownCursor."""
+    return db.page(ModelRow, "models", **part)
 
 
 def list_callable(db: Database) -> list[ModelRow]:

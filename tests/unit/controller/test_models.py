@@ -62,6 +62,23 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
 
 
+async def test_an_administrators_list_of_models_comes_in_pages(control: Control):
+    """It had no end, and each row of it reads the model's versions."""
+    for number in range(5):
+        insert_model(control.db, f"org/m{number}")
+    names, after = [], ""
+    for expected in (2, 2, 2):
+        answer = await control.http.get(f"/admin/v1/models?limit=2{after}", headers=ADMIN)
+        assert answer.status_code == 200, answer.text
+        page = answer.json()
+        assert len(page["data"]) == expected and page["has_more"] == (len(names) < 4)
+        names += [row["name"] for row in page["data"]]
+        after = f"&after={page['last_id']}"
+    assert names == ["org/m4", "org/m3", "org/m2", "org/m1", "org/m0", "starter"]
+    assert len((await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]) == 6
+    assert (await control.http.get("/admin/v1/models?after=nobodys", headers=ADMIN)).status_code == 400
+
+
 async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
     insert_tuned(control)
     insert_model(control.db, "Qwen/Qwen3-0.6B")

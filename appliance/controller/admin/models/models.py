@@ -24,6 +24,7 @@ from appliance.controller.context.operations import Operations
 from appliance.controller.gates import views as gate_views
 from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
+from appliance.controller.http.paging import After, RecentLimit, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -112,10 +113,11 @@ def routes(
         return _accepted(row)
 
     @router.get("/models")
-    def list_models(now: Status) -> dict[str, Any]:
+    def list_models(now: Status, after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+        """Newest first."""
         states = ModelStates(db, now)
-        data = [views.model(db, row, now, states, context.tiers, context.sizes) for row in models.list_all(db)]
-        return {"object": "list", "data": data}
+        page = models.page(db, after=after, limit=limit)
+        return list_object(page, lambda row: views.model(db, row, now, states, context.tiers, context.sizes))
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:

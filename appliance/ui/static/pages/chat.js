@@ -12,7 +12,7 @@ async function callable(signal, versions) {
   const models = (await get("/v1/models", signal)).data;
   const names = models.map((one) => one.id);
   if (!versions) return names;
-  const detailed = (await get("/admin/v1/models", signal)).data;
+  const detailed = await everyModel(signal);
   const of = new Map(detailed.map((one) => [one.name, one]));
   return names.flatMap((name) => {
     const found = of.get(name);
@@ -20,6 +20,17 @@ async function callable(signal, versions) {
     const others = found && found.versions.length > 1 ? found.versions.map((one) => `${name}@${one.version}`) : [];
     return [name, ...others];
   });
+}
+
+async function everyModel(signal) {
+  const rows = [];
+  let page = { has_more: true };
+  while (page.has_more) {
+    const after = page.last_id ? `&after=${encodeURIComponent(page.last_id)}` : "";
+    page = await get(`/admin/v1/models?limit=500${after}`, signal);
+    rows.push(...page.data);
+  }
+  return rows;
 }
 
 export function Chat({ rest }) {
