@@ -110,14 +110,20 @@ class _Round:
             graders, terms = partial(retention.delete_graders, db), partial(retention.empty_gate_terms, db)
             await self._past(retention.graders_past, graders, owner, kept.graders_per_owner, _FEW_LONG)
             await self._past(retention.gate_terms_past, terms, owner, kept.gate_terms_per_owner, _FEW_LONG)
-            for job_id in await self._read(retention.jobs_past, owner, kept.jobs_per_owner, CHUNK):
-                # The folder first: after a crash in between, the row leads here again.
-                folder = self._context.jobs_dir / job_id
-                await to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
-                await little_by_little(partial(retention.delete_some_of_job, db, job_id))
+            await self._delete_jobs(await self._read(retention.jobs_past, owner, kept.jobs_per_owner, CHUNK))
+        if kept.jobs_days is not None:
+            before_s = self._now_s - kept.jobs_days * DAY_S
+            await self._delete_jobs(await self._read(retention.jobs_before, before_s, CHUNK))
         for job_id in await self._read(jobs.unfinished_ids):
             drop = partial(retention.delete_rows, db, "job_events")
             await self._past(retention.events_past, drop, job_id, kept.events_per_job, CHUNK)
+
+    async def _delete_jobs(self, job_ids: list[str]) -> None:
+        for job_id in job_ids:
+            # The folder first: after a crash in between, the row leads here again.
+            folder = self._context.jobs_dir / job_id
+            await to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
+            await little_by_little(partial(retention.delete_some_of_job, self._db, job_id))
 
     async def _files(self) -> None:
         if self._kept.files_days is None:

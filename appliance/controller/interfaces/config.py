@@ -64,9 +64,11 @@ class RetentionSettings(BaseModel):
     """Runs of evaluations that have ended, with their items."""
     eval_runs_per_owner: int = Field(10_000, ge=1)
     """Runs of evaluations that have ended, of all keys of one owner; beyond it the oldest are deleted."""
+    jobs_days: float | None = Field(None, gt=0)
+    """Jobs that have ended, with their folders, events and steps. A job stays as long as a model that it made, and what
+    its devices cost stays without it."""
     jobs_per_owner: int = Field(2_000, ge=1)
-    """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, with their folders, events and
-    steps. A job stays as long as a model that it made, or as usage records of its devices."""
+    """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, as after `jobs_days`."""
     graders_per_owner: int = Field(100, ge=1)
     """Graders of jobs that have ended, up to 2 MiB each, of all keys of one owner; beyond it the oldest are deleted."""
     gate_terms_per_owner: int = Field(200, ge=1)

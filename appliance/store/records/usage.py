@@ -117,11 +117,15 @@ _GROUPED: dict[By, str] = {
     "version": "model, version",
     "hour": "hour_s",
 }
-# A job's devices count for the key and the owner that made it, and for the model that it tunes.
+# A job's devices count for the key and the owner that made it, and for the model that it tunes; once the job is deleted
+# the record itself says which.
+_HELD = "SELECT device_time.devices, from_s, to_s, " + ", ".join(
+    f"iif(jobs.id IS NULL, device_time.{name}, jobs.{name}) AS {name}" for name in ("key_id", "owner", "model")
+)
 _JOB_NAME_OF: dict[By, str] = {
-    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = jobs.key_id), jobs.key_id, '{_BOX_ITSELF}')",
-    "owner": f"CASE jobs.owner WHEN '' THEN '{_BOX_ITSELF}' ELSE jobs.owner END",
-    "model": "jobs.model",
+    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = held.key_id), held.key_id, '{_BOX_ITSELF}')",
+    "owner": f"CASE held.owner WHEN '' THEN '{_BOX_ITSELF}' ELSE held.owner END",
+    "model": "held.model",
 }
 _ROWS_AT_ONCE = 5000
 _MOST_HOURS = 2400  # rows of a report: as many are made, and written, in 50 ms
@@ -173,10 +177,11 @@ class Report:
                 row[count] += more
         if self._by in _JOB_NAME_OF:
             for job in self._db.execute(
-                f"SELECT {_JOB_NAME_OF[self._by]} AS name, sum(device_time.devices"
+                f"SELECT {_JOB_NAME_OF[self._by]} AS name, sum(devices"
                 " * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
-                " FROM device_time JOIN jobs ON jobs.id = device_time.job_id WHERE coalesce(to_s, ?1) > ?2"
-                " AND (?3 IS NULL OR jobs.owner = ?3) GROUP BY 1",
+                f" FROM ({_HELD} FROM device_time LEFT JOIN jobs ON jobs.id = device_time.job_id) AS held"
+                " WHERE coalesce(to_s, ?1) > ?2 AND held.owner IS NOT NULL AND (?3 IS NULL OR held.owner = ?3)"
+                " GROUP BY 1",
                 [self._now_s, self._since_s, self._owner],
             ):
                 found.setdefault(job["name"], {"name": job["name"]})["device_hours"] = job["device_hours"]

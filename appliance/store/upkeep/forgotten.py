@@ -131,7 +131,7 @@ _TEXTS = {
     "operations": ("target", "error", "result"),
 }
 # Many rows say the same: each text is named once. They hold names of models that were deleted, too.
-_REPEATED = {"usage": "model", "handovers": "reason", "handover_steps": "target"}
+_REPEATED = {"usage": "model", "device_time": "model", "handovers": "reason", "handover_steps": "target"}
 _SHOWN_CHARACTERS = 200
 
 

@@ -59,23 +59,30 @@ eval_runs_past = _past(
     " AND id NOT IN (SELECT id FROM eval_deletions) ORDER BY seq"
 )
 audit_past = _past("SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq")
-# Not jobs whose snapshot is still to be given back, of whose models one is left (a version, under a name that jobs
-# share), or whose device-hours are still told: these are billed by the job's row.
-jobs_past = _past(
-    f"SELECT id FROM jobs WHERE owner = ?1 AND phase IN ({_FINISHED}) AND snapshot IS NULL"
-    " AND NOT EXISTS (SELECT 1 FROM device_time WHERE device_time.job_id = jobs.id)"
+# Not jobs whose snapshot is still to be given back, or of whose models one is left (a version, under a name that jobs
+# share). What their devices cost stays without them.
+_JOB_GOES = (
+    f"phase IN ({_FINISHED}) AND snapshot IS NULL"
     " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model AND (NOT jobs.stable_name"
     "  OR models.job_id = jobs.id OR EXISTS"
     "  (SELECT 1 FROM versions WHERE model = output_model AND meta ->> '$.job_id' = jobs.id)))"
     " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
-    " WHERE checkpoints.job_id = jobs.id) ORDER BY seq"
+    " WHERE checkpoints.job_id = jobs.id)"
 )
+jobs_past = _past(f"SELECT id FROM jobs WHERE owner = ?1 AND {_JOB_GOES} ORDER BY seq")
 # Jobs whose graders go: the jobs themselves may stay, with a model or what they cost.
 graders_past = _past(
     "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
     f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq"
 )
 gate_terms_past = _past("SELECT seq FROM gates WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq")
+
+
+def jobs_before(db: Database, before_s: float, limit: int) -> list[str]:
+    """Jobs that ended before this moment and may go, the earliest first."""
+    return db.column(
+        f"SELECT id FROM jobs WHERE finished_s < ?1 AND {_JOB_GOES} ORDER BY finished_s LIMIT ?2", [before_s, limit]
+    )
 
 
 def owners(db: Database, table: str) -> list[str]:

@@ -198,7 +198,7 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
             )
     jobs.update(db, "ann-1", output_model="ft:kept")
     models.insert(db, ModelRow("ft:kept", "fine-tuned", "Llama", 1, 1, "ann", "job", NOW_S))
-    usage.devices_held(db, "ann-2", 1, NOW_S - 60)  # it ran, and what it held is billed
+    usage.devices_held(db, "ann-2", 1, NOW_S - 60)  # it ran, and what it held is billed without it
     usage.devices_held(db, "ann-2", 0, NOW_S)
     job(db, "ann-live", phase="running", owner="ann")
     batches.insert(db, BatchRow("batch-live", "/v1/x", "file-x", NOW_S, NOW_S, status="in_progress", owner="ann"))
@@ -216,18 +216,35 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
     def left(table: str, column: str = "id") -> set[str]:
         return {row[0] for row in db.execute(f"SELECT {column} FROM {table}")}
 
-    # ann-1 stays with its model, ann-2 with its device-hours; of the four others the newest two.
-    assert left("jobs") == {"ann-1", "ann-2", "ann-4", "ann-5", "ann-live", "bob-0", "bob-1"}
+    # ann-1 stays with its model; of the five others the newest two. Each that had a device stayed for ever.
+    assert left("jobs") == {"ann-1", "ann-4", "ann-5", "ann-live", "bob-0", "bob-1"}
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == left("jobs") - {"ann-live"}
     assert left("job_events", "job_id") == left("jobs") - {"ann-live"}
     assert not left("checkpoints") and not left("permissions")
-    assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S) if spent.name == "ann"] == [1 / 60]
+    for by, name in (("owner", "ann"), ("key", "the box itself"), ("model", "starter")):
+        found = [s.device_hours for s in usage.report(db, by, 0, NOW_S, "ann") if s.name == name]  # type: ignore[arg-type]
+        assert found == [1 / 60], by
+    assert not usage.report(db, "owner", 0, NOW_S, "bob")
     assert left("batches") == {"batch-ann-3", "batch-ann-4", "batch-ann-5", "batch-live", "batch-bob-0", "batch-bob-1"}
     bounded, unbounded = (
         {f"{key}{n}" for key in "ac" for n in range(203, 1203)},
         {f"{key}{n}" for key in "bd" for n in range(1203)},
     )
     assert left("audit") == bounded | unbounded
+
+
+async def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path, db: Database):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "jobs").mkdir()
+    for name, ended_s in (("old", NOW_S - 20 * DAY_S), ("new", NOW_S - 5 * DAY_S), ("live", None)):
+        job(db, name, phase="running" if ended_s is None else "failed", finished_s=ended_s, owner="ann")
+        usage.devices_held(db, name, 2, NOW_S - 3600)
+        usage.devices_held(db, name, 0, NOW_S)
+    await retention.keep_house(simulated_context(tmp_path, db, retention={}), NOW_S)
+    assert db.value("SELECT count(*) FROM jobs") == 3
+    await retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
+    assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
+    assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]
 
 
 async def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Path, db: Database):

@@ -541,7 +541,13 @@ TABLES: dict[str, tuple[Any, Make]] = {
     ),
     "device_time": (
         None,
-        lambda at: {"job_id": at.id("job"), "devices": 1, "from_s": at.old_s - 60, "to_s": at.old_s},
+        lambda at: {
+            "job_id": at.id("job"),
+            "devices": 1,
+            "from_s": at.old_s - 60,
+            "to_s": at.old_s,
+            **dict.fromkeys(("key_id", "owner", "model")),
+        },
     ),
     "energy": (
         None,
