@@ -171,8 +171,7 @@ class Readers:
         try:
             wait_s = None if at_all_costs else _GAP_WAIT_S
             if self._changed.wait_for(lambda: not self._at_work, wait_s) and not self._closed:
-                with suppress(sqlite3.OperationalError):  # a full disk: the writer says so, who reads needs no room
-                    self._carry_over()
+                self.carry_over()
                 self._await_writer(begun, _BUSY_WRITER_S if at_all_costs else _WRITER_S)
         finally:
             self._shortening = False
@@ -195,8 +194,13 @@ class Readers:
             self._changed.wait_for(lambda: self._closed, _LOOK_S)
             now_s = time.monotonic()
 
-    def _carry_over(self) -> None:
-        with closing(sqlite3.connect(self._path, isolation_level=None, timeout=self._timeout_s)) as connection:
+    def carry_over(self) -> None:
+        """Of the log what no reading keeps. It never holds the writer up."""
+        # A full disk: the writer says so, who reads needs no room.
+        with (
+            suppress(sqlite3.OperationalError),
+            closing(sqlite3.connect(self._path, isolation_level=None, timeout=self._timeout_s)) as connection,
+        ):
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 

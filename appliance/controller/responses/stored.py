@@ -83,8 +83,13 @@ class StoredResponses:
             while left and size < _STORED_AT_ONCE_BYTES:
                 rows.append(left.popleft())
                 size += rows[-1].bytes + _ROW_BYTES
-            new += self.add(rows)
-            await asyncio.sleep(0)
+            if size < _STORED_AT_ONCE_BYTES:
+                new += self.add(rows)
+                await asyncio.sleep(0)
+            else:
+                with self._db.log_is_left():
+                    new += self.add(rows)
+                await self._db.carry_over()
         return new
 
     def add(self, rows: list[ResponseRow]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from appliance.gateway.inference.response_copies import BATCH_BYTES
 from appliance.gateway.payload.request_check import check_body
 from appliance.store.database import Database
 from appliance.store.objects import responses
+from appliance.store.readers import Readers
 from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
@@ -376,6 +378,20 @@ async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
     assert size <= 2**20 and count >= 18
     assert responses.find(db, name(0)) is not None, "another key's growth costs it nothing"
     assert responses.find(db, name(1)) is None and responses.find(db, name(29)) is not None
+
+
+async def test_a_long_answer_is_left_in_the_log_for_a_thread(control: Control, monkeypatch: pytest.MonkeyPatch):
+    sizes, threads, carry_over = list[int](), list[int](), Readers.carry_over
+
+    def carried(self: Readers) -> None:
+        sizes.append(control.db.path.stat().st_size)
+        threads.append(threading.get_ident())
+        carry_over(self)
+
+    monkeypatch.setattr(Readers, "carry_over", carried)
+    await control.app.state.responses.take([copy(1, "x" * (4 << 20)), copy(2, "short")])
+    assert len(threads) == 1 and threading.get_ident() not in threads and sizes[0] < 4 << 20
+    assert control.db.path.stat().st_size > 4 << 20
 
 
 async def test_nothing_is_stored_where_nothing_is_kept(tmp_path: Path, db: Database):
