@@ -244,7 +244,7 @@ class Released:
 
 
 async def test_what_is_long_is_carried_over_beside_the_writers_thread(tmp_path: Path):
-    """The commit of a row of 12 MiB carried all of it over from the log: 43 ms of processor time on the loop, now 23."""
+    """The commit of a row of 12 MiB carried all of it over from the log: 43 ms of the loop's processor time, now 23."""
     with Database(tmp_path / "a.db") as db:
         db.execute("CREATE TABLE texts (text TEXT)")
         await db.carry_over()
