@@ -20,6 +20,9 @@ def run():
     print("appliance of", sys.prefix)
 """
 
+PIP = r"/site-packages/pip/"
+"""Not byte-compiled here: it would be a sixth of what an installation takes."""
+
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str], script: str = "") -> Path:
     """A wheel as pip takes it. script: the entry point of the command that has its name."""
@@ -65,7 +68,7 @@ def parts(
     texts = {"appliance/__init__.py": "", "appliance/command.py": COMMAND, **(modules or {})}
     own = own or wheel(folder / version, "appliance", version, texts, "appliance.command:run")
     files = {f"wheels/{path.name}": path for path in (own, pip_wheel(folder / version))} | (further or {})
-    made = Parts(version, "small", "0123456789ab", (), {}, "", files)
+    made = Parts(version, "small", "0123456789ab", (), {}, PIP, files)
     return replace(made, **fields)  # type: ignore[arg-type]
 
 

@@ -72,9 +72,6 @@ def test_bytes_are_never_added_in_compiled_files(tmp_path: Path) -> None:
     """Each addition of bytes leaked its left operand: the head of every error answer, a canary's whole request."""
     (tmp_path / "sum.py").write_text("def both(a: bytes, b: bytes) -> bytes:\n    return a + b\n")
     (tmp_path / "one.py").write_text('def both(a: bytes, b: bytes) -> bytes:\n    return b"%b%b" % (a, b)\n')
-    made = []
-    for name in ("sum", "one"):
-        program = f"from mypyc.build import mypycify; mypycify(['{name}.py'], target_dir='{name}')"
-        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
-        made.append(compile_gateway.leaks_in(tmp_path / name))
-    assert made == [["sum.py:2"], []]
+    program = "from mypyc.build import mypycify\nfor name in 'sum', 'one': mypycify([name + '.py'], target_dir=name)"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
+    assert [compile_gateway.leaks_in(tmp_path / name) for name in ("sum", "one")] == [["sum.py:2"], []]
