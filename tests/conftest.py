@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+from runtime.processes.garbage import settle
+
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
@@ -33,12 +35,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Nearly all that a session keeps comes into being as its tests are collected, torch and its like among it: until then
-# the collector has nothing to find.
+# the collector has nothing to find, and from then on it is not to walk it.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    settle()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
