@@ -5,7 +5,8 @@ vLLM tries a body as text, then as four forms of conversation, and writes an err
 
 It makes a task of each input, of all at once: eight requests of 2,048 short inputs had a neighbour's single one wait
 for four seconds, thirty for ten. And it writes all vectors of an answer in one call, which no other thread interrupts:
-a second for 2,048 of 4,096 numbers.
+a second for 2,048 of 4,096 numbers; on the one thread, too, that makes tokens of everybody's prompts, so that those
+waited for all answers of many vectors that were ready. These have a thread of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import copy
 import functools
 import weakref
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -29,6 +31,7 @@ AT_ONCE = 64
 """Inputs of a request that are made ready, or asked of the engine, together."""
 OF_AN_OWNER = 128
 """Inputs of all requests of one owner that have several."""
+_LONG_ANSWERS = ThreadPoolExecutor(1, "long embeddings")
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -97,9 +100,16 @@ async def _room(number: int, of: int) -> AsyncIterator[None]:
 
 
 def some_at_a_time(served: Any) -> None:
-    """served: vLLM's PoolingServing, whose `_preprocessing` makes an engine's requests of all inputs, and whose
-    `_prepare_generators` and `_collect_batch` ask for them."""
-    prepare, collect = served._prepare_generators, served._collect_batch
+    """served: vLLM's PoolingServing, whose `_preprocessing` makes an engine's requests of all inputs, whose
+    `_prepare_generators` and `_collect_batch` ask for them, and whose `_postprocessing_async` writes the answer."""
+    prepare, collect, init = served._prepare_generators, served._collect_batch, served.__init__
+
+    @functools.wraps(init)
+    def begun(self: Any, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        self._postprocessing_async = _long_ones_apart(self._postprocessing, self._postprocessing_async)
+
+    served.__init__ = begun
     served._preprocessing = _rendered
     served._prepare_generators = _nothing
     served._collect_batch = _in_slices(prepare, collect)
@@ -115,6 +125,15 @@ async def _rendered(self: Any, io_processor: Any, context: Any) -> None:
         async with _room(len(some), len(requests)):
             made += await asyncio.gather(*(io_processor.render_async(one) for one in some))
     context.engine_inputs = made
+
+
+def _long_ones_apart(write: Callable[..., Any], written: Callable[..., Any]) -> Callable[..., Any]:
+    async def run(io_processor: Any, context: Any) -> Any:
+        if len(context.engine_inputs) <= AT_ONCE:
+            return await written(io_processor, context)
+        return await asyncio.get_running_loop().run_in_executor(_LONG_ANSWERS, write, io_processor, context)
+
+    return run
 
 
 async def _nothing(self: Any, context: Any) -> None:
