@@ -28,6 +28,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
 from appliance.gateway.payload.request_check import check_body, with_fields, with_model
+from appliance.gateway.routing.table import cache_salt
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from scheduler.core.workload import Demand
@@ -73,7 +74,8 @@ class SocketEngines:
     ):
         self._bus, self._config, self._limits = bus, config, limits
         self._hosts, self._circumstances, self._on_wants = hosts, circumstances, on_wants
-        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._clients: dict[str, httpx.AsyncClient] = {}  # by socket
+        self._clients_looked_at = 0  # how many were left by the last look for those of engines that have gone
         self._lines: dict[asyncio.Task[httpx.Response], tuple[str, str]] = {}
         self._sampling: dict[str, str] = {}  # request id -> socket
         self._kept_for_one: set[str] = set()
@@ -83,11 +85,14 @@ class SocketEngines:
 
     # --- ports.BatchEngines
 
+    def host(self, model: str) -> str:
+        return self._hosts(model)
+
     def room(self, model: str) -> BatchCapacity:
         engines = self._free(model)
-        if not engines and self._open(model):
-            return BatchCapacity(0, _KEPT)
-        return self._capacity(model, engines)
+        if not engines:
+            return BatchCapacity(0, _KEPT) if self._open(model) else self._capacity(model, engines)
+        return share.at_least_one(self._capacity(model, engines))
 
     def sampling_room(self, model: str, version: str) -> BatchCapacity:
         engines = self._free(model, version)
@@ -105,7 +110,7 @@ class SocketEngines:
         )
 
     async def send(
-        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, owner: str = "", alone: bool = False
     ) -> EngineAnswer:
         # One after the other, with the loop free in between: a form takes up to 50 ms, and all lines that engines have
         # room for come at once.
@@ -118,21 +123,23 @@ class SocketEngines:
                 return EngineAnswer(error.status, orjson.loads(error.body()))
         if ending:
             content = with_fields(content, ending)
+        await self._close_left()
         replica_id, socket = self._least_loaded(model)
         if not alone:
-            return await self._ask(model, replica_id, socket, url, content, request_id)
+            return await self._ask(model, replica_id, socket, url, content, request_id, owner)
         self._kept_for_one.add(replica_id)
         try:
             while others := [asking for asking, (_, where) in self._lines.items() if where == replica_id]:
                 await asyncio.wait(others)
             if replica_id not in self._open(model):
                 raise LineReturned("the engine was wanted for something else", yielded=True)
-            return await self._ask(model, replica_id, socket, url, content, request_id)
+            return await self._ask(model, replica_id, socket, url, content, request_id, owner)
         finally:
             self._kept_for_one.discard(replica_id)
             self._changed.set()
 
     async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        await self._close_left()
         replica_id, socket = self._least_loaded(model, version)
         self._sampling[request_id] = socket
         try:
@@ -172,14 +179,15 @@ class SocketEngines:
         return checked.ending
 
     async def _ask(
-        self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str
+        self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str, owner: str
     ) -> EngineAnswer:
         """Raises LineReturned."""
         adapter = self._bus.models[model].get("adapter")
         if adapter:
             content = with_model(content, adapter)
-        # As one owner in an engine's queue (serve.api.fair_order): theirs have taken turns before it comes here.
-        return await self._posted(model, replica_id, socket, url, content, request_id, "batches")
+        # In an engine's queue (serve.api.fair_order) each owner's lines have turns of their own, apart from what the
+        # owner asks a gateway: as one owner's, those of sixteen lines with 64 answers each kept all others' waiting.
+        return await self._posted(model, replica_id, socket, url, content, request_id, f"batches-{cache_salt(owner)}")
 
     async def _posted(
         self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str, owner: str
@@ -278,6 +286,17 @@ class SocketEngines:
         busy = [replica_id for _, replica_id in self._lines.values()]
         least = min(engines, key=lambda replica_id: (busy.count(replica_id), replica_id))
         return least, engines[least]
+
+    async def _close_left(self) -> None:
+        """Close the connections to engines that have gone: each engine has a socket of its own, and those of all that
+        ever answered a line stayed open. All names of the table are looked at for it, once for a new engine."""
+        if len(self._clients) <= self._clients_looked_at:
+            return
+        there = {replica["socket"] for row in self._bus.models.values() for replica in row.get("replicas", ())}
+        left = [self._clients.pop(socket) for socket in self._clients.keys() - there]
+        self._clients_looked_at = len(self._clients)
+        for client in left:
+            await client.aclose()
 
     def _client(self, socket: str) -> httpx.AsyncClient:
         if socket not in self._clients:

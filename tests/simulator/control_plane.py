@@ -258,13 +258,17 @@ class SimulatedEngines:
         self.sampled: list[str] = []
         self.most_at_once = 0
         self._at_once = 0
+        self.hosts: dict[str, str] = {}
         self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
+
+    def host(self, model: str) -> str:
+        return self.hosts.get(model, model)
 
     def room(self, model: str) -> BatchCapacity:
         return BatchCapacity(self.lines, "" if self.lines else self.why)
 
     async def send(
-        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, owner: str = "", alone: bool = False
     ) -> EngineAnswer:
         self.sent.append(body)
         if alone:

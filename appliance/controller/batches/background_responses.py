@@ -227,23 +227,29 @@ class BackgroundResponses:
 
     def _send_what_may_go(self) -> None:
         held: set[str] = set()  # ids of keys whose limits hold their responses back
+        by_host: dict[str, list[str]] = {}  # the names by which the engines of a model are asked
         for model in dict.fromkeys(self._waiting.values()):
-            while self._send_some(model, held):
+            by_host.setdefault(self._context.batch_engines.host(model), []).append(model)
+        for host, names in by_host.items():
+            while self._send_some(host, names, held):
                 pass
 
-    def _send_some(self, model: str, held: set[str]) -> bool:
+    def _send_some(self, host: str, names: list[str], held: set[str]) -> bool:
         """Fill the room that the engines of a model have. True: limits of another key held back what was to go there,
         so that there is room for others."""
         # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
-        busy = Counter(self._claims[one].owner for one, (asked, _) in self._flying.items() if asked == model)
-        room = self._context.batch_engines.room(model).lines - busy.total()
+        engines, flying = self._context.batch_engines, self._flying.items()
+        busy = Counter(self._claims[one].owner for one, (asked, _) in flying if engines.host(asked) == host)
+        lines = {name: engines.room(name).lines for name in names}
+        room = max(lines.values()) - busy.total()
         if room <= 0:
             return False
-        free = [one for one, asked in self._waiting.items() if asked == model and self._claims[one].key_id not in held]
+        waiting = self._waiting.items()
+        free = [one for one, asked in waiting if lines.get(asked) and self._claims[one].key_id not in held]
         wanting = Counter(self._claims[one].owner for one in free)
         given, held_before = share.slots(room, wanting, busy, self._last_sent), len(held)
         for response_id in free:
-            claim = self._claims[response_id]
+            claim, model = self._claims[response_id], self._waiting[response_id]
             if not given[claim.owner] or claim.key_id in held or not self._may_go(response_id, model, claim, held):
                 continue
             given[claim.owner] -= 1
@@ -366,7 +372,8 @@ class BackgroundResponses:
         self._sent[row.id] = row.key_id, sent
         try:
             alone = self._deaths.goes_alone(row.id)
-            return await self._context.batch_engines.send(model, URL, body, new_id("req_"), alone=alone), sent
+            engines = self._context.batch_engines
+            return await engines.send(model, URL, body, new_id("req_"), owner=row.owner, alone=alone), sent
         finally:
             self._sent.pop(row.id, None)
 

@@ -1,7 +1,8 @@
 """Runs all unfinished batches: resumes them when the box starts, and orders their access to engines.
 
 One task per batch, all on the controller's loop. Batches send lines while the engines have room
-(`ports.BatchEngines`), several owners taking turns, and each owner's oldest batch of a model first.
+(`ports.BatchEngines`), several owners taking turns, and each owner's oldest batch at the same engines first, by
+whatever names they ask them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class BatchRunner:
         if work.stopped_by:
             return work.stopped_by
         if self.is_behind(work):
-            return "an older batch of the same model goes first"
+            return "an older batch at the same engines goes first"
         return self._context.batch_engines.room(work.model).why or None
 
     def room(self, asking: BatchWork) -> int:
@@ -73,7 +74,8 @@ class BatchRunner:
         batch goes first."""
         if self.is_behind(asking):
             return 0
-        same = [work for work in self._works.values() if work.model == asking.model]
+        host = self._host(asking)
+        same = [work for work in self._works.values() if self._host(work) == host]
         flying: Counter[str] = Counter()
         wanting: Counter[str] = Counter()
         for work in same:
@@ -93,27 +95,31 @@ class BatchRunner:
         """A line came back, which its batch stores: it may be another owner's turn. Of each owner the one batch is
         told that may send; all of them, five owners' hundred and sixty, took the loop 50 ms for each line."""
         work.wake.set()
-        self._wake_first(work.model)
+        self._wake_first(self._host(work))
 
     def gives_way(self, work: BatchWork) -> None:
         """It sends no more just now: another one of its owner may."""
-        self._wake_first(work.model)
+        self._wake_first(self._host(work))
 
     def is_behind(self, asking: BatchWork) -> bool:
-        """Whether an older batch of its model and owner has lines left that its own key does not hold back."""
+        """Whether an older batch of its owner at its engines has lines left that its own key does not hold back."""
+        host = self._host(asking)
         for work in self._works.values():
             if work is asking:
                 return False
-            if (work.model, work.owner) == (asking.model, asking.owner) and work.left and not work.stopped_by:
+            if work.owner == asking.owner and work.left and not work.stopped_by and self._host(work) == host:
                 return True
         return False
 
-    def _wake_first(self, model: str | None = None) -> None:
-        """Of each owner the batch that goes before his others. model: None for each model."""
+    def _host(self, work: BatchWork) -> str:
+        return self._context.batch_engines.host(work.model)
+
+    def _wake_first(self, host: str | None = None) -> None:
+        """Of each owner the batch that goes before his others. host: None for the engines of each."""
         found: dict[tuple[str, str], BatchWork] = {}
         for work in self._works.values():
-            if model in (None, work.model) and work.left and not work.stopped_by:
-                found.setdefault((work.owner, work.model), work)
+            if work.left and not work.stopped_by and host in (None, its := self._host(work)):
+                found.setdefault((work.owner, its), work)
         for work in found.values():
             work.wake.set()
 

@@ -1,7 +1,9 @@
-"""Decides what batches may take. Pure: a batch always yields to interactive requests and to training.
+"""Decides what batches may take. Pure: a batch yields to interactive requests and to training.
 
-An awake engine takes lines while interactive requests leave it idle, in every mode: it holds its devices anyway. A
-model without an awake engine is woken for a batch only if that takes nothing from others:
+An awake engine takes lines while interactive requests leave it idle, in every mode: it holds its devices anyway. One
+line of a model goes on beside them, however many there are: somebody with four streams kept everybody's batches,
+responses in background and judges waiting for as long as he liked. A model without an awake engine is woken for a
+batch only if that takes nothing from others:
 
 - mode serve and split: the devices belong to serving; while no other model has requests, or a device is free;
 - mode auto: the same, but only while no job wants devices;
@@ -24,7 +26,8 @@ from scheduler.core.workload import Demand
 def room(
     names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_engine: int, busy_inflight: int
 ) -> BatchCapacity:
-    """Lines that the open `engines` (replica ids) of a model may process, all batches together.
+    """Lines that the open `engines` (replica ids) of a model may process, all batches together; 0 if interactive
+    requests leave nothing (`at_least_one`).
 
     names: by which the engines are addressed: the model's, and those of adapters on them.
     """
@@ -37,6 +40,11 @@ def room(
         inflight = load.replicas[engine].inflight if engine in load.replicas else 0
         lines += lines_per_engine * max(0, busy_inflight - inflight) // busy_inflight
     return BatchCapacity(lines, "" if lines else "the engines of the model are busy with interactive requests")
+
+
+def at_least_one(found: BatchCapacity) -> BatchCapacity:
+    """What batches get of open engines with this room: one line beside whatever interactive requests there are."""
+    return found if found.lines else BatchCapacity(1, found.why)
 
 
 def slots(

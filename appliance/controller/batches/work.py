@@ -326,7 +326,12 @@ class BatchWork:
             size = len(orjson.dumps(request["body"]))
             sent = self._sent[custom_id] = Sent(request["url"], request["body"], size, time.monotonic())
             answer = await self._context.batch_engines.send(
-                self.model, request["url"], request["body"], request_id, alone=self._deaths.goes_alone(custom_id)
+                self.model,
+                request["url"],
+                request["body"],
+                request_id,
+                owner=self.owner,
+                alone=self._deaths.goes_alone(custom_id),
             )
             status, body, version = answer.status, answer.body, answer.version
             silent = sent if answer.silent else None

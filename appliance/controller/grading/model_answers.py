@@ -44,7 +44,7 @@ class ModelAnswers:
         self._context, self._db = context, context.db
         self._metering = metering
         self._asking: Counter[str] = Counter()
-        self._flying: Counter[str] = Counter()
+        self._flying: Counter[str] = Counter()  # by the model on whose engines they are
         self._turns: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore] = WeakValueDictionary()
         self._held_until_s: dict[str, float] = {}  # keys whose limits held a question back, on the monotonic clock
 
@@ -125,22 +125,24 @@ class ModelAnswers:
         return str(refusal.body["error"]["message"]) if refusal is not None else ""
 
     def _room(self, model: str) -> bool:
-        return self._context.batch_engines.room(model).lines > self._flying[model]
+        engines = self._context.batch_engines
+        return engines.room(model).lines > self._flying[engines.host(model)]
 
     async def _sent(
         self, key: KeyRow | None, model: str, url: str, body: dict[str, Any], alone: bool
     ) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned."""
-        sent = Sent(url, body, len(orjson.dumps(body)), time.monotonic())
-        self._flying[model] += 1
+        sent, engines = Sent(url, body, len(orjson.dumps(body)), time.monotonic()), self._context.batch_engines
+        owner, host = key.owner if key else "", engines.host(model)
+        self._flying[host] += 1
         try:
-            return await self._context.batch_engines.send(model, url, body, new_id("req_"), alone=alone), sent
+            return await engines.send(model, url, body, new_id("req_"), owner=owner, alone=alone), sent
         except asyncio.CancelledError:
             # A caller who gives up pays for what was computed meanwhile.
             self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))
             raise
         finally:
-            self._flying -= Counter([model])
+            self._flying -= Counter([host])
 
     def _tell_wants(self) -> None:
         self._context.batch_engines.wants(list(self._asking), ASKER)

@@ -284,7 +284,7 @@ class TierPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchCapacity:
-    """How many batch lines a model's engines may process now. why: what they wait for if it is 0."""
+    """How many batch lines a model's engines may process now. why: what keeps them few, or none."""
 
     lines: int
     why: str = ""
@@ -351,14 +351,19 @@ SAMPLING = "rollouts"
 class BatchEngines(Protocol):
     """Engines for batch lines, on the capacity that interactive requests leave idle."""
 
+    def host(self, model: str) -> str:
+        """The model on whose engines a name is answered: itself, except for versions, aliases and adapters. What counts
+        places at engines counts them by it: each checkpoint of an adapter had as many of its own."""
+
     def room(self, model: str) -> BatchCapacity:
         """Total over all batches."""
 
     async def send(
-        self, model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False
+        self, model: str, url: str, body: dict[str, Any], request_id: str, *, owner: str, alone: bool = False
     ) -> EngineAnswer:
-        """The answer to one line, after the checks that every request passes. alone: no other line is on its engine
-        meanwhile; it waits for those that are there. Raises LineReturned."""
+        """The answer to one line, after the checks that every request passes. owner: of the key that asks, "" for the
+        box itself. alone: no other line is on its engine meanwhile; it waits for those that are there. Raises
+        LineReturned."""
 
     def sampling_room(self, model: str, version: str) -> BatchCapacity:
         """As `room`, of the engines that have this version of the model's weights, for rollouts."""

@@ -53,8 +53,8 @@ async def ended(control: Control, response_id: str) -> Any:
     return found
 
 
-async def asked(control: Control, given: Any = "1+1?", **fields: Any) -> Any:
-    return await control.sdk.responses.create(model="starter", input=given, background=True, **fields)
+async def asked(control: Control, given: Any = "1+1?", model: str = "starter", **fields: Any) -> Any:
+    return await control.sdk.responses.create(model=model, input=given, background=True, **fields)
 
 
 async def test_it_is_queued_at_once_and_answered_later(control: Control):
@@ -300,6 +300,30 @@ async def test_owners_take_turns_however_many_one_of_them_has_asked(control: Con
     engines(control).lines = 1
     await ended(control, made.id)
     assert len(engines(control).sent) < 6
+
+
+async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):
+    engine = engines(control)
+    engine.lines, engine.hosts, held = 0, {"starter@v1": "starter"}, asyncio.Event()
+
+    async def rule(_: dict[str, Any]) -> EngineAnswer:
+        await held.wait()
+        return EngineAnswer(200, answer(1, "2"), "v1")
+
+    engine.rule = rule
+    control.as_key("ann")
+    for number in range(8):
+        await asked(control, f"ann {number}", model=("starter@v1", "starter")[number % 2])
+    control.as_key("ben")
+    made = await asked(control, "ben")
+    engine.lines = 2
+    async with asyncio.timeout(10):
+        while len(engine.sent) < 2:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)
+    assert {body["input"][0]["content"] for body in engine.sent} == {"ann 0", "ben"} and engine.most_at_once == 2
+    held.set()
+    await ended(control, made.id)
 
 
 async def test_those_that_begin_or_end_together_are_written_one_by_one(control: Control, monkeypatch):

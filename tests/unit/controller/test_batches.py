@@ -474,6 +474,27 @@ async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
     assert asked.index("103+1?") < 12
 
 
+async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):
+    """Each name had as many places at an engine as all others: of a model, its version, and each checkpoint of the
+    adapters on it."""
+    control.as_key("ann")
+    engine = engines(control)
+    engine.lines, engine.hosts = 0, {"starter@v1": "starter"}
+    for model in ("starter@v1", "starter"):
+        of_ann = {"model": model, "messages": [{"role": "user", "content": "ann"}]}
+        first = await begun(control, [line(n, body=of_ann) for n in range(20)])
+        await until(control, first, lambda b: b.status == "in_progress")
+    control.as_key("ben")
+    second = await begun(control, [line(n) for n in range(100, 104)])
+    await until(control, second, lambda b: b.status == "in_progress")
+    engine.lines = 2
+    await ended(control, second)
+    asked = [body["messages"][0]["content"] for body in engine.sent]
+    assert asked.index("103+1?") < 12 and engine.most_at_once == 2
+    await asyncio.wait_for(control.app.state.batches.tasks.idle(), 20)
+    assert len(engine.sent) == 44 and engine.most_at_once == 2
+
+
 async def test_a_line_that_comes_back_wakes_one_batch_of_each_owner(control: Control):
     """All of them looked whether they may send, five owners' hundred and sixty: 50 ms of the loop for each line."""
     engine, runner = engines(control), control.app.state.batches
@@ -509,10 +530,10 @@ async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_o
     all engines until they expired."""
     real = engines(control).send
 
-    async def send(model: str, url: str, body: dict[str, Any], request_id: str, *, alone: bool = False) -> EngineAnswer:
+    async def send(model: str, url: str, body: dict[str, Any], request_id: str, **more: Any) -> EngineAnswer:
         if body.get("user") == "bug":
             raise RecursionError
-        return await real(model, url, body, request_id, alone=alone)
+        return await real(model, url, body, request_id, **more)
 
     monkeypatch.setattr(engines(control), "send", send)
     monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)

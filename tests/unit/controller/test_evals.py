@@ -766,6 +766,28 @@ async def test_who_waits_for_an_engine_looks_for_room_and_for_nothing_else(
     assert "revoked" in (await asking).error, "it hears of it all the same"
 
 
+async def test_questions_share_the_places_of_engines_by_whatever_names_they_ask_them(control: Control):
+    key_id, engine = control.as_key("carol"), control.context.batch_engines
+    engine.lines, engine.hosts, held = 2, {"starter@v1": "starter"}, asyncio.Event()
+
+    async def rule(_: dict[str, Any]) -> None:
+        await held.wait()
+
+    engine.rule = rule
+    waiting, of_item = control.app.state.evaluations._answers, {"messages": [{"role": "user", "content": "x"}]}
+    names = ("starter", "starter", "starter", "starter@v1")
+    asking = [
+        asyncio.create_task(waiting.answer(key_id, model_answers.URL, of_item | {"model": name}, 60)) for name in names
+    ]
+    while len(engine.sent) < 2:
+        await engine.changed(1)
+    for _ in range(5):
+        await engine.changed(1)
+    assert len(engine.sent) == 2
+    held.set()
+    assert {told.status for told in await asyncio.gather(*asking)} == {200} and not waiting._flying
+
+
 async def test_limits_that_hold_back_a_keys_questions_are_asked_once_for_all(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):

@@ -15,6 +15,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
+from appliance.gateway.routing.table import cache_salt
 from appliance.wiring import batch_engines
 from appliance.wiring.batch_engines import Circumstances, SocketEngines
 from scheduler.core.workload import Demand
@@ -64,6 +65,8 @@ async def lines(tmp_path):
 def test_lines_take_what_interactive_requests_leave(load, expected):
     room = share.room({"starter"}, ["r1", "r2"], load, lines_per_engine=16, busy_inflight=4)
     assert room.lines == expected and bool(room.why) == (expected == 0)
+    least = share.at_least_one(room)
+    assert (least.lines, least.why) == (max(1, expected), room.why)
 
 
 async def test_an_answer_that_takes_too_long_is_no_death_of_its_engine(tmp_path):
@@ -215,6 +218,48 @@ async def test_a_line_is_asked_like_any_request(lines, tmp_path):
     assert (answer.status, answer.body["ok"]) == (200, True)
     assert seen[0].target == URL and seen[0].headers["x-request-id"] == "req_1"
     assert seen[0].json["model"] == "engine-name"
+
+
+async def test_four_streams_of_somebody_keep_nobodys_lines_waiting(lines, monkeypatch):
+    """Batches, responses in background and judges of everybody stood still for as long as he liked; a line goes on
+    beside them. Rollouts do not: their job's own devices sample sooner than one line at a time."""
+    busy = Load({"r1": ReplicaLoad(inflight=4)}, {"starter": ModelLoad(inflight=4, held=1)})
+    monkeypatch.setattr(lines._bus, "load", lambda: busy)
+    assert lines.room("starter").lines == 0, "no engine is awake"
+    lines._bus.set_models(table(("r1", "/nowhere", "open")))
+    assert lines.room("starter").lines == 1 and "interactive" in lines.room("starter").why
+    assert lines.sampling_room("starter", "v1").lines == 0
+
+
+async def test_each_owners_lines_have_their_own_turns_in_an_engines_queue(lines, tmp_path):
+    """As one owner's, a line waited for all that others had at the engine: by 32 names of one's adapters 512 lines."""
+    seen = []
+
+    async def script(request, reply):
+        seen.append(request.headers["x-appliance-owner"])
+        await reply.json({"ok": True})
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        for owner, salt in (("ann", "1"), ("ann", "2"), ("ben", "1"), ("", "1")):
+            await lines.send("starter", URL, BODY | {"cache_salt": salt}, "req_1", owner=owner)
+    assert seen[0] == seen[1] and len({*seen}) == 3 and all("ann" not in one for one in seen)
+    assert cache_salt("ann") not in seen, "apart from what she asks a gateway"
+
+
+async def test_nothing_stays_open_to_engines_that_have_gone(lines, tmp_path):
+    async def script(request, reply):
+        await reply.json({"ok": True})
+
+    for number in range(4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        async with engine_of(folder, script) as engine:
+            lines._bus.set_models(table((f"r{number}", engine.path, "open")))
+            for _ in range(2):
+                await lines.send("starter", URL, BODY, "req_1")
+                await lines.sample("starter", "v1", BODY, "req_2")
+            assert list(lines._clients) == [engine.path]
 
 
 async def test_the_gateways_checks_hold(lines):
