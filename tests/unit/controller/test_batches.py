@@ -452,7 +452,7 @@ async def test_the_oldest_batch_of_a_model_goes_first(control: Control):
     await until(control, first, lambda b: b.status == "in_progress")
     second = await begun(control, [line(n) for n in range(10, 14)])
     batch = await until(control, second, lambda b: b.waiting_for)
-    assert batch.waiting_for == "an older batch of the same model goes first"
+    assert batch.waiting_for == "an older batch at the same engines goes first"
     engines(control).lines = 1
     await ended(control, second)
     asked = [body["messages"][0]["content"] for body in engines(control).sent]
