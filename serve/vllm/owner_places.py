@@ -1,4 +1,4 @@
-"""Gives every waiting owner one of an engine's places, even if another owner has all of them.
+"""Gives every waiting owner one of an engine's places, and of its places for adapters, even if others have all of them.
 
 An engine computes `max_num_seqs` answers at once, and vLLM lets each run to its end. An owner with that many long
 answers had all places, and another one waited until one of them ended: 220 s where 64 answers of 500 tokens were
@@ -6,6 +6,11 @@ written on one core.
 
 So if all places are taken and an owner without one waits, the newest answer of the owner with the most places gives up
 its place and goes on in the next free one. It is computed again up to where it was, mostly from the prefix cache.
+
+A step takes `max_loras` adapters, and vLLM lets each stay while one of its answers is written: with four adapters and a
+few long answers an owner kept everybody else's adapters from the engine for as long as he went on asking. So where an
+owner without an adapter there waits for one, an adapter of the owner with the most gives up its place, with all its
+answers; where nobody has several, the one that has been there longest, after TURN_S.
 """
 
 from __future__ import annotations
@@ -20,12 +25,17 @@ from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from serve.api.turns import number, owner_in, place_in
+from serve.api.turns import ROLLOUTS, mark_of, number, owner_in, place_in
 from serve.cpu.finishing_scheduler import may_run
 
 AGAIN_S = 0.5
 """Room is made for one owner at most this often. Otherwise an owner who asks one short question after the other would
 have another's answer computed again for each."""
+TURN_S = 5.0
+"""How long the only adapter of an owner stays, at least, while others wait: longer than it takes to compute its answers
+again."""
+LOOK_S = 0.1
+"""All that waits is looked through for adapters at most this often."""
 
 
 def apply() -> None:
@@ -36,11 +46,19 @@ def apply() -> None:
 def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def run(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        if self.waiting and len(self.running) >= self.max_num_active_reqs:
-            make_room(self, time.monotonic())
+        if self.waiting:
+            make_rooms(self, time.monotonic())
         return schedule(self, *args, **kwargs)
 
     return run
+
+
+def make_rooms(scheduler: Scheduler, now_s: float) -> None:
+    """Of both kinds, where something waits. now_s: monotonic."""
+    if scheduler.lora_config:
+        make_adapter_room(scheduler, now_s)
+    if len(scheduler.running) >= scheduler.max_num_active_reqs:
+        make_room(scheduler, now_s)
 
 
 def make_room(scheduler: Scheduler, now_s: float) -> None:
@@ -67,12 +85,58 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
         return
     first = min(without)
     made[owner_in(first.priority)] = now_s
-    scheduler.running.remove(newest)
+    _exchange(scheduler, first, [newest], now_s)
+
+
+def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
+    """Make room for the adapter of one waiting request, if its owner has none there; not for rollouts, which are made
+    elsewhere where nobody has room for them. now_s: monotonic."""
+    told: dict[str, Any] = scheduler.__dict__.setdefault("shm_adapters", {"looked": 0.0, "since": {}, "made": {}})
+    waiting, there = scheduler.waiting, dict[int, list[Request]]()
+    if now_s - told["looked"] < LOOK_S or not isinstance(waiting, PriorityRequestQueue):
+        return
+    told["looked"] = now_s
+    for request in scheduler.running:
+        if request.lora_request:
+            there.setdefault(request.lora_request.lora_int_id, []).append(request)
+    told["since"] = {adapter: told["since"].get(adapter, now_s) for adapter in there}
+    if not there or len(there) < scheduler.lora_config.max_loras:
+        return
+    owners = {adapter: {owner_in(one.priority) for one in theirs} for adapter, theirs in there.items()}
+    have = Counter(mark for marks in owners.values() for mark in marks)
+    rollouts = mark_of(ROLLOUTS)
+    without = [
+        request
+        for request in waiting._heap
+        if request.lora_request
+        and request.lora_request.lora_int_id not in there
+        and (mark := owner_in(request.priority)) not in have
+        and mark != rollouts
+        and now_s - told["made"].get(mark, -AGAIN_S) >= AGAIN_S
+        and may_run(request)
+    ]
+    # Of an adapter that several owners use, the one who has the fewest counts.
+    least = {adapter: min(have[mark] for mark in marks) for adapter, marks in owners.items()}
+    may_go = [one for one in there if least[one] > 1 or now_s - told["since"][one] >= TURN_S]
+    if not without or not may_go:
+        return
+    first = min(without)
+    told["made"] = {mark: at for mark, at in told["made"].items() if now_s - at < AGAIN_S}
+    told["made"][owner_in(first.priority)] = now_s
+    gone = min(may_go, key=lambda one: (-least[one], told["since"][one], len(there[one])))
+    _exchange(scheduler, first, there[gone], now_s)
+
+
+def _exchange(scheduler: Scheduler, first: Request, gone: list[Request], now_s: float) -> None:
+    """Let `first` be the next that is taken, and these, which run, wait behind it."""
     _move(scheduler, first, place_in(scheduler.waiting.peek_request().priority) - 1)
-    # It is queued behind the request that takes its place; otherwise it would take the place itself.
-    newest.priority = number(max(place_in(newest.priority), place_in(first.priority) + 1), greatest)
-    scheduler._preempt_request(newest, now_s)
-    scheduler.prev_step_scheduled_req_ids.discard(newest.request_id)
+    for request in gone:
+        scheduler.running.remove(request)
+        # It is queued behind the request that takes its place; otherwise it would take the place itself.
+        behind = max(place_in(request.priority), place_in(first.priority) + 1)
+        request.priority = number(behind, owner_in(request.priority))
+        scheduler._preempt_request(request, now_s)
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
 def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request) -> bool:

@@ -109,8 +109,8 @@ class Engine:
     def step(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
-        if self.makes_room and self.scheduler.waiting and len(self.scheduler.running) >= PLACES:
-            owner_places.make_room(self.scheduler, self.clock.now_s)
+        if self.makes_room and self.scheduler.waiting:
+            owner_places.make_rooms(self.scheduler, self.clock.now_s)
         output = self.scheduler.schedule()
         self.clock.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens
         names = list(output.num_scheduled_tokens)
@@ -193,6 +193,7 @@ def test_no_place_is_given_to_a_request_whose_adapter_finds_none(
 ) -> None:
     engine = Engine(tmp_path, monkeypatch, paced=True)
     engine.scheduler.lora_config = SimpleNamespace(max_loras=adapters)
+    monkeypatch.setattr(owner_places, "TURN_S", 1e6)
     for one in range(PLACES):
         engine.ask("many", f"long {one}", 20, 400, adapter=1)
     for _ in range(40):
@@ -203,3 +204,41 @@ def test_no_place_is_given_to_a_request_whose_adapter_finds_none(
         engine.step()
     assert sum(request.num_preemptions for request in engine.scheduler.requests.values()) == given
     assert bool(engine.tokens["short"]) == bool(given)
+    monkeypatch.setattr(owner_places, "TURN_S", 1.0)
+    began_s = engine.clock.now_s
+    while not engine.tokens["short"]:
+        engine.step()
+    assert engine.clock.now_s - began_s < 2, "the only place for an adapter goes round"
+
+
+def adapters_taken(engine: Engine, owners: list[str], *, makes_room: bool = True) -> float:
+    """First token for an adapter of somebody else while these owners, one for each place for adapters, write long
+    answers with theirs."""
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=len(owners))
+    engine.makes_room = makes_room
+    for place, owner in enumerate(owners):
+        for one in range(2):
+            engine.ask(owner, f"long {place} {one}", 20, 800, adapter=place + 1)
+    for _ in range(20):
+        engine.step()
+    began_s = engine.clock.now_s
+    engine.ask("neighbour", "short", 20, 4, adapter=9)
+    while not engine.tokens["short"]:
+        engine.step()
+    return engine.tokens["short"][0] - began_s
+
+
+@pytest.mark.parametrize("owners, at_most_s", [(["many"] * 4, 1.0), (["one", "two", "three", "four"], 6.5)])
+def test_nobody_keeps_others_adapters_from_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: list[str], at_most_s: float
+) -> None:
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    assert adapters_taken(Engine(tmp_path, monkeypatch, paced=True), owners, makes_room=False) > 50, "as it was"
+    assert adapters_taken(engine, owners) < at_most_s
+    while len(engine.tokens["short"]) < 4:
+        engine.step()
+    steps = 0
+    while not all(len(engine.tokens[f"long {place} {one}"]) == 800 for place in range(4) for one in range(2)):
+        engine.step()
+        steps += 1
+    assert steps < 850, "all are written to their end, and nobody gives way any more"
