@@ -230,17 +230,18 @@ class BackgroundResponses:
         by_host: dict[str, list[str]] = {}  # the names by which the engines of a model are asked
         for model in dict.fromkeys(self._waiting.values()):
             by_host.setdefault(self._context.batch_engines.host(model), []).append(model)
+        busy = dict[str, Counter[str]]()  # by host: owners of what is there
+        for one, (model, _) in self._flying.items():
+            busy.setdefault(self._context.batch_engines.host(model), Counter())[self._claims[one].owner] += 1
         for host, names in by_host.items():
-            while self._send_some(host, names, held):
+            while self._send_some(names, busy.setdefault(host, Counter()), held):
                 pass
 
-    def _send_some(self, host: str, names: list[str], held: set[str]) -> bool:
-        """Fill the room that the engines of a model have. True: limits of another key held back what was to go there,
-        so that there is room for others."""
+    def _send_some(self, names: list[str], busy: Counter[str], held: set[str]) -> bool:
+        """Fill the room that the engines of a model have, which are asked by these names. busy: owners of what is
+        there. True: limits of another key held back what was to go there, so that there is room for others."""
         # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
-        engines, flying = self._context.batch_engines, self._flying.items()
-        busy = Counter(self._claims[one].owner for one, (asked, _) in flying if engines.host(asked) == host)
-        lines = {name: engines.room(name).lines for name in names}
+        lines = {name: self._context.batch_engines.room(name).lines for name in names}
         room = max(lines.values()) - busy.total()
         if room <= 0:
             return False
@@ -257,6 +258,7 @@ class BackgroundResponses:
             del self._waiting[response_id]
             task = asyncio.create_task(self._answer(response_id, model), name=f"response {response_id}")
             self._flying[response_id] = (model, task)
+            busy[claim.owner] += 1
         return len(held) > held_before
 
     def _may_go(self, response_id: str, model: str, claim: _Claim, held: set[str]) -> bool:

@@ -74,8 +74,7 @@ class BatchRunner:
         batch goes first."""
         if self.is_behind(asking):
             return 0
-        host = self._host(asking)
-        same = [work for work in self._works.values() if self._host(work) == host]
+        same = [work for work in self._works.values() if work.host == asking.host]
         flying: Counter[str] = Counter()
         wanting: Counter[str] = Counter()
         for work in same:
@@ -95,31 +94,27 @@ class BatchRunner:
         """A line came back, which its batch stores: it may be another owner's turn. Of each owner the one batch is
         told that may send; all of them, five owners' hundred and sixty, took the loop 50 ms for each line."""
         work.wake.set()
-        self._wake_first(self._host(work))
+        self._wake_first(work.host)
 
     def gives_way(self, work: BatchWork) -> None:
         """It sends no more just now: another one of its owner may."""
-        self._wake_first(self._host(work))
+        self._wake_first(work.host)
 
     def is_behind(self, asking: BatchWork) -> bool:
         """Whether an older batch of its owner at its engines has lines left that its own key does not hold back."""
-        host = self._host(asking)
         for work in self._works.values():
             if work is asking:
                 return False
-            if work.owner == asking.owner and work.left and not work.stopped_by and self._host(work) == host:
+            if (work.host, work.owner) == (asking.host, asking.owner) and work.left and not work.stopped_by:
                 return True
         return False
-
-    def _host(self, work: BatchWork) -> str:
-        return self._context.batch_engines.host(work.model)
 
     def _wake_first(self, host: str | None = None) -> None:
         """Of each owner the batch that goes before his others. host: None for the engines of each."""
         found: dict[tuple[str, str], BatchWork] = {}
         for work in self._works.values():
-            if work.left and not work.stopped_by and host in (None, its := self._host(work)):
-                found.setdefault((work.owner, its), work)
+            if host in (None, work.host) and work.left and not work.stopped_by:
+                found.setdefault((work.owner, work.host), work)
         for work in found.values():
             work.wake.set()
 

@@ -74,11 +74,12 @@ class Turns(Protocol):
 class BatchWork:
     """One batch. `left`: numbers of lines not yet sent (or returned), in order; `flying`: tasks of those at engines, by
     custom_id;
-    `stopped_by`: the key limit that holds back the next line, empty if none does."""
+    `stopped_by`: the key limit that holds back the next line, empty if none does; `host`: the model on whose engines
+    its lines are, as of its last look."""
 
     def __init__(self, context: ControllerContext, batch_id: str, runner: Turns):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
-        self.model = self.owner = ""
+        self.model = self.owner = self.host = ""
         self.key_id: str | None = None
         self.answers = Answers(context.batches_dir, batch_id)
         self.opened = False
@@ -147,6 +148,7 @@ class BatchWork:
         self.opened = True
         self._count_answers()
         self.model, self._lines = lines.model or "", lines
+        self.host = self._context.batch_engines.host(self.model)
         self.left.extend(number for number in range(len(lines)) if not self.answers.has(lines.digest(number)))
         self._runner.tell_wants()
         await self._finish(await self._answer_lines())
@@ -267,6 +269,7 @@ class BatchWork:
     def _send_what_may_go(self, source: Any) -> bool:
         """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here.
         True: there may be room for more, but others come first, since a line takes as long to read as it is."""
+        self.host = self._context.batch_engines.host(self.model)
         if self._runner.is_behind(self):
             self.stopped_by = ""
             return False
