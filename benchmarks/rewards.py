@@ -55,7 +55,10 @@ def run(box: WholeBox, model: str, seed: int, options: argparse.Namespace) -> di
     box.run("job", "wait", job.id, "--timeout", "3600", timeout_s=3700)
     box.set_mode(policy="serve")
     done, steps = client.fine_tuning.jobs.retrieve(job.id), steps_of(client, job.id)
-    held_out = {data["step"]: data["valid_mean_reward"] for data in told_of(client, job.id, "valid_mean_reward")}
+    validations = told_of(client, job.id, "valid_mean_reward")
+    held_out, error = (
+        {data["step"]: data[name] for data in validations} for name in ("valid_mean_reward", "valid_mean_reward_error")
+    )
     timed = [data["timing"]["step"] for data in steps.values()]
     parts = {part: round(statistics.median(one.get(part, 0.0) for one in timed), 2) for part in timed[0]}
     print(f"seed {seed}: {done.status} in {time.monotonic() - began_s:.0f} s, a step {parts}")
@@ -63,12 +66,13 @@ def run(box: WholeBox, model: str, seed: int, options: argparse.Namespace) -> di
         ("reward of the step", {step: data["train_mean_reward"] for step, data in steps.items()}),
         ("tokens of an answer", {step: data["completion_tokens_mean"] for step, data in steps.items()}),
         ("reward held out", held_out),
+        ("its standard error", error),
     ):
         print(f"  {name:20}", {step: round(rows[step], 3) for step in sorted(rows)}, flush=True)
     for name, one in (("before", model), ("after", done.fine_tuned_model)):
         said = client.chat.completions.create(model=one, messages=asked(FIRST_HELD_OUT), max_tokens=24, temperature=0)
         print(f"  {name}: {said.choices[0].message.content!r}", flush=True)
-    return {"steps": steps, "held_out": held_out}
+    return {"steps": steps, "held_out": held_out, "error": error}
 
 
 def main() -> None:

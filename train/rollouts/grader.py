@@ -68,8 +68,9 @@ class Grader(Judge):
             "grader_errors": self.errors(verdict),
         }
 
-    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray]) -> dict[str, float]:
-        return {"mean_reward": _mean(verdict["rewards"])}
+    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
+        rewards = verdict["rewards"]
+        return {"mean_reward": _mean(rewards), **standard_error(rewards, group)}
 
 
 def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
@@ -82,6 +83,14 @@ def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:
         if len(scored) > 1 and np.ptp(values) > _SAME:
             found[scored] = values - values.mean()
     return found
+
+
+def standard_error(rewards: Sequence[float | None], group: int) -> dict[str, float]:
+    """{"mean_reward_error": the standard error of the mean reward}, over prompts: answers to one are alike. Without two
+    prompts that have a reward there is none."""
+    groups = (rewards[start : start + group] for start in range(0, len(rewards), group))
+    means = [_mean(one) for one in groups if any(reward is not None for reward in one)]
+    return {"mean_reward_error": float(np.std(means, ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
 
 
 def _mean(rewards: Sequence[float | None]) -> float:

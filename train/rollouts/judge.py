@@ -47,7 +47,7 @@ class Judge(ABC):
         """Figures of a step, for its event."""
 
     @abstractmethod
-    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray]) -> dict[str, float]:
+    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         """Figures of a validation, for its event."""
 
     def empty(self) -> Verdict:

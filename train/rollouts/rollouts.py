@@ -247,7 +247,8 @@ class Rollouts:
             tokens += int(sizes.sum())
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         self._judge.check(verdict)
-        return {**self._judge.validated(verdict, sampled), "completion_tokens_mean": tokens / len(verdict["errors"])}
+        told = self._judge.validated(verdict, sampled, each)
+        return {**told, "completion_tokens_mean": tokens / len(verdict["errors"])}
 
     # --- how
 

@@ -53,7 +53,7 @@ class Teacher(Judge):
     def told(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         return {**self._measured(verdict, sampled), "teacher_errors": self.errors(verdict)}
 
-    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray]) -> dict[str, float]:
+    def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         found = self._measured(verdict, sampled)
         return {"loss": found["reverse_kl"], **found}
 

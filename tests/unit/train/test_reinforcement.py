@@ -31,7 +31,7 @@ from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
 from train.rollouts import engine_samples, grader, sampler
-from train.rollouts.grader import advantages
+from train.rollouts.grader import advantages, standard_error
 from train.rollouts.rollouts import ASKED_AT_ONCE, FILE
 from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
@@ -203,6 +203,17 @@ def test_advantages_are_rewards_less_the_mean_of_their_group():
     found = advantages([1.0, 0.0, 0.5, 0.5, None, 3.0, 1.0, 2.0, None, 1.0, None, None], 4)
     assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
+
+
+def test_the_error_of_a_mean_reward_is_over_prompts():
+    """Answers to one prompt are alike: four of each say no more of other prompts than one does."""
+    means = [1.0, 0.0, 0.5, 0.5]
+    expected = np.std(means, ddof=1) / 2
+    for each in (1, 4):
+        found = standard_error([mean for mean in means for _ in range(each)], each)
+        assert found == {"mean_reward_error": pytest.approx(expected)}
+    assert standard_error([1.0, None, None, None, 0.0, 0.0], 2)["mean_reward_error"] == pytest.approx(0.5)
+    assert standard_error([1.0, 0.0, None, None], 2) == {}, "of one prompt nothing is known of others"
 
 
 def rollout_row(vocabulary=384, sequences=5, seed=0):
@@ -442,6 +453,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
     assert np.mean(rewards[-4:]) > 3 * np.mean(rewards[:4]), rewards
     first, *_, last = [event["mean_reward"] for event in box.of("validation")]
     assert last > first
+    assert all(0 < event["mean_reward_error"] < 0.5 for event in box.of("validation"))
     # Synchronous: what is learnt from is the policy's own.
     assert max(abs(step["mismatch_kl"]) for step in steps) < 1e-5 and all(step["clipped"] == 0 for step in steps)
     assert {"sampling", "grading", "training", "full_iteration"} == steps[0]["timing"]["step"].keys()
