@@ -27,6 +27,7 @@ from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.policies import Policies, Unload
 from train.data.general_questions import answers_key
+from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
@@ -128,9 +129,12 @@ class JobRuns:
         return row is not None and not row.finished
 
     async def prepare(self, job_id: str) -> None:
-        """Load the parts of the base model that neither shared memory nor disk has whole. Raises LookupError, also
-        where their files may not be opened."""
-        _, parts = self._parts(jobs.get(self._db, job_id))
+        """Load the parts of the base model that neither shared memory nor disk has whole, and bring what earlier jobs
+        know of it. Raises LookupError, also where the files of the base may not be opened."""
+        row = jobs.get(self._db, job_id)
+        if method_of(row.method).needs_reference or (row.resolved or {}).get("data_order") == "loss":
+            await asyncio.to_thread(self._bring_reference, job_id, jobs.alike(self._db, row))
+        _, parts = self._parts(row)
         for row in parts:
             try:
                 whole = await asyncio.to_thread(self._is_whole, Path(self._bytes_of(row)))
@@ -145,6 +149,19 @@ class JobRuns:
                 await self._opening.check(Path(self._bytes_of(row)), row.model)
             except WeightsError as error:
                 raise LookupError(str(error)) from error
+
+    def _bring_reference(self, job_id: str, others: list[str]) -> None:
+        """Put what the starting model has said of data to these jobs (train.run.reference) beside this one's, whose
+        ranks need not compute it again: the names say what it follows from, so that no rank takes another's. A link is
+        enough, since a file that is written anew gets the name of the old one, and not its place."""
+        folder = self._jobs_dir / job_id / "reference"
+        for kept in [file for other in others for file in (self._jobs_dir / other / "reference").glob("*.npz")]:
+            if not (here := folder / kept.name).exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    here.hardlink_to(kept)
+                except OSError as error:  # the other job is being deleted, or the folder is on a disk without links
+                    log.warning("%s is computed again: %s", here, error, extra={"job_id": job_id})
 
     def _is_whole(self, path: Path) -> bool:
         """Whether ranks may read it. What is in shared memory was verified on arrival; what is on disk is verified once

@@ -1,8 +1,8 @@
 """Packs examples into rows and orders the rows, which determines the tokens of each step. Pure numpy.
 
 Rules
-- Packing depends on the lengths alone, the order on (seed, epoch) alone, or is that of the data; a step depends on its
-  number alone. Nothing depends on the world size, so a run may change it between steps.
+- Packing depends on the lengths alone, the order on (seed, epoch) alone, or is that of the data or of its losses; a
+  step depends on its number alone. Nothing depends on the world size, so a run may change it between steps.
 - A row holds whole examples only. Their sequences (one each, or as many as the training method says) never see each
   other (`Row.segments`; positions restart), so packing changes the speed and not the loss.
 """

@@ -82,19 +82,28 @@ class TokenSet:
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
         self.sequences, self.capacity = sequences, sequences * max_length
-        self._packing, self._as_given, self._lay_out = packing, as_given, lay_out
+        self._directory, self._packing, self._lay_out = directory, packing, lay_out
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
         self.digest: str = facts["digest"]
+        self._pack("-as-given" if packing and as_given else "", np.arange(self.n_examples), as_given)
+
+    def _pack(self, name: str, order: np.ndarray, as_given: bool) -> None:
         # Cache the plan: planning a million examples again takes longer than the rest of a resume.
-        order = "-as-given" if packing and as_given else ""
-        index = directory / f"packs-{self.capacity if packing else 1}{order}.npz"
+        index = self._directory / f"packs-{self.capacity if self._packing else 1}{name}.npz"
         if not index.exists():
-            self._write_index(index)
+            self._write_index(index, order, as_given)
         with np.load(index) as kept:
             self.packs = Packs(kept["members"], kept["edges"])
             self._labels = kept["labels"]
+
+    def order_by_loss(self) -> None:
+        """Pack anew: of neighbours by the loss that `reference` says the starting model has on each learnt token of an
+        example, the least first. The same on every rank, which all have the same reference."""
+        assert self.reference is not None
+        order = np.argsort(-self.reference.sum(axis=1) / self._labels_of_examples(), kind="stable")
+        self._pack(f"-by-loss-{hashlib.sha256(order.astype(np.int64)).hexdigest()[:16]}", order, True)
 
     @property
     def n_examples(self) -> int:
@@ -135,16 +144,19 @@ class TokenSet:
         edges = self._offsets[index * self.sequences : (index + 1) * self.sequences + 1]
         return [(self._tokens[a:b], self._learnt[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
-    def _write_index(self, index: Path) -> None:
-        lengths = np.diff(self._offsets[:: self.sequences])
-        packs = plan_packs(lengths, self.capacity, packing=self._packing, as_given=self._as_given)
-        members = np.concatenate(packs) if packs else np.zeros(0, np.int64)
-        edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
+    def _labels_of_examples(self) -> np.ndarray:
+        """(examples,): how many tokens of each are learnt."""
         # The first token of a sequence is never predicted, so it is not a label, whatever its mark.
         marked = np.concatenate([[0], np.cumsum(self._learnt)])
         labels = marked[self._offsets[1:]] - marked[np.minimum(self._offsets[:-1] + 1, self._offsets[1:])]
-        labels = labels.reshape(-1, self.sequences).sum(axis=1)
-        of_packs = np.concatenate([[0], np.cumsum(labels[members])])
+        return labels.reshape(-1, self.sequences).sum(axis=1)
+
+    def _write_index(self, index: Path, order: np.ndarray, as_given: bool) -> None:
+        lengths = np.diff(self._offsets[:: self.sequences])[order]
+        packs = plan_packs(lengths, self.capacity, packing=self._packing, as_given=as_given)
+        members = order[np.concatenate(packs)] if packs else np.zeros(0, np.int64)
+        edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
+        of_packs = np.concatenate([[0], np.cumsum(self._labels_of_examples()[members])])
         partial = index.with_name(f"{index.name}.{os.getpid()}")  # every rank may write it, and writes the same
         with open(partial, "wb") as file:
             np.savez(file, members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64))

@@ -162,11 +162,11 @@ class Method(ABC):
 
     def objective(self, model: Any, options: Mapping[str, Any]) -> torch.nn.Module:
         """Wraps the model, as its attribute `model`; forward(batch) is the loss of one micro-batch, a float32 scalar;
-        of a row without the reference that the method needs, what the model says of each of its sequences, (sequences,)
+        of a batch whose "as_reference" is true, the log-probability of what is learnt of each sequence, (sequences,)
         float32. `options`: TrainSpec.options. A method whose loss needs more than `loss` gets makes its own."""
         from train.methods.packed_objective import LogProbObjective
 
-        return LogProbObjective(model, partial(self.loss, options=options), self.needs_reference)
+        return LogProbObjective(model, partial(self.loss, options=options))
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]

@@ -75,22 +75,25 @@ class PackedObjective(nn.Module):
             return self.head(batch)
         return -functional.cross_entropy(self.logits(batch), batch["labels"], reduction="none")
 
+    def sequence_log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
+        """(sequences,) float32: the log-probability of what is learnt of each sequence."""
+        # Not index_add, whose order of addition differs from run to run on a GPU.
+        return torch.stack([part.sum() for part in self.log_probs(batch).split(list(batch["sequence_sizes"]))])
+
 
 class LogProbObjective(PackedObjective):
     """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
     `Method.loss` does."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss, needs_reference: bool):
+    def __init__(self, model: PreTrainedModel, loss: Loss):
         super().__init__(model, LogProbHead)
-        self._loss, self._needs_reference = loss, needs_reference
+        self._loss = loss
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The row's loss times batch["scale"]; a float32 scalar. For a batch without the reference that the loss needs,
-        the log-probability of what is learnt of each sequence, (sequences,) float32."""
-        # Not index_add, whose order of addition differs from run to run on a GPU.
-        parts = self.log_probs(batch).split(list(batch["sequence_sizes"]))
-        log_probs = torch.stack([part.sum() for part in parts])
-        if self._needs_reference and batch["reference"] is None:
+        """The row's loss times batch["scale"]; a float32 scalar. For a batch `as_reference`, what the model says of
+        each sequence."""
+        log_probs = self.sequence_log_probs(batch)
+        if batch.get("as_reference"):
             return log_probs
         loss, values = self._loss(log_probs, batch)
         with torch.no_grad():
@@ -159,7 +162,8 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
     """The tensors that an objective takes, on `device`; `scale` as in `Method.batch`.
 
-    sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None.
+    sequence_sizes: the number of labels of each sequence. reference: (sequences,) float32, or None. Who adds
+    `as_reference` asks for that, not for the loss (train.run.reference).
     """
 
     def tensor(array: np.ndarray) -> torch.Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from runtime.devices.kinds import in_host_memory
 from train.methods.head_gradient import HeadGradient, chunk_rows
-from train.methods.packed_objective import PackedObjective
+from train.methods.packed_objective import LogProbHead, PackedObjective
 
 
 class SupervisedObjective(PackedObjective):
@@ -25,19 +24,24 @@ class SupervisedObjective(PackedObjective):
         super().__init__(model, LossHead)
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Sum over the row of the cross entropy of its learnt tokens, times batch["scale"]; a float32 scalar."""
+        """Sum over the row of the cross entropy of its learnt tokens, times batch["scale"]; a float32 scalar. For a
+        batch `as_reference`, what the model says of each sequence."""
+        if batch.get("as_reference"):
+            return self.sequence_log_probs(batch)
         if self._fused:
             return self.head(batch, batch["scale"])
         return functional.cross_entropy(self.logits(batch), batch["labels"], reduction="sum") * batch["scale"]
 
 
-class LossHead(nn.Linear):
-    """The output head; called with labels it returns the loss in place of logits."""
+class LossHead(LogProbHead):
+    """The output head; called with labels and a scale it returns the loss."""
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-        """hidden (n, width), labels (n,) int64 -> scalar; without labels the usual logits (..., vocabulary)."""
-        if labels is None:
-            return super().forward(hidden)
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, scale: float | None = None
+    ) -> torch.Tensor:
+        """hidden (n, width), labels (n,) int64 -> scalar; without a scale what a LogProbHead returns."""
+        if labels is None or scale is None:
+            return super().forward(hidden, labels)
         return _LinearCrossEntropy.apply(hidden, self.weight, labels, scale)
 
 

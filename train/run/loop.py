@@ -78,21 +78,19 @@ class Run:
         self.lifeline_events = emit
         self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
         self.signals, self.progress = signals, progress
-        shuffled = spec.data_order == "shuffled"
-        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
         self.step = 0
         self._resumed_from: str | None = None
         self._pace_s = 0.0
         self.boundary_s = 0.0  # time.monotonic() when all ranks had ended or left the last step
         self.reference = Reference(self.method, spec, engine, {"train": train, "valid": valid}, self.emit, progress)
+        self.plan, self.feed = self._steps()
         self.rollouts = None
-        self.feed: Feed = DataFeed(self.method, self.plan, train, self.grid)
         if self.method.rolls_out:
             self.rollouts = Rollouts(
                 spec, self.method, engine, store, self.grid, self.plan, (train, valid), emit, signals, progress
             )
             self.feed = self.rollouts
-        self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, signals, progress)
+        self.saving = Saving(spec, store, engine, self.plan, self.emit, signals, progress)
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
         if self.rank == 0:
@@ -114,6 +112,16 @@ class Run:
             accumulation_steps(spec, self.world_size),
         )
 
+    def _steps(self) -> tuple[StepPlan, Feed]:
+        """What each step learns from. By the starting model's loss the data is ordered, and packed anew, only once that
+        is known: no step is done before, and none has been planned."""
+        spec, train = self.spec, self.train
+        if spec.data_order == "loss" and self.reference.complete:
+            train.order_by_loss()
+        shuffled = spec.data_order == "shuffled"
+        plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed, shuffled)
+        return plan, DataFeed(self.method, plan, train, self.grid)
+
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
@@ -124,8 +132,6 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        total = self.plan.total_steps
-        epoch_ends = self.plan.epoch_end_steps()
         self._first_step = self.step
         if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
@@ -146,6 +152,10 @@ class Run:
         if signals["cancel"] and not self.reference.complete:
             return {"outcome": "cancelled", "step": self.step}
         self.saving.kept = self.reference.kept()
+        if spec.data_order == "loss":
+            self.plan, self.feed = self._steps()
+            self.saving.steps = self.plan
+        total, epoch_ends = self.plan.total_steps, self.plan.epoch_end_steps()
         if self.step == 0:
             if not self._general.ask("before", self._devices_wanted):
                 signals, self.boundary_s = self._agreed(), time.monotonic()

@@ -3,11 +3,12 @@ the job.
 
 A method that compares the trained model with the one it started from (Method.needs_reference) thus needs no second copy
 of the weights: before the first step the model is still the starting one (an adapter adds nothing yet). The ranks share
-the packs, and the values are added up over the ranks, so every rank has all of them.
+the packs, and the values are added up over the ranks, so every rank has all of them. A run whose data is ordered by the
+starting model's loss (TrainSpec.data_order) has the order from them.
 
 The values are in `<run_dir>/reference/<key>.npz`; the key is the base version, the tokens (so the template, the
-tokenizer and the data) and how they are computed. They are in every snapshot too, for a run that goes on elsewhere: by
-then the starting model is gone.
+tokenizer and the data) and how they are computed: whoever starts a run may put those of another there. They are in
+every snapshot too, for a run that goes on elsewhere: by then the starting model is gone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Reference:
     ):
         self._method, self._engine, self._emit, self._progress = method, engine, emit, progress
         self._grid = fragments.grid(engine)
-        self._sets = {name: tokens for name, tokens in sets.items() if tokens is not None and method.needs_reference}
+        read = sets if method.needs_reference else {"train": sets["train"]} if spec.data_order == "loss" else {}
+        self._sets = {name: tokens for name, tokens in read.items() if tokens is not None}
         self._began_s, self._saved_s = 0.0, 0.0
         self._learning = {
             name: _Values(Path(spec.run_dir) / "reference" / f"{_key(spec, tokens)}.npz", tokens)
@@ -115,7 +117,7 @@ class Reference:
         row = tokens.row(np.array([min(mine, packs[-1])]))
         self._engine.eval()
         with torch.no_grad():
-            found = self._engine(self._method.batch(row, 1.0, self._engine.device))
+            found = self._engine(self._method.batch(row, 1.0, self._engine.device) | {"as_reference": True})
         self._engine.train()
         members = [tokens.packs[pack] for pack in packs]
         heard = torch.zeros(sum(map(len, members)), tokens.sequences, dtype=torch.float32, device=self._engine.device)
@@ -160,4 +162,5 @@ def _key(spec: TrainSpec, tokens: TokenSet) -> str:
     # Not the path of a base with a version: it is in shared memory at one time and on disk at another.
     base = [spec.base_model, spec.base_version] if spec.base_version else [spec.base_path, spec.base_adapter]
     facts = [*base, tokens.digest, tokens.capacity, spec.packing, spec.method, spec.options, spec.precision]
+    facts += ["given"] if spec.data_order == "given" else []  # what is done is counted in its packs
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

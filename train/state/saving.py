@@ -35,11 +35,11 @@ from weights.memory.store import WeightStore
 
 
 class Saving:
-    """One rank's part of it. `steps`: which step is the last, and which end an epoch of `packs` packs.
+    """One rank's part of it. `steps`: which step is the last, and which end an epoch.
 
     `begin_version`, `snapshot_if_room`, `suspend` and `publish_result` are collective. The state must not change
     between the begin of what is written beside a step and `copied`. `kept`: tensors that every snapshot takes along; to
-    be set before the first of them.
+    be set before the first of them, as `steps` is if it was not known before.
     """
 
     def __init__(
@@ -48,13 +48,12 @@ class Saving:
         store: WeightStore,
         engine: Any,
         steps: StepPlan,
-        packs: int,
         emit: Events,
         signals: ControlSignals,
         progress: Progress,
     ):
         self.spec, self.store, self.engine = spec, store, engine
-        self._steps, self._packs = steps, packs
+        self.steps = steps
         self.kept: snapshot.Kept = snapshot.NOTHING
         self._emit, self._signals, self._progress = emit, signals, progress
         grid = fragments.grid(engine)
@@ -79,11 +78,11 @@ class Saving:
             self._signals.snapshot = True
         if self._signals.snapshot or self._signals.suspend:
             # A version that is written first also gets the available room first.
-            publish, steps = self.spec.publish, self._steps
+            publish, steps = self.spec.publish, self.steps
             version_due = (publish == "epoch" and step in steps.epoch_end_steps()) or (
                 publish == "best" and steps.validates(step, self.spec.eval_interval, self.spec.most_validations)
             )
-            if not version_due and step < self._steps.total_steps:
+            if not version_due and step < self.steps.total_steps:
                 self._reservation.begin(step)
 
     def reserved(self, step: int) -> int:
@@ -151,7 +150,7 @@ class Saving:
         step has one of its own."""
 
         def no_room(full: Exception) -> None:
-            epoch = step * self.spec.batch_size / self._packs
+            epoch = step * self.spec.batch_size / self.steps.n_packs
             text = f"the version of step {step}, epoch {epoch:.3g}, is not published: {full}"
             self._emit("message", level="warn", text=text)
 
@@ -168,7 +167,7 @@ class Saving:
         no_room: told if its commit meets a full memory; None: that is an error. Raises StoreFull, on every rank.
         """
         self._progress.enter("publishing")
-        epoch = step * self.spec.batch_size / self._packs
+        epoch = step * self.spec.batch_size / self.steps.n_packs
         meta = {
             "job": self.spec.job_id,
             "base": self.spec.base_model,

@@ -192,7 +192,7 @@ def test_the_reference_is_the_starting_model_and_lies_in_snapshots(tmp_path, mon
     for pack in range(len(run.train.packs)):
         batch = DPO.batch(run.train.row(np.array([pack])), 1.0, "cpu")
         with torch.no_grad():
-            said = objective(batch | {"reference": None}).view(-1, 2)
+            said = objective(batch | {"as_reference": True}).view(-1, 2)
         assert np.allclose(said, reference[run.train.packs[pack]], rtol=1e-6)
 
     # On a machine without the folder's files they come from the snapshot; a snapshot without them is refused.
@@ -295,6 +295,7 @@ def test_padding_and_other_pairs_change_no_log_probability(tmp_path):
     draw = np.random.default_rng(0)
     sides = [(draw.integers(3, 384, n).astype(np.int32), np.arange(n) >= 4) for n in (9, 14, 20, 7)]
     with torch.no_grad():
-        whole = objective(to_batch(build_row([sides], 128, 0, packing=True), 1.0, "cpu"))
-        apart = [objective(to_batch(build_row([sides[n : n + 2]], 64, 0, packing=True), 1.0, "cpu")) for n in (0, 2)]
+        rows = [build_row([sides], 128, 0, packing=True)]
+        rows += [build_row([sides[n : n + 2]], 64, 0, packing=True) for n in (0, 2)]
+        whole, *apart = [objective(to_batch(row, 1.0, "cpu") | {"as_reference": True}) for row in rows]
     assert torch.allclose(whole, torch.cat(apart), rtol=1e-6)

@@ -33,7 +33,7 @@ def run(tmp_path):
     def emit(event, **data):
         told.append((event, data))
 
-    saving = Saving(spec, store, engine, None, 1, emit, signals, None)
+    saving = Saving(spec, store, engine, None, emit, signals, None)
     saving._make_room = lambda: None  # a thread that is not looked at here
     return saving, store, told
 
