@@ -7,7 +7,17 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    field_serializer,
+)
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
@@ -120,9 +130,10 @@ class _Message(_Strict):
 
 
 class _Sampling(_Strict):
-    # OpenAI's API spells it like this; the other is how its documentation does.
+    # OpenAI's API spells it like this; the others are how its documentation does.
     max_completions_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 17)
+    max_tokens: int | None = Field(None, ge=1, le=1 << 17)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -160,14 +171,14 @@ class _ModelGrader(_Grader):
                 GradingErrors(other_error=True),
             )
         sampling = self.sampling_params or _Sampling()
-        most = sampling.max_completions_tokens or sampling.max_completion_tokens or DEFAULT_ANSWER_TOKENS
+        asked = sampling.max_completions_tokens or sampling.max_completion_tokens or sampling.max_tokens
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [
                 {"role": message.role, "content": content}
                 for message, content in zip(self.input, contents, strict=True)
             ],
-            "max_completion_tokens": most,
+            "max_completion_tokens": asked or DEFAULT_ANSWER_TOKENS,
             "response_format": self.answers_by,
         }
         given = {name: getattr(sampling, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
@@ -249,6 +260,15 @@ class Multi(_Grader):
     calculate_output: str
     graders: dict[str, Leaf]
     """By the name that the formula uses."""
+    _form: Literal["by name", "list", "one"] = PrivateAttr("by name")
+
+    @field_serializer("graders", mode="wrap")
+    def _as_given(self, graders: dict[str, Leaf], dumped: SerializerFunctionWrapHandler) -> Any:
+        """In the form of those that `parse` takes in which it was said: a client's type has that one alone."""
+        by_name = dumped(graders)
+        if self._form == "by name":
+            return by_name
+        return list(by_name.values()) if self._form == "list" else next(iter(by_name.values()))
 
     def check(self, param: str) -> None:
         if not 1 <= len(self.graders) <= MAX_GRADERS:
@@ -270,11 +290,13 @@ TYPES = ("string_check", "text_similarity", "python", "score_model", "label_mode
 
 def parse(given: Any) -> Grader:
     """The graders of a `multi` may be a dictionary by name, a list, or one alone: the documentation and the SDK of
-    OpenAI's API have all three. Raises InvalidGrader."""
+    OpenAI's API have all three. A grader without a name, of which the documentation has several, is called by its type,
+    one of a dictionary by its key. Raises InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
+    given, parts = _named(given, given.get("type")), given.get("graders")
     if given.get("type") == "multi":
-        given = {**given, "graders": _by_name(given.get("graders"))}
+        given = {**given, "graders": _by_name(parts)}
     try:
         written = json.dumps(given)
         _check_size(written)
@@ -286,6 +308,8 @@ def parse(given: Any) -> Grader:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidGrader("", f"cannot be read: {error}") from None
+    if isinstance(grader, Multi):
+        grader._form = "list" if isinstance(parts, list) else "one" if _is_one(parts) else "by name"
     grader.check("")
     return grader
 
@@ -314,11 +338,22 @@ def judges(grader: Grader) -> list[ScoreModel | LabelModel]:
     return [leaf for leaf in leaves(grader).values() if isinstance(leaf, ScoreModel | LabelModel)]
 
 
+def _named(grader: Any, name: Any) -> Any:
+    return {**grader, "name": name} if isinstance(grader, Mapping) and "name" not in grader else grader
+
+
+def _is_one(graders: Any) -> bool:
+    """Whether it is one grader, not several by name."""
+    return isinstance(graders, Mapping) and isinstance(graders.get("type"), str)
+
+
 def _by_name(graders: Any) -> Any:
-    if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):
+    if _is_one(graders):
         graders = [graders]
     if isinstance(graders, Mapping | list) and len(graders) > MAX_GRADERS:
         raise InvalidGrader("graders", f"are {len(graders)}; expected 1 to {MAX_GRADERS}")
+    if isinstance(graders, Mapping):
+        return {name: _named(one, name) for name, one in graders.items()}
     if not isinstance(graders, list):
         return graders
     names = [one.get("name") if isinstance(one, Mapping) else None for one in graders]

@@ -115,6 +115,8 @@ def value(path: str, sample: Sample, item: Any) -> Any:
     if namespace == "sample":
         found, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
+        if isinstance(found, str) and namespace == "sample":  # a call of a tool has its arguments as JSON
+            found = _read(found)
         if isinstance(found, Mapping) and step in found:
             found = found[step]
         elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):
@@ -125,6 +127,14 @@ def value(path: str, sample: Sample, item: Any) -> Any:
                 GradingErrors(invalid_variable_error=True),
             )
     return found
+
+
+def _read(text: str) -> Any:
+    """What stands in a text of JSON; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _steps(path: str, param: str) -> Iterator[str]:

@@ -110,6 +110,8 @@ class TextFormat(StrictBody):
 
 class Sampling(StrictBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    # As OpenAI's own examples spell it.
+    max_completions_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -206,8 +208,9 @@ def fields_of(source: Sampled) -> dict[str, Any]:
     """What the chat completions of all items have in common."""
     sampling = source.sampling_params or Sampling()
     given = ("temperature", "top_p", "seed", "reasoning_effort", "response_format")
+    most = sampling.max_completion_tokens or sampling.max_completions_tokens
     fields = {
-        "max_completion_tokens": sampling.max_completion_tokens or DEFAULT_ANSWER_TOKENS,
+        "max_completion_tokens": most or DEFAULT_ANSWER_TOKENS,
         **{name: value for name in given if (value := getattr(sampling, name)) is not None},
     }
     if sampling.text is not None and sampling.text.format is not None:

@@ -122,7 +122,7 @@ def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
             "total_tokens": prompt + completion,
         },
         "error": {"code": "sample_failed", "message": failed} if failed else NO_ERROR,
-        "max_completion_tokens": sampling.get("max_completion_tokens") or 0,
+        "max_completion_tokens": sampling.get("max_completion_tokens") or sampling.get("max_completions_tokens") or 0,
         "temperature": sampling.get("temperature") if sampling.get("temperature") is not None else 1.0,
         "top_p": sampling.get("top_p") or 1.0,
         "seed": sampling.get("seed") or 0,

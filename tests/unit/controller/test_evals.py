@@ -226,11 +226,13 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
             "type": "file_content",
             "content": [{"item": {"answer": "yes", "turns": [{"role": "user", "content": "hi"}]}}],
         },
-        sampling_params={"tools": [tool], "text": {"format": form}},
+        # As in OpenAI's own examples, not in its types.
+        sampling_params={"tools": [tool], "text": {"format": form}, "max_completions_tokens": 9},
     )
     run = await ended(control, await made(control), source)
     assert run.status == "completed" and run.result_counts.passed == 1
     (body,) = sent
+    assert body["max_completion_tokens"] == 9
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert body["tools"][0]["function"] == {"name": "f", "parameters": {"type": "object"}}
     assert body["response_format"] == {

@@ -156,6 +156,34 @@ def test_an_output_that_is_no_json_has_its_own_flag() -> None:
     assert (found.reward, found.passed) == (0.0, False) and "not JSON" in found.messages[0]
 
 
+def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
+    """Without a name, with `max_tokens` for a model's answer, and with a variable within a call's arguments."""
+    code = {"type": "python", "source": "def grade(sample, item):\n    return 1.0", "image_tag": "2025-05-08"}
+    assert parse(code).name == "python"
+    judge = parse({**LABEL, "sampling_params": {"max_tokens": 32768, "top_p": 1, "seed": 42}})
+    (body,) = requests(judge, Sample("good"), {"answer": "4"}).values()
+    assert body["max_completion_tokens"] == 32768
+    check = {"type": "string_check", "operation": "eq", "reference": "{{sample.output_tools[0].function.name}}"}
+    calls = {
+        "type": "multi",
+        "graders": {
+            "called": {**check, "input": "get_acceptors"},
+            "argument": {
+                **check,
+                "input": "{{ item.smiles }}",
+                "reference": "{{sample.output_tools[0].function.arguments.smiles}}",
+            },
+        },
+        "calculate_output": "0.5 * called + 0.5 * argument",
+    }
+    call = {"type": "function", "function": {"name": "get_acceptors", "arguments": '{"smiles": "CCO"}'}}
+    told = grade(parse(calls), Sample("", [call]), {"smiles": "CCO"}, {}, no_python)
+    assert told.reward == 1 and parse(calls).name == "multi"
+    call["function"] = {"name": "get_acceptors", "arguments": "no json"}
+    told = grade(parse(calls), Sample("", [call]), {"smiles": "CCO"}, {}, no_python)
+    assert told.reward == 0 and told.errors.invalid_variable_error
+
+
 REFUSED = {
     "no object": (3, "", "an object with a `type`"),
     "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
@@ -192,10 +220,11 @@ def test_what_is_no_grader_is_refused_by_name(given: object, param: str, message
 def test_the_graders_of_a_multi_grader_come_in_three_shapes(how: str) -> None:
     one = {**CHECK, "operation": "eq"}
     graders = {"by name": {"same": one}, "as a list": [one], "alone": one}[how]
-    found = graded(
-        {"type": "multi", "name": "m", "calculate_output": "2 * same - 0.5", "graders": graders}, "4", {"answer": "4"}
-    )
+    given = {"type": "multi", "name": "m", "calculate_output": "2 * same - 0.5", "graders": graders}
+    found = graded(given, "4", {"answer": "4"})
     assert (found.reward, found.sub_rewards) == (1.5, {"same": 1.0})
+    # As OpenAI's SDK reads it from a job: its type has one alone, whose fields are where they were said.
+    assert parse(given).model_dump(mode="json", exclude_unset=True) == given
 
 
 @pytest.mark.parametrize(
