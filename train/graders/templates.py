@@ -122,10 +122,9 @@ def value(path: str, sample: Sample, item: Any) -> Any:
         elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):
             found = found[int(step)]
         else:
-            raise GradingFailed(
-                f"the variable {_shown(path)} has no value: {step[:_SHOWN]!r} is not there",
-                GradingErrors(invalid_variable_error=True),
-            )
+            # That an answer lacks it is the answer's fault, which a model is to learn to avoid, and not the grader's.
+            lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
+            raise GradingFailed(f"the variable {_shown(path)} has no value: {step[:_SHOWN]!r} is not there", lacks)
     return found
 
 

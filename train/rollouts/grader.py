@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from train.rollouts.judge import Judge, Verdict
 
 ASKED_BYTES = 4 << 20
 """The size of the items and the answers of one question, if one alone is not larger: it is one line of JSON."""
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SAME = 1e-8
 """Rewards that differ by no more are the same."""
 
@@ -41,7 +43,8 @@ class Grader(Judge):
             if samples and room < 0:
                 break
             record = json.loads(lines[pack])
-            samples.append({"text": text, "item": {**record["item"], "messages": record["messages"]}})
+            said = calls_in(text) if record.get("tools") else {"text": text}
+            samples.append({**said, "item": {**record["item"], "messages": record["messages"]}})
         return samples
 
     def why_nothing(self, verdict: Verdict) -> str:
@@ -71,6 +74,34 @@ class Grader(Judge):
     def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         rewards = verdict["rewards"]
         return {"mean_reward": _mean(rewards), **standard_error(rewards, group)}
+
+
+def calls_in(text: str) -> dict[str, Any]:
+    """{"text": what an answer says before it calls a tool, "tools": its calls, as chat completions have them}, of an
+    answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and SmolLM have too, or, as
+    Llama's, the whole answer. What is neither is text."""
+    begin = _CALL.search(text)
+    found = _CALL.findall(text) if begin else [text]
+    calls = [call for one in found if (call := _call(one))]
+    if not calls or len(calls) < len(found):
+        return {"text": text}
+    return {
+        "text": text[: begin.start()].strip() if begin else "",
+        "tools": [{"id": f"call_{n}", "type": "function", "function": call} for n, call in enumerate(calls)],
+    }
+
+
+def _call(text: str) -> dict[str, str] | None:
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(read, dict) or not isinstance(name := read.get("name"), str):
+        return None
+    arguments = read.get("arguments", read.get("parameters"))
+    if not isinstance(arguments, dict):
+        return None
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
 def advantages(rewards: Sequence[float | None], group: int) -> np.ndarray:

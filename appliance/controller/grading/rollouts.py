@@ -29,17 +29,17 @@ class RolloutGrading:
         self._db, self._hosts, self._answers = context.db, hosts, answers
 
     async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """{"rewards", "errors"} of the question's "samples", {"text", "item"}, in their order. One that the box could
-        not grade, or whose reward is beyond MOST_REWARD, has None; one that the grader failed at has 0. An answer that
-        is not JSON where JSON is read is no error, but what the model has to learn. {"failed"}, in words, where the
-        job cannot go on."""
+        """{"rewards", "errors"} of the question's "samples", {"text", "tools"?, "item"}, in their order. One that the
+        box could not grade, or whose reward is beyond MOST_REWARD, has None; one that the grader failed at has 0. An
+        answer that is not JSON where JSON is read, or lacks what is read of it, is no error, but what the model has to
+        learn. {"failed"}, in words, where the job cannot go on."""
         samples = question["samples"]
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the grader of the job was deleted"}
         if keys.is_revoked(self._db, row.key_id):
             return {"failed": "the API key of the job was revoked, and its answers are graded on behalf of it"}
-        asked = [(Sample(one["text"]), one["item"]) for one in samples]
+        asked = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
         ask = partial(self._answers.ask, row.key_id, within_s=ANSWER_WITHIN_S)
         try:
             grader = parse(found.judge["grader"])

@@ -658,6 +658,17 @@ async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
     assert "deleted" in (await grade("ftjob-none", asked))["failed"]
 
 
+async def test_a_call_of_a_tool_is_graded_and_an_answer_without_one_is_no_error(control: Control):
+    control.as_key("ann", owner="ann")
+    called = {"input": "{{ sample.output_tools[0].function.arguments.city }}", "reference": "{{ item.answer }}"}
+    method = {"type": "reinforcement", "reinforcement": {"grader": {**GRADER, **called}}}
+    job_id = await control.job(training_file=await control.upload(prompts()), method=method)
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"city": "4"}'}}
+    samples = [{"text": "", "tools": [call], "item": {"answer": "4"}}, {"text": "4", "item": {"answer": "4"}}]
+    told = await control.app.state.rollouts["grade"](job_id, {"samples": samples})
+    assert told == {"rewards": [1.0, 0.0], "errors": ["", ""]}
+
+
 async def test_a_reward_that_nothing_can_be_learnt_from_is_none_and_says_so(control: Control):
     """The loss of its step was no number any more, and the job failed with that, not a word of rewards."""
     grader = {"type": "multi", "name": "far", "calculate_output": "exp(700 * same) - 1", "graders": {"same": GRADER}}

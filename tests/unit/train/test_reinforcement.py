@@ -31,7 +31,7 @@ from train.plan import auto, estimate
 from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
 from train.rollouts import engine_samples, grader, sampler
-from train.rollouts.grader import advantages, standard_error
+from train.rollouts.grader import advantages, calls_in, standard_error
 from train.rollouts.rollouts import ASKED_AT_ONCE, FILE
 from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
@@ -203,6 +203,30 @@ def test_advantages_are_rewards_less_the_mean_of_their_group():
     found = advantages([1.0, 0.0, 0.5, 0.5, None, 3.0, 1.0, 2.0, None, 1.0, None, None], 4)
     assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert advantages([0.3] * 8, 8).tolist() == [0.0] * 8, "equal rewards teach nothing"
+
+
+@pytest.mark.parametrize(
+    "text, said, called",
+    [
+        ('I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "I look.", [("f", {"a": 1})]),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {"b": "é"}}',
+            "",
+            [("f", {}), ("g", {"b": "é"})],
+        ),
+        ('{"name": "f", "parameters": {"a": [2]}}', "", [("f", {"a": [2]})]),
+        ("It is <b>cold</b>.", None, []),
+        ('{"name": "f"}', None, []),
+        ("<tool_call>{no json}</tool_call>", None, []),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>[1]</tool_call>', None, []),
+        ("[" * 100_000, None, []),
+    ],
+)
+def test_calls_of_tools_in_an_answer_are_what_a_grader_reads(text, said, called):
+    found = calls_in(text)
+    assert found["text"] == (text if said is None else said)
+    calls = [call["function"] for call in found.get("tools", [])]
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == called
 
 
 def test_the_error_of_a_mean_reward_is_over_prompts():

@@ -83,7 +83,10 @@ def test_templates_reach_into_items_and_samples() -> None:
 def test_what_the_item_lacks_is_said(variable: str) -> None:
     with pytest.raises(GradingFailed, match=r"has no value: '\w+' is not there") as failure:
         fill(f"{{{{ {variable} }}}}", Sample(""), {"a": [1]})
-    assert failure.value.errors.invalid_variable_error
+    of_the_answer = variable.startswith("sample")
+    assert failure.value.errors == GradingErrors(
+        sample_parse_error=of_the_answer, invalid_variable_error=not of_the_answer
+    )
 
 
 def test_a_filled_template_is_bounded() -> None:
@@ -181,7 +184,7 @@ def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
     assert told.reward == 1 and parse(calls).name == "multi"
     call["function"] = {"name": "get_acceptors", "arguments": "no json"}
     told = grade(parse(calls), Sample("", [call]), {"smiles": "CCO"}, {}, no_python)
-    assert told.reward == 0 and told.errors.invalid_variable_error
+    assert told.reward == 0 and told.errors == GradingErrors(sample_parse_error=True), "the answer's fault"
 
 
 REFUSED = {
