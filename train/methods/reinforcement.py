@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from train.methods.method import Option
 from train.methods.own_answers import ANSWER_OPTIONS, OwnAnswers
-from train.plan.errors import InvalidHyperparameter
 
 if TYPE_CHECKING:
     from train.plan.auto import Given
@@ -36,11 +35,9 @@ class Reinforcement(OwnAnswers):
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         super().own_hyperparameters(given, fields)
-        effort = given.value("reasoning_effort", "default")
-        if effort != "default":
-            raise InvalidHyperparameter(
-                "reasoning_effort", effort, "'default': models of this box reason as much as they have learnt to"
-            )
+        effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")
+        if effort != "default":  # kept for the run to say that it changes nothing
+            fields["options"]["reasoning_effort"] = effort
 
     def group(self, options: Mapping[str, Any]) -> int:
         return max(2, round(GROUP * options["compute_multiplier"]))

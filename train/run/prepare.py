@@ -155,6 +155,9 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
     if made.room:
         text = f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step"
         emit("message", level="info", text=text)
+        if effort := spec.options.get("reasoning_effort"):
+            text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
+            emit("message", level="warn", text=text)
         return
     fill = train.n_tokens / (len(train.packs) * train.capacity) if spec.packing else 1.0
     emit(

@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_is_refused_in_words(given, rank_limit, why):
     "given, expected",
     [
         ({"rollouts": "both"}, "one of auto, engine, ranks"),
-        ({"reasoning_effort": "low"}, "'reasoning_effort' is 'low'; expected 'default'"),
+        ({"reasoning_effort": "much"}, "'reasoning_effort' is 'much'; expected one of default, low"),
         ({"compute_multiplier": 11}, "'compute_multiplier' is 11; expected 'auto' or a number"),
         ({"compute_multiplier": 0}, "'compute_multiplier'"),
         ({"eval_samples": 0}, "'eval_samples'"),
@@ -469,8 +469,10 @@ def letters(text, item):
 
 def test_a_run_learns_what_is_rewarded(tmp_path):
     box = Box(letters)
-    spec = run_spec(tmp_path, valid_path=str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1)), n_epochs=4)
+    valid = str(write_prompt_file(tmp_path / "valid.jsonl", 6, seed=1))
+    spec = run_spec(tmp_path, valid_path=valid, n_epochs=4, options={**SAMPLES, "reasoning_effort": "high"})
     assert box.run(spec)["outcome"] == "succeeded"
+    assert any("'high' changes nothing" in event["text"] for event in box.of("message"))
     steps = box.of("metrics")
     assert [step["step"] for step in steps] == list(range(1, 25))
     rewards = [step["train_mean_reward"] for step in steps]
