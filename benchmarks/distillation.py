@@ -7,7 +7,7 @@ Two CPU devices in mode `split`, one for the ranks and one for the engine. The t
 has learnt the demo's 64 questions about who it is (supervised, LoRA of rank 16, three epochs); each student begins from
 the model itself, with LoRA of rank 16, eight answers in a step to some of 52 questions; twelve are held out, with two
 answers each, or `--held-out`. With `--near` students begin near the teacher: from the model once it has learnt the same
-64 questions for so many epochs. Without a model a starter is made, which learns as much of less. What FILE has of other
+64 questions for so many epochs, on a third device if engines sample. Without a model a starter is made, which learns as much of less. What FILE has of other
 seeds stays in it and counts in the means, and the teacher is that of DIRECTORY, or is kept there once it is made: so
 seeds can be run one by one.
 """
@@ -93,7 +93,9 @@ def main() -> None:
     asked = options.parse_args()
     found: dict[str, dict] = json.loads(asked.json.read_text()) if asked.json and asked.json.exists() else {}
     print(f"load before {os.getloadavg()}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, whole_box(Path(folder), "[box]\ndevices = 2\n") as box:
+    # Students that begin near the teacher have a base of their own, so an engine of their own.
+    devices = 3 if asked.near and asked.rollouts == "engine" else 2
+    with tempfile.TemporaryDirectory() as folder, whole_box(Path(folder), f"[box]\ndevices = {devices}\n") as box:
         if asked.model:
             box.run("model", "import", str(asked.model), "--name", "base", timeout_s=600)
             model = "base"
