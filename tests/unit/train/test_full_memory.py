@@ -33,7 +33,8 @@ def run(tmp_path):
     def emit(event, **data):
         told.append((event, data))
 
-    saving = Saving(spec, store, engine, None, emit, signals, None)
+    plan = StepPlan(n_packs=4, batch_size=1, micro_batch=1, n_epochs=1, seed=0)
+    saving = Saving(spec, store, engine, plan, emit, signals, None)
     saving._make_room = lambda: None  # a thread that is not looked at here
     return saving, store, told
 
@@ -85,7 +86,7 @@ def test_not_even_a_directory_is_no_room_either(run, monkeypatch):
 def test_a_version_of_an_epoch_without_room_is_left_out_and_training_goes_on(run, monkeypatch):
     """It ended the world, which went on from its last snapshot."""
     saving, _, told = run
-    saving._packs, saving.spec = 4, replace(saving.spec, batch_size=2)
+    saving.spec = replace(saving.spec, batch_size=2)
     saving._progress = SimpleNamespace(enter=lambda phase: None)
     refused = StoreFull(needed_bytes=2, used_bytes=1, budget_bytes=1, free_bytes=0)
 
@@ -102,7 +103,6 @@ def test_a_version_of_an_epoch_without_room_is_left_out_and_training_goes_on(run
 def test_what_is_due_is_wished_for(run):
     saving, _, _ = run
     saving._signals.snapshot = False
-    saving._steps = StepPlan(n_packs=9, batch_size=1, micro_batch=1, n_epochs=1, seed=0)
     saving._cadence = Cadence(None, lambda: 0.0)
     saving.foresee(3)
     assert not saving._signals.snapshot
