@@ -287,7 +287,8 @@ class JobEventRow:
 
 @dataclass(frozen=True, slots=True)
 class JobMetricRow:
-    """One optimizer step. A step that is run again after a resume replaces its row."""
+    """One optimizer step. A step that is run again after a resume replaces its row. `rank_seconds`: what each rank
+    computed by itself."""
 
     job_id: str
     step: int
@@ -299,6 +300,7 @@ class JobMetricRow:
     learning_rate: float | None = None
     tokens_per_s: float | None = None
     devices: int | None = None
+    rank_seconds: list[float] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel("Gradient norm", (("appliance_job_gradient_norm", "{{job}}"),)),
             Panel("Learning rate", (("appliance_job_learning_rate", "{{job}}"),)),
-            Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),), width=24),
+            Panel(
+                "What each rank computes by itself in a step",
+                (("appliance_job_rank_seconds", "{{job}} rank {{rank}} on {{device}}"),),
+                unit="s",
+                text="its forward passes; a rank above the others holds them up",
+            ),
+            Panel("Unfinished jobs", (("appliance_jobs", "{{phase}}"),)),
         ),
     ),
     (

@@ -32,6 +32,7 @@ from train.plan.errors import RankFailed
 async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind, fields):
     unbroken = await shop.run(shop.spec("unbroken", **fields), 4)
     total = unbroken.of("metrics")[0]["total_steps"]
+    assert all(len(told["rank_seconds"]) == 4 and min(told["rank_seconds"]) > 0 for told in unbroken.of("metrics"))
     assert total >= 9 and unbroken.losses()[total] < unbroken.losses()[1]
 
     spec, snapshot, losses = shop.spec("moved", **fields), None, {}

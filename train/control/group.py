@@ -3,10 +3,12 @@
 Events handed to `on_event` (all have "event" and "job"):
   message     level, text
   started     step, devices, seconds {start, join, prepare}
-  metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
+  metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices,
+              rank_seconds (of each rank: train.run.forward_time)
   general     when ("before" or "after" the job), right (numbers of general questions), answers
   validation  step, loss
   anomaly     step, kind ("spike" or "not_finite"), action, loss, grad_norm, usual, cuts, text (train.plan.spikes)
+  straggler   step, rank, seconds, usual_s (train.plan.stragglers)
   snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
   profiled    step, steps, seconds, share, operators (train.run.profiling.shares), trace, bytes
   published   version, path, step, epoch, bytes, seconds, stall_s

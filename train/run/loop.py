@@ -31,10 +31,12 @@ from train.plan.errors import TrainingDiverged
 from train.plan.learning_rate import learning_rate
 from train.plan.spec import TrainSpec
 from train.plan.spikes import Anomaly, LossWatch, history
+from train.plan.stragglers import RankTimes
 from train.rollouts.rollouts import Rollouts
 from train.run.engine import accumulation_steps
 from train.run.event_log import EventLog, read_events
 from train.run.feed import DataFeed, Feed
+from train.run.forward_time import ForwardTime
 from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
 from train.run.profiling import Profiling
@@ -103,6 +105,8 @@ class Run:
         self._validations: Validations | None = None
         self._ends_early = False
         self._losses = LossWatch(spec.on_loss_spike, spec.rate_cuts)
+        on_host = kind_of(spec.device_kind).on_host
+        self._forward_time, self._rank_times = ForwardTime(None if on_host else engine.device), RankTimes()
         self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
         self._profiling = Profiling(
             Path(spec.run_dir) / "profile",
@@ -229,6 +233,7 @@ class Run:
             rows = self.feed.rows()
         for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have left some
             forget(self.engine.module)
+        self._forward_time.begin_step()
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
             self.progress.enter("step", step)
@@ -239,7 +244,8 @@ class Run:
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             with self._profiling.reading_input():
                 batch = self.method.batch(row, scale, self.engine.device)
-            part = self.engine(batch)
+            with self._forward_time.measured():
+                part = self.engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
             # if told not to (its hook there runs before it detects its own backward).
             self.engine.backward(part * 1, scale_wrt_gas=False)
@@ -301,8 +307,12 @@ class Run:
                 tokens=tokens,
                 epoch=self.step * self.spec.batch_size / len(self.train.packs),
                 **metrics,
+                rank_seconds=[round(one, 4) for one in agreed["rank_seconds"]],
                 **({"timing": {"step": timing}} if seconds else {}),
             )
+            slow = self._rank_times.look(self.step, agreed["rank_seconds"])
+            if slow is not None:
+                self.emit("straggler", **asdict(slow))
         if found is not None and found.kind == "spike":
             self._act_on(found)
         return agreed
@@ -319,7 +329,8 @@ class Run:
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
         """Collective: returns the signals sent to any rank by name, "loss" (over all ranks), "metrics" (the method's),
-        and "draft": the number of rank 0's draft for the snapshot of this step, 0 if none."""
+        "rank_seconds" (what each rank computed by itself), and "draft": the number of rank 0's draft for the snapshot
+        of this step, 0 if none."""
         signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
         # The other ranks of a tensor parallel group have the same values.
@@ -327,18 +338,21 @@ class Run:
         if loss is not None and self.grid.tensor_rank == 0:
             told = self.method.metrics(self.engine.module)
         sent_for = [float(signals[name]) for name in SIGNALS]
-        message = torch.tensor([0.0, reserved, *sent_for, *told], device=self.engine.device)
+        took = [0.0] * self.world_size
+        took[self.rank] = self._forward_time.seconds() if loss is not None else 0.0
+        message = torch.tensor([0.0, reserved, *sent_for, *told, *took], device=self.engine.device)
         if loss is not None and self.grid.tensor_rank == 0:
             message[0] = loss
         comm.all_reduce(message)
         total, draft, *sent = message.tolist()
         found = {name: count > 0 for name, count in zip(SIGNALS, sent[: len(SIGNALS)], strict=True)}
-        metrics = dict(zip(self.method.metric_names, sent[len(SIGNALS) :], strict=True))
+        names, rest = self.method.metric_names, sent[len(SIGNALS) :]
+        metrics = dict(zip(names, rest[: len(names)], strict=True))
         if loss is not None and self.method.peak_names:
             peaks = torch.tensor(self.method.peaks(self.engine.module), device=self.engine.device)
             comm.all_reduce(peaks, op=comm.ReduceOp.MAX)
             metrics |= dict(zip(self.method.peak_names, peaks.tolist(), strict=True))
-        return {"loss": total, "draft": int(draft), "metrics": metrics} | found
+        return {"loss": total, "draft": int(draft), "metrics": metrics, "rank_seconds": rest[len(names) :]} | found
 
     def _devices_wanted(self) -> bool:
         """Collective: whether a suspend or cancel was sent to any rank."""

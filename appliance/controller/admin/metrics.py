@@ -151,6 +151,15 @@ class ControllerCollector:
         yield _by_job("appliance_job_gradient_norm", text, norms)
         rates = [(row, step.learning_rate if step else None) for row, step in newest]
         yield _by_job("appliance_job_learning_rate", "Learning rate of the last step of a running job.", rates)
+        text = "What a rank of a running job computed by itself in the last step: its forward passes."
+        took = GaugeMetricFamily("appliance_job_rank_seconds", text, labels=["job", "model", "rank", "device"])
+        for row, step in newest:
+            told = step.rank_seconds if step and step.rank_seconds else []
+            # Of as many ranks as the job has devices now: it may have got others since its last step.
+            for rank, (seconds, device) in enumerate(zip(told, row.devices, strict=False)):
+                if len(told) == len(row.devices):
+                    took.add_metric([row.id, row.model, str(rank), device], seconds)
+        yield took
         text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
         yield _by_job("appliance_job_mfu_ratio", text, [(row, self._mfu(row)) for row in running])
         text = "Energy that devices have counted for a running job so far."

@@ -72,6 +72,7 @@ class JobEvents:
             "metrics": self._metrics,
             "validation": self._validation,
             "anomaly": self._anomaly,
+            "straggler": self._straggler,
             "general": self._general,
             "published": self._published,
             "profiled": self._profiled,
@@ -81,7 +82,7 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "general" |
+        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "straggler" | "general" |
         "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs
         and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
@@ -219,6 +220,7 @@ class JobEvents:
                 learning_rate=event.get("learning_rate"),
                 tokens_per_s=event.get("tokens_per_s"),
                 devices=event.get("devices"),
+                rank_seconds=event.get("rank_seconds"),
             ),
         )
         total = event.get("total_steps") or row.total_steps
@@ -269,6 +271,17 @@ class JobEvents:
         known = ("event", "text", "job")
         data = {"anomaly": {key: value for key, value in event.items() if key not in known} | {"cuts": cuts}}
         add_message(self._db, row.id, f"{text[0].upper()}{text[1:]}.", level="warn", data=data)
+
+    def _straggler(self, row: JobRow, event: dict[str, Any]) -> None:
+        """Names the device that the others wait for. Ranks are in the order of the job's devices."""
+        rank, seconds, usual_s = int(event["rank"]), float(event["seconds"]), float(event["usual_s"])
+        device = row.devices[rank] if rank < len(row.devices) else None
+        text = (
+            f"Rank {rank}{f' on {device}' if device else ''} holds up the others: it computes {seconds:.3g} s of a step by "
+            f"itself, they {usual_s:.3g} s. `appliance gpu list` and `appliance doctor` say what is known of its device"
+        )
+        told = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
+        add_message(self._db, row.id, text, level="warn", data={"straggler": told})
 
     def _general(self, row: JobRow, event: dict[str, Any]) -> None:
         """Stores the model's answers to the general questions, before or after the job."""

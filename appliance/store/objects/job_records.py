@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from typing import Unpack
 
-from appliance.store.database import Database, Page, PageBudget, Part
+from appliance.store.database import Database, Page, PageBudget, Part, encode
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -83,14 +84,14 @@ def held_out_reward(db: Database, job_id: str) -> float | None:
 
 def upsert_metric(db: Database, row: JobMetricRow) -> None:
     """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
-    names = JobMetricRow.__slots__
+    values = {field.name: encode(field, getattr(row, field.name)) for field in fields(JobMetricRow)}
     assignments = ", ".join(
-        f"{name} = coalesce(excluded.{name}, job_metrics.{name})" for name in names if name not in ("job_id", "step")
+        f"{name} = coalesce(excluded.{name}, job_metrics.{name})" for name in values if name not in ("job_id", "step")
     )
     db.execute(
-        f"INSERT INTO job_metrics ({', '.join(names)}) VALUES ({', '.join('?' * len(names))}) "
+        f"INSERT INTO job_metrics ({', '.join(values)}) VALUES ({', '.join('?' * len(values))}) "
         f"ON CONFLICT (job_id, step) DO UPDATE SET {assignments}",
-        [getattr(row, name) for name in names],
+        list(values.values()),
     )
 
 

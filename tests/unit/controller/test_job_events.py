@@ -323,6 +323,16 @@ async def test_a_loss_that_jumped_is_told_and_what_the_job_chose_is_kept(control
     assert row.wanted == "pause" and "appliance job resume" in row.reason
 
 
+async def test_a_rank_that_holds_up_the_others_is_named_with_its_device(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/2", "n0/5"], resumed=False)
+    events.ingest(job_id, metrics(20, 2.0) | {"rank_seconds": [0.5, 0.8]})
+    assert job_records.metric_at(control.db, job_id, 20).rank_seconds == [0.5, 0.8]
+    events.ingest(job_id, {"event": "straggler", "step": 20, "rank": 1, "seconds": 0.8, "usual_s": 0.5})
+    said = (await control.messages(job_id))[-1]
+    assert said.startswith("Rank 1 on n0/5 holds up the others: it computes 0.8 s of a step by itself, they 0.5 s")
+
+
 async def test_the_table_of_a_long_jobs_steps_is_made_beside_the_loop(
     control: Control, events: JobEvents, monkeypatch: pytest.MonkeyPatch
 ):

@@ -77,6 +77,23 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
     assert found["appliance_handovers_running", ()] == 1
 
 
+async def test_each_ranks_own_time_is_told_with_its_device(control: Control) -> None:
+    running = await control.job()
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/3"])
+
+    async def told() -> dict[tuple[str, str], float]:
+        found = [(dict(labels), value) for (name, labels), value in (await scrape(control)).items() if name == series]
+        return {(labels["rank"], labels["device"]): value for labels, value in found}
+
+    series = "appliance_job_rank_seconds"
+    job_records.upsert_metric(control.db, JobMetricRow(running, 1, time.time()))
+    assert await told() == {}, "ranks of an older release do not tell it"
+    job_records.upsert_metric(control.db, JobMetricRow(running, 2, time.time(), rank_seconds=[0.5, 0.75]))
+    assert await told() == {("0", "n0/0"): 0.5, ("1", "n0/3"): 0.75}
+    jobs.update(control.db, running, devices=["n0/0", "n0/3", "n0/4", "n0/5"])
+    assert await told() == {}, "the job has other devices and no step on them yet"
+
+
 async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> None:
     found = await scrape(control)
     assert found["appliance_doctor_findings", (("state", "fail"),)] == 0

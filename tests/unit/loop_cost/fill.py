@@ -305,7 +305,11 @@ TABLES: dict[str, tuple[Any, Make]] = {
     ),
     "job_metrics": (
         rows.JobMetricRow,
-        lambda at: {"job_id": at.id("job", 0 if at.place < at.size.kept else at.place), "step": at.place},
+        lambda at: {
+            "job_id": at.id("job", 0 if at.place < at.size.kept else at.place),
+            "step": at.place,
+            "rank_seconds": [0.1234] * 8,
+        },
     ),
     "checkpoints": (
         rows.CheckpointRow,
