@@ -14,8 +14,8 @@ import torch
 
 
 class ForwardTime:
-    """device: where the rank computes, None: on the host itself. A device is asked by events in its own queue, which hold
-    nothing up."""
+    """device: where the rank computes; None: on the host itself. A device is asked by events in its own queue, which
+    hold nothing up."""
 
     def __init__(self, device: torch.device | None):
         self._device = device

@@ -25,7 +25,7 @@ from appliance.controller.interfaces.ports import TRAINING_FAILED, SchedulerStat
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import job_records, jobs, models, responses
 from appliance.store.records import energy, handovers
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobMetricRow, JobRow
 from runtime.devices.kind import THROTTLES, Reading
 from runtime.devices.published import peak_flops
 from scheduler.core.workload import POLICIES
@@ -151,15 +151,7 @@ class ControllerCollector:
         yield _by_job("appliance_job_gradient_norm", text, norms)
         rates = [(row, step.learning_rate if step else None) for row, step in newest]
         yield _by_job("appliance_job_learning_rate", "Learning rate of the last step of a running job.", rates)
-        text = "What a rank of a running job computed by itself in the last step: its forward passes."
-        took = GaugeMetricFamily("appliance_job_rank_seconds", text, labels=["job", "model", "rank", "device"])
-        for row, step in newest:
-            told = step.rank_seconds if step and step.rank_seconds else []
-            # Of as many ranks as the job has devices now: it may have got others since its last step.
-            for rank, (seconds, device) in enumerate(zip(told, row.devices, strict=False)):
-                if len(told) == len(row.devices):
-                    took.add_metric([row.id, row.model, str(rank), device], seconds)
-        yield took
+        yield _by_rank(newest)
         text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
         yield _by_job("appliance_job_mfu_ratio", text, [(row, self._mfu(row)) for row in running])
         text = "Energy that devices have counted for a running job so far."
@@ -269,6 +261,18 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
             for reason in THROTTLES:
                 throttled.add_metric([device_id, reason], float(reason in reading.throttled))
     yield from (counted, errors, throttled, driver)
+
+
+def _by_rank(newest: list[tuple[JobRow, JobMetricRow | None]]) -> Metric:
+    """Of running jobs with their last steps."""
+    text = "What a rank of a running job computed by itself in the last step: its forward passes."
+    family = GaugeMetricFamily("appliance_job_rank_seconds", text, labels=["job", "model", "rank", "device"])
+    for row, step in newest:
+        told = (step and step.rank_seconds) or []
+        if len(told) == len(row.devices):  # else it has got other devices since that step
+            for rank, (seconds, device) in enumerate(zip(told, row.devices, strict=True)):
+                family.add_metric([row.id, row.model, str(rank), device], seconds)
+    return family
 
 
 def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:

@@ -82,9 +82,9 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "straggler" | "general" |
-        "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an unknown job; logs
-        and skips events of other kinds."""
+        """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "straggler" |
+        "general" | "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an
+        unknown job; logs and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
             log.warning("the job sent an event of unknown kind %r", event.get("event"), extra={"job_id": job_id})
@@ -276,9 +276,10 @@ class JobEvents:
         """Names the device that the others wait for. Ranks are in the order of the job's devices."""
         rank, seconds, usual_s = int(event["rank"]), float(event["seconds"]), float(event["usual_s"])
         device = row.devices[rank] if rank < len(row.devices) else None
+        who = f"Rank {rank} on {device}" if device else f"Rank {rank}"
         text = (
-            f"Rank {rank}{f' on {device}' if device else ''} holds up the others: it computes {seconds:.3g} s of a step by "
-            f"itself, they {usual_s:.3g} s. `appliance gpu list` and `appliance doctor` say what is known of its device"
+            f"{who} holds up the others: it computes {seconds:.3g} s of a step by itself, they {usual_s:.3g} s. "
+            "`appliance gpu list` and `appliance doctor` say what is known of its device"
         )
         told = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
         add_message(self._db, row.id, text, level="warn", data={"straggler": told})
