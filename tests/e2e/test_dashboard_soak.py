@@ -36,7 +36,7 @@ def test_every_panel_has_something_to_show(tmp_path: Path) -> None:
     data_dir = tmp_path / "box"
     data_dir.mkdir()
     (tmp_path / "backups").mkdir()
-    with whole_box(data_dir, "[box]\ndevices = 2\n") as box:
+    with whole_box(data_dir, "[box]\ndevices = 2\nstart_timeout_s = 400\n[serve]\nstart_timeout_s = 400\n") as box:
         box.run("model", "starter", "--minutes", "0.1", "--wait")
         box.run("backup", "make", str(tmp_path / "backups"))
         job = box.submit("starter", box.upload(gsm8k("train", 48)), "--epochs 40 --batch-size 4 --min-devices 1")
