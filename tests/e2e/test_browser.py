@@ -1,11 +1,12 @@
-"""A page of another origin, in a real browser (Debian's chromium, headless), chats with the box and streams from it."""
+"""A page of another origin, in a real browser (Debian's chromium), chats with the box and streams from it."""
 
 from __future__ import annotations
 
 import http.server
 import json
+import os
 import queue
-import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -14,10 +15,13 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import page_pictures
 from tests.front.box import MODEL, Front, running_front
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt-get install chromium)")
+CHROMIUM = page_pictures.BROWSER
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no browser here (Debian: apt-get install chromium-headless-shell)"
+)
 
 PAGE = """<!doctype html><title>a page elsewhere</title><script>
 const [url, key, model] = %s;
@@ -108,11 +112,12 @@ def seen_by(site: Site, host: str) -> dict[str, Any]:
             [CHROMIUM, *options, "--remote-debugging-port=0", f"http://{host}:{site.server_port}/"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             return site.told.get(timeout=60)
         finally:
-            browser.terminate()
+            os.killpg(browser.pid, signal.SIGTERM)  # Debian's command is a script, which would die alone
             browser.wait(20)
 
 
