@@ -67,14 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     dies_as(DiesAs.CONTROLLER)
     config = load_resolved(options.config_json)
     configure_logging("controller", config.box.log_level)
+    asyncio.run(_run_and_exit(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
+    raise AssertionError("the process has ended before this")
+
+
+async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) -> None:
     code = 1
     try:
-        code = asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
+        code = await _run(config, paths, ray_address)
     except Exception:  # noqa: BLE001 - logged, and the process ends with it
         log.exception("the controller ends with an error; the main process restarts it")
     finally:
         logging.shutdown()
-        # Idle worker threads of anyio (under Starlette's file responses) are not daemons and would block the exit.
+        # Here, for `asyncio.run` would wait for its threads: one that makes a model has minutes to go, and the main
+        # process would kill what has long saved everything. Nor are idle threads of anyio (under Starlette's file
+        # responses) daemons.
         os._exit(code)
 
 
