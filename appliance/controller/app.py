@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 
 from appliance import backup_copies
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, mode, power, profile, queue, tracked
+from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
@@ -175,6 +175,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     queue.routes(context, admin)
     tracked.routes(context, admin)
     power.routes(context, admin)
+    logs.routes(context, admin)
     profile.routes(context, admin)
     devices.routes(context, admin)
     deployments.routes(context, admin)

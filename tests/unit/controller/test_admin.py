@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -316,3 +317,22 @@ async def test_lists_of_jobs_and_steps_end_where_the_loop_would_be_held(control:
     rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000&after_step={steps['data'][-1]['step']}")
     assert (len(steps["data"]), steps["has_more"]) == (2000, True)
     assert (len(rest["data"]), rest["has_more"]) == (500, False)
+
+
+async def test_the_ends_of_logs_are_for_administrators_and_nothing_else_is_read(control: Control):
+    folder = Path(control.context.box["data_dir"]) / "logs"
+    (folder / "ray").mkdir(parents=True)
+    (folder / "main.log").write_text("one\ntwo\nthree\n")
+    (folder / "ray" / "gcs.out").write_text("x" * 300_000 + "\nlast\n")
+    (folder / "packed.log.gz").write_bytes(b"")
+    (folder / "link.log").symlink_to("/etc/passwd")
+    (folder.parent / "first-key").write_text("secret")
+    listed = (await ask(control, "GET", "/logs"))["data"]
+    assert {row["name"] for row in listed} == {"main.log", "ray/gcs.out"} and all(row["changed_at"] for row in listed)
+    assert (await ask(control, "GET", "/logs/main.log?lines=2"))["lines"] == ["two", "three"]
+    assert (await ask(control, "GET", "/logs/ray/gcs.out"))["lines"] == ["last"], "its first line is cut"
+    for name in ("link.log", "packed.log.gz", "../first-key", "..%2Ffirst-key", "ray/../../first-key", "nosuch.log"):
+        answer = await control.http.get(f"/admin/v1/logs/{name}", headers=ADMIN)
+        assert answer.status_code == 404 and "secret" not in answer.text, name
+    reader = {**ADMIN, "x-appliance-scopes": "read"}
+    assert (await control.http.get("/admin/v1/logs", headers=reader)).status_code == 403

@@ -191,6 +191,8 @@ JUDGED: dict[tuple[str, str], Any] = {
         [
             ("GET", "/admin/v1/keys"),
             ("GET", "/admin/v1/audit"),
+            ("GET", "/admin/v1/logs"),
+            ("GET", "/admin/v1/logs/{name:path}"),
             ("GET", "/admin/v1/forget"),
             ("POST", "/admin/v1/keys"),
             ("PATCH", "/admin/v1/keys/{id_or_name}"),
