@@ -17,7 +17,8 @@ from typing import Any
 from appliance.controller.jobs.events import JobEvents
 from appliance.power.settings import PowerSettings
 from appliance.store.objects import jobs
-from appliance.store.records import energy, usage
+from appliance.store.records import energy, keys, usage
+from tests.e2e import page_rows
 from tests.front.box import MODEL, Front, running_front
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -39,8 +40,7 @@ def take(browser: Any, front: Front, folder: Path) -> list[str]:
         page.keyboard.press("Enter")
         page.get_by_role("navigation").wait_for()
         page.locator(".loading").first.wait_for(state="detached")
-        if name == "ui-job.png":
-            page.locator(".u-wrap").nth(1).wait_for()
+        page.locator(".u-wrap, .halving svg").last.wait_for()
         page.screenshot(path=folder / name)
         context.close()
     return list(PICTURES)
@@ -71,6 +71,7 @@ def _job(front: Front) -> str:
             loss = 0.6 + 2.4 * math.exp(-step / 18) + drawn.gauss(0, 0.05)
             speed = 5200.0 * devices + drawn.gauss(0, 300)
             told = {"step": step, "total_steps": STEPS, "loss": loss, "tokens_per_s": speed, "devices": devices}
+            told |= {"learning_rate": 2e-4 * (1 - step / STEPS), "grad_norm": 0.4 + loss / 3 + drawn.gauss(0, 0.05)}
             events.ingest(job_id, {"event": "metrics", "trained_tokens": step * 65_536, **told})
         jobs.update(db, job_id, eta_s=74.0)
         usage.devices_held(db, job_id, 1, 0.0)
@@ -81,7 +82,20 @@ def _job(front: Front) -> str:
     return f"#/jobs/{job_id}"
 
 
-PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job}
+def _sweep(front: Front) -> str:
+    """One of which the best trial was trained on all data; its place."""
+    context = front.context
+    assert context is not None
+
+    def tell() -> None:
+        (key,) = [row for row in keys.list_live(context.db) if row.name == "everything"]
+        page_rows.insert_sweep(context.db, key.id, key.owner, "sweep_shown", "multipliers")
+
+    front.call(tell)
+    return "#/pipelines/sweep/sweep_shown"
+
+
+PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job, "ui-sweep.png": _sweep}
 """By file name: what makes the place ready and says where it is."""
 
 

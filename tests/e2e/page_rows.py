@@ -16,7 +16,7 @@ def insert(db: Database, key_id: str, owner: str) -> None:
     now_s = time.time()
     _gates(db, key_id, owner, now_s)
     _pipeline(db, key_id, owner, now_s)
-    _sweep(db, key_id, owner, now_s)
+    insert_sweep(db, key_id, owner, "sweep_1", "rates")
 
 
 def insert_jobs(db: Database, count: int, first: int = 0) -> None:
@@ -125,29 +125,45 @@ def _pipeline(db: Database, key_id: str, owner: str, now_s: float) -> None:
     )
 
 
-def _sweep(db: Database, key_id: str, owner: str, now_s: float) -> None:
+def insert_sweep(db: Database, key_id: str, owner: str, sweep_id: str, name: str) -> None:
+    """One of three rounds that has ended."""
+    now_s = time.time()
+    # Which rates go on, and their losses by round; the largest one diverged.
+    losses: dict[float, list[float | None]] = {
+        0.1: [2.62],
+        0.2: [2.41],
+        0.3: [2.22],
+        0.5: [2.06, 1.83],
+        1: [1.94, 1.62, 1.41],
+        2: [2.01, 1.71],
+        3: [2.29],
+        5: [9.7],
+        10: [None],
+    }
     trials = [
         {
             "parameters": {"learning_rate_multiplier": rate},
-            "jobs": [{"job_id": f"ftjob-{place}{at}", "state": "succeeded", "loss": 2.0 - rate + 0.1 * at}]
-            * (2 if rate == 1 else 1),
+            "jobs": [
+                {"job_id": f"ftjob-{place}{at}", "state": "failed" if loss is None else "succeeded", "loss": loss}
+                for at, loss in enumerate(of)
+            ],
         }
-        for at, (place, rate) in enumerate((("a", 0.3), ("b", 1), ("c", 0.5)))
+        for place, (rate, of) in enumerate(losses.items())
     ]
     sweeps.insert(
         db,
         SweepRow(
-            "sweep_1",
-            "rates",
+            sweep_id,
+            name,
             now_s,
             key_id,
             owner,
-            spec={"name": "rates", "first": 0.1, "keep_one_in": 3},
+            spec={"name": name, "first": 0.1, "keep_one_in": 3},
             state="succeeded",
-            round=1,
+            round=2,
             trials=trials,
             spent_s=900.0,
-            best=1,
+            best=4,
             ended_s=now_s,
         ),
     )

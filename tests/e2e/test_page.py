@@ -473,13 +473,32 @@ def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
     assert "refused" in main.inner_text() and page_rows.REFUSED in main.inner_text()
     page.goto(f"{front.url}/ui#/pipelines")
     page.get_by_role("link", name="rates").click()
-    page.get_by_text("3 trials on 10 %").wait_for()
+    page.get_by_text("9 → 3 → 1").wait_for()
     assert "learning_rate_multiplier 1 best" in " ".join(page.get_by_role("row").nth(1).inner_text().lower().split())
+    plot = page.get_by_role("img", name="learning_rate_multiplier 1: 1.94 → 1.62 → 1.41")
+    assert plot.locator(".trial").count() == 8, "the ninth came to no loss"
+    assert plot.locator(".trial.best circle").count() == 3
+    plot.locator(".trial", has=page.locator("circle")).first.hover(force=True)
+    plot.locator(".trial.picked").wait_for()
     page.goto(f"{front.url}/ui#/pipelines")
     page.get_by_role("link", name="nightly").click()
     page.get_by_text("24 examples, 3 duplicates").wait_for()
     page.get_by_text("the version stays aside").wait_for()
     page.get_by_role("link", name="gate_refused").or_(page.get_by_text("Its specification")).first.wait_for()
+
+
+def test_parts_of_a_page_keep_their_order_whichever_comes_first(visit: Visit, judged: str) -> None:
+    page, held = visit(place="#/pipelines"), list[Any]()
+    page.get_by_role("link", name="nightly").wait_for()
+    page.route("**/v1/pipelines/nightly", lambda asked: held.append(asked))
+    page.get_by_role("link", name="nightly").click()
+    page.get_by_text("24 examples, 3 duplicates").wait_for()
+    while not held:
+        page.wait_for_timeout(20)
+    held[0].continue_()
+    page.get_by_role("button", name="Run now").wait_for()
+    told = page.locator("main").inner_text()
+    assert told.index("All pipelines") < told.index("Run now") < told.index("24 examples")
 
 
 @pytest.fixture(scope="module")

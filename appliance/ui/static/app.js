@@ -2,13 +2,8 @@
 import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn, logIn, logOut, loginId, post, providerName, stay, whenRefused } from "./api.js";
 import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
+import { PAGES, fetchPage } from "./pages.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
-
-let PAGES = [];
-
-async function loadPages() {
-  PAGES = (await import("./pages.js")).PAGES;
-}
 
 const TOUCH_MS = 10 * 60 * 1000;
 const ASKED_AGAIN = 15; // times, of a box that starts
@@ -62,11 +57,7 @@ function Login({ told, onIn }) {
       setError(failure instanceof BoxError && failure.status === 401 ? t(word) : sentence(failure));
       field.current.focus();
     };
-    const entered = async () => {
-      const [found] = await Promise.all([get("/admin/v1/me"), loadPages()]);
-      onIn(found);
-    };
-    logIn(key).then(() => entered().catch(refused("login.no_cookies")), refused("login.refused"));
+    logIn(key).then(() => get("/admin/v1/me").then(onIn, refused("login.no_cookies")), refused("login.refused"));
   };
   return html`<main class="login" id="main">
     <form class="card" onSubmit=${enter}>
@@ -91,6 +82,22 @@ function Language() {
       ${Object.entries(LANGUAGES).map(([tag, name]) => html`<option value=${tag} lang=${tag} selected=${tag === language}>${name}</option>`)}
     </select>
   </label>`;
+}
+
+/** The page once it is fetched, then all others. */
+function Fetched({ page, rest, shown }) {
+  const [{ failed }, redrawn] = useState({ failed: null });
+  useEffect(() => {
+    let over = false;
+    const told = (error) => { if (!over) redrawn({ failed: error }); };
+    fetchPage(page).then(() => {
+      told(null);
+      for (const one of shown) fetchPage(one).catch(() => {}); // it is tried again where somebody goes there
+    }, told);
+    return () => { over = true; };
+  }, [page.id]);
+  if (page.draw) return html`<${page.draw} rest=${rest} />`;
+  return failed ? html`<p class="alert bad" role="alert">${t("error.unreachable")}</p>` : html`<p class="loading" role="status">${t("loading")}</p>`;
 }
 
 /** Draws a sentence where a page's own code failed, and the rest of the page goes on. */
@@ -146,7 +153,7 @@ function Shell({ who, onOut }) {
     <main id="main">
       <h1 ref=${heading} tabindex="-1">${t(`nav.${page.id}`)}</h1>
       <${Guarded} key=${[page.id, ...place.rest].join("/")}>
-        ${sees(who, page) ? html`<${page.page} rest=${place.rest} />` : html`<${NeedsScope} scopes=${page.scopes} />`}
+        ${sees(who, page) ? html`<${Fetched} page=${page} rest=${place.rest} shown=${shown} />` : html`<${NeedsScope} scopes=${page.scopes} />`}
       </${Guarded}>
     </main>
   </${Who.Provider}>`;
@@ -185,8 +192,7 @@ async function whoIsThere() {
   if (!isLoggedIn()) return { known: null, failed: "" };
   for (let tried = 1; ; tried += 1) {
     try {
-      const [known] = await Promise.all([get("/admin/v1/me"), loadPages()]);
-      return { known, failed: "" };
+      return { known: await get("/admin/v1/me"), failed: "" };
     } catch (error) {
       if (error.status === 401) {
         forgetLogin();

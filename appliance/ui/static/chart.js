@@ -2,7 +2,9 @@
 import { html, useEffect, useRef } from "./ui.js";
 import { measure } from "./format.js";
 
-const HEIGHT = 220;
+const HEIGHT = 200;
+// No step is between two steps.
+const WHOLE = [1, 2, 5].flatMap((one) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((many) => one * many)).sort((a, b) => a - b);
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -57,12 +59,12 @@ function options(series, words, width) {
   return {
     width,
     height: HEIGHT,
-    scales: { x: { time: false }, band: { range: (_, low, high) => [0, Math.max(1, high) * 1.15] } },
+    scales: { x: { time: false }, y: banded ? { range: (_, low, high) => [0, high * 1.06 || 1] } : {}, band: { range: (_, low, high) => [0, Math.max(1, high) * 1.15] } },
     legend: { live: true },
     cursor: { points: { size: 6 } },
     axes: [
-      axis,
-      { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => measure(tick)) },
+      { ...axis, incrs: WHOLE },
+      { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => measure(tick)) },
       ...(banded ? [{ ...axis, scale: "band", side: 1, size: 36, grid: { show: false }, incrs: [1, 2, 4, 8, 16] }] : []),
     ],
     series: [

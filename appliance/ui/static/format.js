@@ -40,25 +40,43 @@ export function duration(seconds) {
 /** since: Unix time. */
 export function ago(since) {
   if (!since) return DASH;
-  return t("time.ago", { time: duration(Math.max(0, Date.now() / 1000 - since)) });
+  const seconds = Date.now() / 1000 - since;
+  return seconds < 1 ? t("time.now") : t("time.ago", { time: duration(seconds) });
 }
 
+/** A Unix time to the second; with its year where that is not this one. */
 export function moment(unix) {
   if (!unix) return DASH;
-  const options = { year: "numeric", month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" };
-  return new Intl.DateTimeFormat(language, options).format(new Date(unix * 1000));
+  const at = new Date(unix * 1000);
+  const year = at.getFullYear() === new Date().getFullYear() ? {} : { year: "numeric" };
+  const options = { ...year, month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
+  return new Intl.DateTimeFormat(language, options).format(at);
 }
 
-function joules(value) {
+const BROWSERS = { Edg: "Edge", OPR: "Opera", Firefox: "Firefox", HeadlessChrome: "Chrome", Chrome: "Chrome", Version: "Safari" };
+const SYSTEMS = { Android: "Android", iPhone: "iPhone", iPad: "iPad", Windows: "Windows", "Mac OS X": "macOS", Linux: "Linux" };
+
+/** A browser by what it calls itself: "Firefox 140, Linux"; whole where it says neither as browsers do. */
+export function browser(agent) {
+  const name = Object.keys(BROWSERS).find((one) => agent.includes(`${one}/`));
+  const system = Object.keys(SYSTEMS).find((one) => agent.includes(one));
+  if (!name || !system) return agent;
+  return `${BROWSERS[name]} ${agent.split(`${name}/`)[1].split(".")[0]}, ${SYSTEMS[system]}`;
+}
+
+export function joules(value) {
+  if (value === null || value === undefined) return DASH;
   if (value >= 1e6) return `${measure(value / 1e6)} MJ`;
   return value >= 1e3 ? `${measure(value / 1e3)} kJ` : `${measure(value)} J`;
 }
 
+export const kwh = (value) => (value < 0.1 ? `${measure(value * 1000)} Wh` : `${measure(value)} kWh`);
+export const money = ({ cost, currency }) => (cost === null ? DASH : `${number(cost, 2)} ${currency}`);
+
 /** A bill of energy, of a job or of a plan: of the site, its cost, then by step and token. */
 export function energy(bill) {
   if (!bill) return t("energy.unknown");
-  const money = bill.cost === null ? "" : ` (${number(bill.cost, 2)} ${bill.currency})`;
-  const parts = [`${bill.site_kwh < 0.1 ? `${measure(bill.site_kwh * 1000)} Wh` : `${measure(bill.site_kwh)} kWh`}${money}`];
+  const parts = [`${kwh(bill.site_kwh)}${bill.cost === null ? "" : ` (${money(bill)})`}`];
   if (bill.watts_from === "limit") parts.push(t("energy.at_most"));
   if (bill.joules_per_step) parts.push(t("energy.step", { joules: joules(bill.joules_per_step) }));
   if (bill.joules_per_1000_tokens) parts.push(t("energy.tokens", { joules: joules(bill.joules_per_1000_tokens) }));

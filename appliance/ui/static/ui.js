@@ -107,12 +107,13 @@ export function NeedsScope({ scopes }) {
   return html`<p class="alert quiet">${t("scope.needed", { scopes: named })}</p>`;
 }
 
-/** The state of something live: loading, failed, or what `children` draws of it. */
+/** The state of something live: loading, failed, or what `children` draws of it. In an element of its own: what came
+ *  first of two side by side was put before all else. */
 export function Live({ of, children }) {
-  return html`
+  return html`<div>
     <${Failure} error=${of.error} />
     ${of.data === null ? (of.error ? null : html`<p class="loading" role="status">${t("loading")}</p>`) : children(of.data)}
-  `;
+  </div>`;
 }
 
 const SHADES = {
@@ -147,15 +148,18 @@ export function Card({ title, aside, children, class: more = "" }) {
   </section>`;
 }
 
-/** columns: [heading, cell(row), class]; a column without a heading has buttons. */
+const FIT_A_PHONE = 3; // columns
+
+/** columns: [heading, cell(row), class]; a column without a heading has buttons. Of more columns than fit a phone, each
+ *  row is shown there as a list of its cells with their headings: the roles say that it is a table all the same. */
 export function Table({ label, columns, rows, empty, rowKey }) {
   if (!rows.length) return html`<p class="empty">${empty}</p>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}>
-    <table>
-      <thead><tr>${columns.map(([heading, , kind]) => html`<th scope="col" class=${kind}>${heading || html`<span class="visually-hidden">${t("acts")}</span>`}</th>`)}</tr></thead>
-      <tbody>
-        ${rows.map((row, place) => html`<tr key=${rowKey ? rowKey(row) : place}>
-          ${columns.map(([, cell, kind]) => html`<td class=${kind}>${cell(row)}</td>`)}
+    <table role="table" class=${columns.length > FIT_A_PHONE ? "stacks" : ""}>
+      <thead role="rowgroup"><tr role="row">${columns.map(([heading, , kind]) => html`<th scope="col" role="columnheader" class=${kind}>${heading || html`<span class="visually-hidden">${t("acts")}</span>`}</th>`)}</tr></thead>
+      <tbody role="rowgroup">
+        ${rows.map((row, place) => html`<tr role="row" key=${rowKey ? rowKey(row) : place}>
+          ${columns.map(([heading, cell, kind]) => html`<td role="cell" class=${kind} data-heading=${heading}>${cell(row)}</td>`)}
         </tr>`)}
       </tbody>
     </table>

@@ -80,11 +80,25 @@ def test_a_file_is_compressed_for_who_takes_that(accepted: bytes | None, packed:
 
 
 def test_a_first_visit_is_small():
+    """Until somebody may log in, and with any one page; the other pages follow behind it."""
     catalogues = [f"i18n/{name}.json".encode() for name in LANGUAGES[1:]]
-    fetched = {path: file for path, file in site().items() if not path.endswith((b".txt", *catalogues))}
-    before = {path: file for path, file in fetched.items() if b"/pages" not in path}
-    assert sum(len(file.packed) for file in fetched.values()) < FIRST_LOAD_BYTES
-    assert sum(len(file.packed) for file in before.values()) < FIRST_LOAD_BYTES / 1.5, "before anybody is logged in"
+    fetched = {path: len(file.packed) for path, file in site().items() if not path.endswith((b".txt", *catalogues))}
+    before = sum(size for path, size in fetched.items() if b"/pages/" not in path)
+    assert before < FIRST_LOAD_BYTES / 1.5, "before anybody is logged in"
+    pages = [path.name for path in (STATIC / "pages").glob("*.js")]
+    assert before + max(sum(fetched[url(one)] for one in with_imports(page)) for page in pages) < FIRST_LOAD_BYTES / 1.4
+    assert sum(fetched.values()) < FIRST_LOAD_BYTES * 1.1
+
+
+def with_imports(page: str) -> set[str]:
+    """A file of pages/ and those that it imports from there."""
+    names = re.findall(r'from "\./([a-z_]+\.js)"', (STATIC / "pages" / page).read_text())
+    return {f"pages/{page}"}.union(*map(with_imports, names))
+
+
+def test_every_file_of_a_page_is_fetched_by_one():
+    named = re.findall(r'import\("\./pages/([a-z_]+\.js)"\)', (STATIC / "pages.js").read_text())
+    assert set().union(*map(with_imports, named)) == {f"pages/{path.name}" for path in (STATIC / "pages").glob("*.js")}
 
 
 # --- what it may do

@@ -1,10 +1,10 @@
 // Box: who holds each device, the mode and its switch, engines, memory, and what is not as it should be.
 import { call, get, post } from "../api.js";
-import { ago, bytes, moment, number } from "../format.js";
+import { ago, bytes, joules, kwh, moment, money, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Field, Live, Meter, Table, degradedWord, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
 
-export function Box() {
+export function Page() {
   const status = useLive((signal) => get("/admin/v1/status", signal), 2, [], ["box", "jobs", "handovers"]);
   const mode = useLive((signal) => get("/admin/v1/mode", signal), 4, [], ["box"]);
   return html`<${Live} of=${status}>${(now) => html`
@@ -13,6 +13,7 @@ export function Box() {
     <${Mode} mode=${mode} devices=${now.devices.length} handover=${now.handover} onChange=${() => { mode.reload(); status.reload(); }} />
     <${Engines} now=${now} />
     <${Memory} memory=${now.memory} />
+    <${Energy} />
     <${About} now=${now} />
   `}</${Live}>`;
 }
@@ -209,6 +210,28 @@ function Memory({ memory }) {
     <${Meter} label=${t("memory.store")} part=${memory.used_bytes / Math.max(1, memory.budget_bytes)} text=${t("of", { a: bytes(memory.used_bytes), b: bytes(memory.budget_bytes) })} />
     ${host ? html`<${Meter} label=${t("memory.host", { where: host.where })} part=${1 - free / Math.max(1, host.total_bytes)} text=${t("of", { a: bytes(host.total_bytes - free), b: bytes(host.total_bytes) })} />` : null}
   </${Card}>`;
+}
+
+const WEEK_S = 7 * 86400;
+const KINDS = { job: "energy.kind.job", model: "energy.kind.model" };
+
+/** Who has drawn how much, and what it cost. */
+function Energy() {
+  const drawn = useLive((signal) => get(`/admin/v1/power?since_s=${Math.floor(Date.now() / 1000 - WEEK_S)}`, signal), 60);
+  return html`<${Card} title=${t("energy.title")}><${Live} of=${drawn}>${({ data, profile, tariff, meters: count }) => html`
+    ${count || data.length ? html`<${Facts} pairs=${[
+      [t("energy.profile"), profile.helper && profile.profile ? [profile.profile, profile.limit_w ? `${number(profile.limit_w)} W` : "", profile.clock_mhz ? `${number(profile.clock_mhz)} MHz` : "", profile.because].filter(Boolean).join(", ") : t("energy.no_profile")],
+      [t("energy.price"), tariff.price_per_kwh === null || tariff.price_per_kwh === undefined ? t("energy.no_price") : t("energy.price_of", { price: number(tariff.price_per_kwh, 4), currency: tariff.currency, pue: number(tariff.pue, 2) })],
+    ]} />` : null}
+    <${Table} label=${t("energy.title")} rows=${data} empty=${t(count ? "energy.none" : "energy.unknown")} columns=${[
+      [t("energy.by"), (row) => html`${row.name && row.kind === "job" ? html`<a href=${`#/jobs/${row.name}`}>${row.name}</a>` : row.name} <span class="dim">${t(KINDS[row.kind] || "energy.kind.idle")}</span>`],
+      [t("energy"), (row) => joules(row.joules), "right"],
+      [t("energy.device_hours"), (row) => number(row.metered_s / 3600, 2), "right"],
+      [t("energy.watts"), (row) => (row.metered_s ? number(row.joules / row.metered_s) : "–"), "right"],
+      [t("energy.per_tokens"), (row) => joules(row.joules_per_1000_tokens), "right"],
+      [t("energy.site"), (row) => kwh(row.site_kwh), "right"],
+      [t("energy.cost"), money, "right"],
+    ]} />`}</${Live}></${Card}>`;
 }
 
 function About({ now }) {

@@ -33,7 +33,7 @@ async function everyModel(signal) {
   return rows;
 }
 
-export function Chat({ rest }) {
+export function Page({ rest }) {
   const reads = useMay("read");
   const models = useLive((signal) => callable(signal, reads), 15, [], reads ? ["models"] : []);
   return html`<${Live} of=${models}>${(names) => names.length ? html`<${Talk} names=${names} first=${rest[0]} />` : html`<p class="empty">${t("chat.no_models")} ${reads ? html`<a href="#/models">${t("nav.models")}</a>` : null}</p>`}</${Live}>`;

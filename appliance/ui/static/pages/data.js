@@ -9,7 +9,7 @@ const CHECKS = ["bad_lines", "empty", "encoding", "duplicates", "near_duplicates
 const LENGTHS = ["shortest", "p5", "p50", "p95", "p99", "longest"];
 const LINES = 200;
 
-export function Data({ rest }) {
+export function Page({ rest }) {
   return rest.length ? html`<${File} key=${rest[0]} id=${rest[0]} />` : html`<${List} />`;
 }
 

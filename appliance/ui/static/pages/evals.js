@@ -8,7 +8,7 @@ import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive, 
 const VERDICTS = { passed: "ok", refused: "failed", undecided: "warn", cancelled: "cancelled" };
 const ITEMS = 50;
 
-export function Evals({ rest }) {
+export function Page({ rest }) {
   const [first, second] = rest;
   if (first === "gate" && second) return html`<${Gate} key=${second} id=${second} />`;
   if (first && second) return html`<${Run} key=${second} of=${first} id=${second} />`;

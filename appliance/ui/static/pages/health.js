@@ -4,7 +4,7 @@ import { ago, bytes, duration, moment, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Live, Table, degradedWord, html, useLive, useState } from "../ui.js";
 
-export function Health() {
+export function Page() {
   return html`<${Parts} /><${Doctor} /><${Tiers} /><${Nodes} />`;
 }
 
@@ -62,7 +62,7 @@ function Nodes() {
     [t("name"), (row) => html`<b>${row.id}</b> <span class="dim">${row.home ? t("health.home") : row.address}</span>`],
     [t("state"), (row) => html`<${Badge} state=${row.answered_s === null ? "lost" : "ok"}>${row.answered_s === null ? t("health.silent") : t("health.answers", { time: duration(row.answered_s) })}</${Badge}>`],
     [t("devices"), (row) => row.devices.join(", ")],
-    [t("box.memory"), (row) => t("health.free", { free: bytes(row.memory_available_bytes), all: bytes(row.memory_bytes) })],
+    [t("box.memory"), (row) => (row.answered_s === null ? bytes(row.memory_bytes) : t("health.free", { free: bytes(row.memory_available_bytes), all: bytes(row.memory_bytes) }))],
     [t("box.certificate"), (row) => (row.certificate_ends_s ? moment(row.certificate_ends_s) : "–")],
   ]} />`}</${Live}></${Card}>`;
 }

@@ -10,7 +10,7 @@ import { NewJob } from "./new_job.js";
 const PAGES_OF_EVENTS = 20;
 const ENDED = ["succeeded", "failed", "cancelled"];
 
-export function Jobs({ rest }) {
+export function Page({ rest }) {
   const tunes = useMay("fine_tuning");
   if (rest[0] === "new") return html`<${NewJob} />`;
   if (rest[0]) return html`<${Job} key=${rest[0]} id=${rest[0]} />`;
@@ -151,7 +151,7 @@ function columnsOf(metrics, events) {
     return rows.get(step);
   };
   for (const one of metrics || []) {
-    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices });
+    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm });
   }
   for (const event of events || []) {
     const data = event.data || {};
@@ -163,10 +163,12 @@ function columnsOf(metrics, events) {
     row.devices ??= data.devices;
     row.reward ??= data.train_mean_reward;
     row.validReward ??= data.valid_mean_reward;
+    row.rate ??= data.learning_rate;
+    row.norm ??= data.grad_norm;
   }
   const steps = [...rows.keys()].sort((a, b) => a - b);
   const column = (name) => steps.map((step) => rows.get(step)[name] ?? null);
-  return { steps, loss: column("loss"), valid: column("valid"), tokens: column("tokens"), devices: column("devices"), reward: column("reward"), validReward: column("validReward") };
+  return { steps, ...Object.fromEntries(["loss", "valid", "tokens", "devices", "reward", "validReward", "rate", "norm"].map((name) => [name, column(name)])) };
 }
 
 const known = (values) => values.some((value) => value !== null);
@@ -187,10 +189,13 @@ function Curves({ job, metrics, events }) {
     ...(known(of.devices) ? [{ label: t("devices"), colour: "--faint", values: of.devices, band: true }] : []),
     { label: t("job.tokens_per_s"), colour: "--accent", values: of.tokens },
   ];
-  return html`<${Card} title=${t("job.curves")}>
+  const alone = (label, colour, values) => (known(values) ? html`<${Chart} label=${t(label)} steps=${of.steps} series=${[{ label: t(label), colour, values }]} words=${words} />` : null);
+  return html`<${Card} title=${t("job.curves")} class="charts">
     ${known(of.reward) ? html`<${Chart} label=${t("job.reward")} steps=${of.steps} series=${rewards} words=${words} />` : null}
     <${Chart} label=${t("job.loss")} steps=${of.steps} series=${losses} words=${words} />
     ${known(of.tokens) ? html`<${Chart} label=${t("job.speed")} steps=${of.steps} series=${speed} words=${words} />` : null}
+    ${alone("job.learning_rate", "--serve", of.rate)}
+    ${alone("job.grad_norm", "--dim", of.norm)}
   </${Card}>`;
 }
 

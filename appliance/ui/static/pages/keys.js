@@ -1,6 +1,6 @@
 // Keys and usage: who spent what, for an administrator also the keys themselves.
 import { call, get, loginId, post } from "../api.js";
-import { ago, moment, number } from "../format.js";
+import { ago, browser, moment, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Copy, Dialog, Facts, Failure, Field, Live, Sure, Table, Who, html, useAct, useContext, useLive, useMay, useState } from "../ui.js";
 
@@ -8,7 +8,7 @@ const SPANS = { 3600: "1 h", 86400: "24 h", 604800: "7 d", 2592000: "30 d" };
 const BY = ["key", "owner", "model", "version", "hour"];
 const SCOPES = ["inference", "fine_tuning", "read", "metrics", "admin"];
 
-export function Keys() {
+export function Page() {
   const may = useMay("admin");
   return html`<${Own} /><${Logins} all=${may} /><${Usage} />${may ? html`<${List} />` : null}`;
 }
@@ -31,7 +31,7 @@ function Logins({ all }) {
     logins.reload();
   });
   const columns = [
-    [t("keys.login"), (row) => html`<span class="wrap">${row.agent || "–"}</span>`],
+    [t("keys.login"), (row) => html`<span title=${row.agent}>${browser(row.agent || "–")}</span>`],
     [t("keys.key"), (row) => row.key],
     [t("created"), (row) => ago(row.created_s), "nowrap"],
     [t("keys.login.touched"), (row) => ago(row.seen_s), "nowrap"],
@@ -59,6 +59,7 @@ function Usage() {
   const usage = useLive((signal) => get(`/admin/v1/usage?by=${by}&since_s=${Math.floor(Date.now() / 1000 - span)}`, signal), 5, [by, span]);
   return html`<${Card} title=${t("usage.title")} aside=${html`
       <label><span class="visually-hidden">${t("usage.by")}</span><select value=${by} onChange=${(event) => setBy(event.target.value)}>${BY.map((name) => html`<option value=${name}>${t(`usage.by.${name}`)}</option>`)}</select></label>
+      <button type="button" class="small" disabled=${!usage.data || !usage.data.data.length} onClick=${() => download(`usage-by-${by}.csv`, csvOf(usage.data.data))}>${t("usage.download")}</button>
       <div class="buttons" role="group" aria-label=${t("timeline.span")}>${Object.entries(SPANS).map(([seconds, name]) => html`<button type="button" class="small" aria-pressed=${span === Number(seconds)} onClick=${() => setSpan(Number(seconds))}>${name}</button>`)}</div>`}>
     <${Live} of=${usage}>${(answer) => html`<${Table} label=${t("usage.title")} rows=${answer.data} rowKey=${(row) => row.name} empty=${t("usage.none")} columns=${[
       [t(`usage.by.${by}`), (row) => (by === "hour" && Number(row.name) ? moment(Number(row.name)) : row.name || "–")],
@@ -70,6 +71,24 @@ function Usage() {
       [t("usage.device_hours"), (row) => number(row.device_hours, 2), "right"],
     ]} />`}</${Live}>
   </${Card}>`;
+}
+
+const FIELDS = ["name", "requests", "prompt_tokens", "completion_tokens", "errors", "refused", "device_hours"];
+
+/** As a table for other programs: a cell that a spreadsheet would take for a formula begins with an apostrophe. */
+function csvOf(rows) {
+  const cell = (value) => {
+    const text = String(value ?? "");
+    const safe = typeof value !== "number" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
+    return /[",\n\r]/.test(safe) ? `"${safe.replace(/"/g, '""')}"` : safe;
+  };
+  return [FIELDS, ...rows.map((row) => FIELDS.map((name) => row[name]))].map((row) => `${row.map(cell).join(",")}\r\n`).join("");
+}
+
+function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  Object.assign(document.createElement("a"), { href: url, download: name }).click();
+  URL.revokeObjectURL(url);
 }
 
 function List() {

@@ -9,7 +9,7 @@ import { AddModel } from "./add_model.js";
 /** A model's name within a URL's path: it may have slashes. */
 const inPath = (name) => name.split("/").map(encodeURIComponent).join("/");
 
-export function Models({ rest }) {
+export function Page({ rest }) {
   return rest.length ? html`<${Model} key=${rest.join("/")} name=${rest.join("/")} />` : html`<${List} />`;
 }
 

@@ -3,9 +3,10 @@ import { get, post } from "../api.js";
 import { ago, duration, measure, moment, number, percent } from "../format.js";
 import { t } from "../i18n.js";
 import { Rows } from "../rows.js";
-import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive } from "../ui.js";
+import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive, useState } from "../ui.js";
+import { Halving } from "./halving.js";
 
-export function Pipelines({ rest }) {
+export function Page({ rest }) {
   const [kind, id] = rest;
   if (kind === "sweep" && id) return html`<${Sweep} key=${id} id=${id} />`;
   if (kind && kind !== "sweep") return html`<${Pipeline} key=${kind} name=${kind} />`;
@@ -95,11 +96,18 @@ function Sweeps() {
       [t("state"), (row) => html`<${Badge} state=${row.state} />`],
       [t("sweep.round"), (row) => t("of", { a: number(Math.min(row.round + 1, row.rounds.length)), b: number(row.rounds.length) }), "right"],
       [t("sweep.trials"), (row) => number(row.trials.length), "right"],
-      [t("sweep.best"), (row) => (row.best ? `${parameters(row.best.parameters)} (${measure(row.best.loss)})` : "–")],
+      [t("sweep.best"), (row) => (row.best ? `${parameters(row.best.parameters)} (${compared(row).value(row.best.loss)})` : "–")],
       [t("usage.device_hours"), (row) => number(row.device_hours, 2), "right"],
       [t("created"), (row) => ago(row.created_at), "nowrap"],
     ]} />`}</${Rows}>
   </${Card}>`}</${Live}>`;
+}
+
+/** What a sweep's trials are compared by. Rewards are kept as losses, with the sign turned. */
+function compared(sweep) {
+  const rewards = ((sweep.spec.train || {}).method || {}).type === "reinforcement";
+  const turned = (loss) => (loss === null || loss === undefined ? null : rewards ? -loss : loss);
+  return { rewards, unit: t(rewards ? "sweep.reward" : "job.valid_loss"), turned, value: (loss) => measure(turned(loss)) };
 }
 
 const parameters = (of) => Object.entries(of).map(([name, value]) => `${name} ${typeof value === "number" ? measure(value) : value}`).join(", ");
@@ -116,28 +124,48 @@ function Sweep({ id }) {
         ${one.reason ? html`<p class="alert quiet">${one.reason}</p>` : null}
         <${Facts} pairs=${[
           [t("sweep.round"), t("of", { a: number(Math.min(one.round + 1, one.rounds.length)), b: number(one.rounds.length) })],
-          [t("sweep.best"), one.best ? `${parameters(one.best.parameters)} (${measure(one.best.loss)})` : null],
+          [t("sweep.trials"), one.rounds.map((round) => number(round.trials)).join(" → ")],
+          [t("sweep.shares"), one.rounds.map((round) => percent(round.share)).join(" → ")],
+          [t("sweep.best"), one.best ? parameters(one.best.parameters) : null],
+          [compared(one).unit, one.best ? compared(one).value(one.best.loss) : null],
           [t("model"), one.best && one.best.model ? html`<a href=${`#/models/${encodeURIComponent(one.best.model)}`}>${one.best.model}</a>` : null],
           [t("usage.device_hours"), number(one.device_hours, 2)],
+          [t("created"), moment(one.created_at)],
         ]} />
-        <p class="dim">${one.rounds.map((round) => t("sweep.round_of", { trials: number(round.trials), share: percent(round.share) })).join(" → ")}</p>
         ${one.state === "running" ? html`<div class="buttons"><${Sure} class="bad" label=${t("sweep.cancel")} question=${t("sweep.cancel.sure")} busy=${busy} onYes=${cancel} /></div>` : null}
         <${Failure} error=${error} />
       </${Card}>
-      <${Card} title=${t("sweep.trials")}><${Table} label=${t("sweep.trials")} rows=${ranked(one.trials)} rowKey=${(row) => row.place} empty="" columns=${[
-        [t("sweep.parameters"), (row) => html`${parameters(row.trial.parameters)} ${one.best && one.best.trial === row.place ? html`<${Badge} state="ok">${t("sweep.best")}</${Badge}>` : null}`],
-        [t("sweep.rounds"), (row) => number(row.trial.jobs.length), "right"],
-        [t("job.valid_loss"), (row) => measure(row.loss), "right"],
-        [t("job"), (row) => (row.last ? html`<a href=${`#/jobs/${row.last.job_id}`}>${row.last.job_id}</a>` : "–")],
-      ]} /></${Card}>`}</${Live}>`;
+      <${Trials} sweep=${one} />`}</${Live}>`;
+}
+
+/** Each trial with what it came to in each round, as lines and as a table. */
+function Trials({ sweep }) {
+  const [picked, setPicked] = useState(null);
+  const { rewards, unit, turned } = compared(sweep);
+  const rows = ranked(sweep.trials).map(({ trial, place }) => ({
+    place,
+    name: parameters(trial.parameters),
+    values: trial.jobs.map((one) => turned(one.loss)),
+    states: trial.jobs.map((one) => one.state),
+    jobs: trial.jobs.map((one) => one.job_id),
+    best: Boolean(sweep.best) && sweep.best.trial === place,
+  }));
+  const ofRound = (row, at) => (at >= row.jobs.length ? "–"
+    : html`<a href=${`#/jobs/${row.jobs[at]}`}>${row.values[at] === null ? html`<${Badge} state=${row.states[at]} />` : measure(row.values[at])}</a>`);
+  return html`<${Card} title=${t("sweep.trials")}>
+    <${Halving} rows=${rows} rounds=${sweep.rounds} unit=${unit} up=${rewards} picked=${picked} onPick=${setPicked} />
+    <${Table} label=${t("sweep.trials")} rows=${rows} rowKey=${(row) => row.place} empty="" columns=${[
+      [t("sweep.parameters"), (row) => html`<span onMouseEnter=${() => setPicked(row.place)} onMouseLeave=${() => setPicked(null)}>${row.name}</span> ${row.best ? html`<${Badge} state="ok">${t("sweep.best")}</${Badge}>` : null}`],
+      ...sweep.rounds.map((round, at) => [t("sweep.on", { share: percent(round.share) }), (row) => ofRound(row, at), "right"]),
+    ]} />
+  </${Card}>`;
 }
 
 /** The trials, those that went furthest first, then by their loss. */
 function ranked(trials) {
   const rows = trials.map((trial, place) => {
-    const last = trial.jobs[trial.jobs.length - 1];
     const known = [...trial.jobs].reverse().find((one) => one.loss !== null && one.loss !== undefined);
-    return { trial, place, last, loss: known ? known.loss : null };
+    return { trial, place, loss: known ? known.loss : null };
   });
   return rows.sort((a, b) => b.trial.jobs.length - a.trial.jobs.length || (a.loss ?? Infinity) - (b.loss ?? Infinity));
 }

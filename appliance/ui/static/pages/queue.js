@@ -7,7 +7,7 @@ import { Badge, Card, Failure, Live, Meter, NeedsScope, Sure, Table, html, useAc
 
 const ENDED = ["completed", "failed", "expired", "cancelled"];
 
-export function Queue() {
+export function Page() {
   const reads = useMay("read");
   const asks = useMay("inference");
   return html`${reads ? html`<${Waiting} />` : html`<${Card} title=${t("queue.title")}><${NeedsScope} scopes=${["read"]} /></${Card}>`}

@@ -7,7 +7,7 @@ import { lanesOf } from "./lanes.js";
 
 const SPANS = { 900: "15 min", 3600: "1 h", 21600: "6 h", 86400: "24 h" };
 
-export function Timeline() {
+export function Page() {
   const [span, setSpan] = useState(3600);
   const [picked, setPicked] = useState(null);
   const shown = useLive(async (signal) => {
@@ -47,7 +47,7 @@ function Lanes({ handovers, status, span, onPick }) {
       ${moves.map((one) => html`<button type="button" class=${`move ${one.state}`} style=${{ left: at(one.started_s), width: wide(one.started_s, one.ended_s ?? until) }}
         aria-label=${t("timeline.move", { id: one.id, reason: one.reason })} title=${`${one.reason}\n${moment(one.started_s)} · ${duration(one.seconds)}`} onClick=${() => onPick(one.id)}></button>`)}
     </div></div>
-    <div class="lane axis"><b></b><div class="bar">${[0, 0.25, 0.5, 0.75].map((part) => html`<span style=${{ left: `${100 * part}%` }}>−${duration(span * (1 - part))}</span>`)}</div></div>
+    <div class="lane axis"><b></b><div class="bar">${[0, 0.25, 0.5, 0.75].map((part) => html`<span style=${{ left: `${100 * part}%` }}>−${duration(span * (1 - part))}</span>`)}<span class="now">${t("timeline.now")}</span></div></div>
   </div>
   <p class="legend"><span class="dot serve"></span>${t("device.serve")} <span class="dot train"></span>${t("device.train")} <span class="dot free"></span>${t("device.free")} <span class="dot hand"></span>${t("timeline.moves")}</p>`;
 }
