@@ -67,6 +67,7 @@ QUERY = {
 NO_REQUEST = {
     "/admin/v1/events": "a stream without an end; what it is told stands among the rounds",
     "/openapi.json": "made once",
+    "/admin/v1/logs/{name:path}": "the end of a file, 256 KiB at most, on a thread; nothing of the store",
 }
 
 DATA = {"/v1/files": FILE, "/v1/uploads/{upload_id}/parts": b"x"}
