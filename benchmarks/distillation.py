@@ -6,10 +6,10 @@
 Two CPU devices in mode `split`, one for the ranks and one for the engine. The teacher is an adapter of the model that
 has learnt the demo's 64 questions about who it is (supervised, LoRA of rank 16, three epochs); each student begins from
 the model itself, with LoRA of rank 16, eight answers in a step to some of 52 questions; twelve are held out, with two
-answers each, or `--held-out`. With `--near` students begin near the teacher: from the model once it has learnt the same
-64 questions for so many epochs, on a third device if engines sample. Without a model a starter is made, which learns as much of less. What FILE has of other
-seeds stays in it and counts in the means, and the teacher is that of DIRECTORY, or is kept there once it is made: so
-seeds can be run one by one.
+answers each, or `--held-out`. With `--near` students begin near the teacher: from the model once it has learnt the
+same 64 questions for so many epochs, on a third device if engines sample. Without a model a starter is made, which
+learns as much of less. What FILE has of other seeds stays in it and counts in the means, and the teacher is that of
+DIRECTORY, or is kept there once it is made: so seeds can be run one by one.
 """
 
 from __future__ import annotations
