@@ -44,6 +44,10 @@ def pytest_collection_finish() -> None:
     settle()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind tells on stderr, as the process ends, of what the collector has left
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEFORE], session.config.stash[LEFT] = _files(), []
     os.environ[MARK] = uuid.uuid4().hex
