@@ -221,9 +221,9 @@ class Spending:
         tokens, asked = request.tokens, request.asked
         tokens.prompt = tokens.prompt or asked.prompt_tokens
         written = self._rate.in_events(request.model, request.stream_events)
-        if not request.streams or request.unread or asked.unseen:
-            # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered;
-            # of some it never writes any.
+        if not request.streams or request.unread or request.held_up or asked.unseen:
+            # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered,
+            # or are all in one event once it reads again; of some it never writes any.
             written = max(written, self._rate.written(request.model, asked.sequences, request.left_after_s))
         tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
 

@@ -97,7 +97,8 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
 
 class TokenRequest:
     """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences. unseen: its
-    stream may have no event of what an engine writes: reasoning that is not wanted, calls of tools."""
+    stream may have no event of what an engine writes: reasoning that is not wanted, calls of tools, tokens without
+    text."""
 
     unseen: bool = False
 

@@ -192,6 +192,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
     if data.get("include_reasoning") is False or data.get("tools"):
         checked.asked.unseen = True
+    elif stream and route.name != "completions" and any(data.get(name) for name in _STEERING):
+        checked.asked.unseen = True
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
     inputs = data.get("input")
@@ -201,6 +203,11 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
     return checked
 
+
+# By these a model writes tokens without a text, as many as are asked for: special ones, which are not shown, and those
+# that are kept back because a text at which the answer stops may begin with them. An engine has no event of them in
+# conversations, and an empty one in completions.
+_STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens", "stop", "stop_sequences")
 
 # Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.
 _INPUTS_OF_ONE: Final = 64

@@ -476,14 +476,20 @@ async def test_whether_a_stream_says_its_usage_is_no_matter_of_spelling(start_bo
     assert not engine.requests
 
 
-@pytest.mark.parametrize(("unread", "completion"), [(False, 3), (True, 100)])
-def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool, completion: int) -> None:
-    """Nobody delivered what the engine wrote meanwhile, and 3 events were all that was paid."""
+@pytest.mark.parametrize(
+    ("unread", "held_up", "completion"), [(False, False, 3), (True, False, 100), (False, True, 100)]
+)
+def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(
+    unread: bool, held_up: bool, completion: int
+) -> None:
+    """Nobody delivered what the engine wrote meanwhile, or it came in one event once the client read again, and 3
+    events were all that was paid."""
     spending = Spending(defaultdict(int), 1)
     request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
     request.caller = Caller("key_a", "", frozenset(), b"")
     request.model, request.streams, request.stream_events, request.status = "m", True, 3, 200
     request.left_after_s, request.unread, request.asked = 10.0, unread, TokenRequest(7, 500, 1)
+    request.held_up = held_up
     spending.account(request, 10.0)
     (row,) = spending.meter.take()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
@@ -516,7 +522,10 @@ async def test_who_reads_slowly_makes_leaving_early_no_cheaper(box: Box) -> None
     assert taken(box)["completion_tokens"] == 80 and rate.written("m", 1, 1.0) == 100
 
 
-@pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, {}])
+SPECIAL = {"logit_bias": {"0": 100}}
+
+
+@pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, SPECIAL, {"ignore_eos": True}, {"stop": None}, {}])
 async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hides: dict[str, Any]) -> None:
     """An engine writes no event of reasoning that is not wanted: thousands of tokens were free to who left in time."""
     box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)
@@ -528,7 +537,25 @@ async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hi
     conn.active._attempt.sent_s -= 3.0
     wire.close()
     await box.until(lambda: not any(conn.active for conn in box.state.connections))
-    assert (taken(box)["completion_tokens"] >= 300) is bool(hides)
+    assert (taken(box)["completion_tokens"] >= 300) is any(value is not None for value in hides.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "hides"),
+    [
+        ("responses", {"input": "hi", **SPECIAL}, True),
+        ("responses", {"input": "hi"}, False),
+        ("messages", {"max_tokens": 9000, "stop_sequences": ["a" * 256]}, True),
+        ("completions", {"prompt": "hi", "stop": ["a" * 256]}, False),
+    ],
+)
+def test_streams_of_each_api_say_whether_they_may_have_tokens_without_events(
+    path: str, asked: dict[str, Any], hides: bool
+) -> None:
+    """With a special token that is biased to be the only one /v1/responses wrote 8,000 tokens, and no event of them."""
+    talk = {} if asked.keys() & {"input", "prompt"} else {"messages": [{"role": "user", "content": "hi"}]}
+    body = orjson.dumps({"model": "m", "stream": True, **talk, **asked})
+    assert check_body(resolve(b"POST", f"/v1/{path}".encode()), body, Limits()).asked.unseen is hides
 
 
 # --- bounds of one owner
