@@ -224,11 +224,26 @@ def _stays_so(copy: Path, database: Path) -> None:
                 "UPDATE main.keys SET models = (SELECT models FROM now.keys WHERE now.keys.id = main.keys.id)"
                 " WHERE id IN (SELECT id FROM now.keys)"
             )
+        if all(_has(connection, of, "keys", "subject") for of in ("main", "now")):
+            _shut_out(connection)
+
+
+def _shut_out(connection: sqlite3.Connection) -> None:
+    """Whose access to the box was revoked stays known, where they first came after the copy was made: the login provider
+    would let them in, and they would get a key."""
+    columns = ", ".join(sorted(_columns(connection, "main", "keys") & _columns(connection, "now", "keys") - {"seq"}))
+    connection.execute(
+        f"INSERT OR IGNORE INTO main.keys ({columns}) SELECT {columns} FROM now.keys"
+        " WHERE revoked_s IS NOT NULL AND subject != '' AND id NOT IN (SELECT id FROM main.keys)"
+    )
 
 
 def _has(connection: sqlite3.Connection, schema: str, table: str, columns: str) -> bool:
-    there = {row[1] for row in connection.execute(f"PRAGMA {schema}.table_info({table})")}
-    return there.issuperset(columns.split(", "))
+    return _columns(connection, schema, table).issuperset(columns.split(", "))
+
+
+def _columns(connection: sqlite3.Connection, schema: str, table: str) -> set[str]:
+    return {row[1] for row in connection.execute(f"PRAGMA {schema}.table_info({table})")}
 
 
 def _read(database: Path) -> closing[sqlite3.Connection]:

@@ -148,6 +148,16 @@ def test_what_was_deleted_cut_or_forgotten_since_does_not_come_back(releases, da
     assert rows(data_dir / DATABASE, "SELECT number FROM held WHERE kind = 'responses'") == [(1,)]
 
 
+def test_whose_access_was_revoked_since_they_first_came_does_not_come_back(releases, data_dir, monkeypatch):
+    """A person whom a login provider knows got another key: that they had been shut out was lost with theirs."""
+    migrated(data_dir, monkeypatch)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute("UPDATE keys SET subject = 'ann', revoked_s = 88 WHERE id = 'made-since'")
+    restore(way_back(releases, data_dir), data_dir)
+    found = rows(data_dir / DATABASE, "SELECT subject, revoked_s FROM keys WHERE id = 'made-since'")
+    assert found == [("ann", 88.0)]
+
+
 def test_a_copy_of_a_release_that_had_less_in_it_comes_back_too(releases, data_dir, monkeypatch):
     migrated(data_dir, monkeypatch)
     (kept,) = kept_copies(data_dir / DATABASE)
