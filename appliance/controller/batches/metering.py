@@ -20,6 +20,7 @@ from appliance.controller.access.model_access import may_use
 from appliance.controller.access.spending import Spending, spent_until_s
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.principal import ADMIN, INFERENCE
 from appliance.gateway.access.allowance import Allowance
 from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import TokenRequest
@@ -72,11 +73,15 @@ class Metering:
         """None for a batch of the box itself, which has no limits."""
         return keys.find(self._db, batch.key_id) if batch.key_id is not None else None
 
-    def refusal(self, key: KeyRow | None, model: str, expires_s: float) -> EngineAnswer | None:
+    def refusal(
+        self, key: KeyRow | None, model: str, expires_s: float, *, needs_scope: bool = True
+    ) -> EngineAnswer | None:
         """The answer that lines with time until `expires_s` get instead of an engine's; None: they may be sent, once
-        `waits_for` says so."""
+        `waits_for` says so. needs_scope: a job asks the model that it trains without the scope of inference."""
         if key is None:
             return None
+        if needs_scope and not {ADMIN, INFERENCE}.intersection(key.scopes):
+            return _answer(gateway_errors.missing_scope(INFERENCE))
         if not may_use(self._db, key.id, model):
             return _answer(gateway_errors.model_not_found(model))
         until_s = spent_until_s(self._db, key, time.time())

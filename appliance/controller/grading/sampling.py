@@ -111,7 +111,7 @@ class RolloutSampling:
             }
         row, model = jobs.find(self._db, job_id), asked["base"]["model"]
         key = keys.find(self._db, row.key_id) if row is not None and row.key_id is not None else None
-        if (refusal := self._metering.refusal(key, model, time.time())) is not None:
+        if (refusal := self._metering.refusal(key, model, time.time(), needs_scope=False)) is not None:
             return {"samples": [], "why": str(refusal.body["error"]["message"])}
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s

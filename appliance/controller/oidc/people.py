@@ -26,11 +26,14 @@ SHOWN_CHARACTERS = 12
 
 def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
     """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
-    revoked, and for who is in no group that may anything, or not any more: their earlier logins end."""
+    revoked, and for who is in no group that may anything, or not any more: their earlier logins end, and what they have
+    asked for goes on without a scope."""
     scopes, db = scopes_of(settings, claims), context.db
     subject = subject_of(settings, claims)
     if not scopes:
-        if (left := keys.of_subject(db, subject)) is not None and page_sessions.end_of_key(db, left.id):
+        left = keys.of_subject(db, subject)
+        if left is not None and page_sessions.end_of_key(db, left.id) + len(left.scopes):
+            keys.update(db, left.id, scopes=[])
             context.publish_keys()
         raise refused("none of your groups may do anything on this box")
     with db.transaction():

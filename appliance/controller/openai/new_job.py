@@ -12,13 +12,14 @@ from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import new_gate
 from appliance.controller.grading.given import grader_of
 from appliance.controller.grading.teachers import teacher_of
-from appliance.controller.interfaces.errors import BadRequest, shown
-from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, job_records, jobs
+from appliance.store.records import keys
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow
 from train.data.check import DataReport
 from train.plan import auto
@@ -29,6 +30,9 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
     db = context.db
+    key = keys.find(db, caller.key_id) if caller.key_id is not None else None
+    if key is not None and not {ADMIN, FINE_TUNING}.intersection(key.scopes):  # pipelines and sweeps outlive its scopes
+        raise Forbidden(FINE_TUNING)
     context.quotas.check_job(caller)
     claims.check(db, body, caller)
     row, resolved = _new_job(context, body, caller)

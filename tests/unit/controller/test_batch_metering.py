@@ -18,7 +18,7 @@ from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
-from appliance.store.objects import batches
+from appliance.store.objects import batches, responses
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_batches import begun, content, ended, engines, line, until
@@ -64,6 +64,23 @@ async def test_lines_for_a_model_that_the_key_may_not_use_become_error_lines(con
         assert row["response"]["body"]["error"]["code"] == "model_not_found"
         assert set(row["response"]["body"]["error"]) == {"message", "type", "param", "code"}
     assert spent(control) == {}, "what no engine answered costs nothing"
+
+
+async def test_what_was_asked_ends_with_its_keys_scope(control: Control):
+    """Lines went on for a day after a login had taken the scope from their key, and responses in background."""
+    key_id = as_key(control)
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    asked = await control.http.post("/v1/responses", json={"model": "starter", "input": "hi", "background": True})
+    keys.update(control.db, key_id, scopes=["read"])
+    batch = await ended(control, batch_id)
+    assert batch.request_counts.failed == 3
+    for row in await content(control, batch.error_file_id):
+        assert row["response"]["status_code"] == 403
+        assert "needs the scope: inference" in row["response"]["body"]["error"]["message"]
+    async with asyncio.timeout(10):
+        while (row := responses.find(control.db, asked.json()["id"])) is not None and not row.finished:
+            await asyncio.sleep(0.001)
+    assert row is not None and "needs the scope: inference" in row.response and engines(control).sent == []
 
 
 async def test_a_list_that_is_cut_while_a_batch_runs_refuses_the_rest(control: Control):

@@ -386,6 +386,10 @@ async def test_a_step_that_cannot_go_on_says_why(control: Control, events: JobEv
     await control.upload(name="day-1.jsonl")
     await put(control, headers, data={"uploads": "day-*"})
     run_id = await begun(control, headers)
+    keys.update(control.db, key, scopes=["inference"])
+    run = await rounds(control, run_id, 4)
+    assert run.state == "failed" and "needs the scope: fine_tuning" in run.reason and run.job_id is None
+    run_id = await begun(control, headers)
     keys.revoke(control.db, key)
     assert "revoked" in (await rounds(control, run_id, 2)).reason
 

@@ -164,6 +164,11 @@ async def test_a_sweep_that_cannot_go_on_says_why(control: Control, events: JobE
     sweep_id = await begun(control)
     keys.revoke(control.db, key)
     assert "revoked" in (await look(control, sweep_id, 1)).reason
+    key = control.as_key("ben")
+    sweep_id = await begun(control)
+    keys.update(control.db, key, scopes=["inference"])
+    row = await look(control, sweep_id, 1)
+    assert row.state == "failed" and "needs the scope: fine_tuning" in row.reason
 
 
 async def test_a_sweep_is_cancelled_with_its_jobs(control: Control, events: JobEvents):
