@@ -17,10 +17,11 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
 from appliance.controller.data_checks.data_work import DataWork, check_request
 from appliance.controller.files import storage
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import BadRequest, KeyRevoked
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs import settings
 from appliance.store.objects import files, job_records
+from appliance.store.records import keys
 from appliance.store.rows import FileRow
 from train.data_checks.process import BadOption, CheckFailed
 from train.methods.methods import DEFAULT
@@ -49,7 +50,9 @@ class Prepared:
     places: list[Path]
 
     def keep(self, context: ControllerContext) -> None:
-        """Call within `storage.with_row`."""
+        """Call within `storage.with_row`. Raises KeyRevoked for a key that has ended while they were made."""
+        if any(keys.is_revoked(context.db, row.key_id) for row in self.rows):
+            raise KeyRevoked
         for row, place in zip(self.rows, self.places, strict=True):
             storage.keep(context, row, place)
 

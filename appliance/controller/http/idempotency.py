@@ -21,11 +21,12 @@ import orjson
 from fastapi import Request
 
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, KeyRevoked, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import idempotency
+from appliance.store.records import keys
 from appliance.store.rows import IdempotencyRow
 
 
@@ -126,12 +127,15 @@ def once(
     bounds and inserts the row.
 
     One transaction without an await: of two copies of a request one makes it and the other finds it. Raises
-    Conflict for a key that was used with another body.
+    Conflict for a key that was used with another body, and KeyRevoked for an API key that has ended since: what was
+    looked through for minutes would be there again of a person who was forgotten meanwhile, by name.
     """
     with db.transaction():
         earlier = find(db, config, attempt)
         if earlier is not None and (row := known(earlier)) is not None:
             return row, False
+        if keys.is_revoked(db, attempt.key_id):
+            raise KeyRevoked
         row = make()
         _remember(db, attempt, row.id)
     return row, True

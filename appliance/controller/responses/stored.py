@@ -69,7 +69,8 @@ class StoredResponses:
 
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}. Returns how many were new. They
-        are written on a thread, and stored so many bytes at a time: 64 MiB come at once."""
+        are written on a thread, and stored so many bytes at a time: 64 MiB come at once. Those of who has left are not
+        stored: a gateway keeps them while the controller is away, and they would bring back who was forgotten."""
         if not self._config.responses_kept_days:
             return 0
         if self._quotas.disk.room_bytes() <= 0:
@@ -83,6 +84,8 @@ class StoredResponses:
             while left and size < _STORED_AT_ONCE_BYTES:
                 rows.append(left.popleft())
                 size += rows[-1].bytes + _ROW_BYTES
+            gone = {key_id for key_id in {row.key_id for row in rows} if keys.owner_has_left(self._db, key_id)}
+            rows = [row for row in rows if row.key_id not in gone]
             if size < _STORED_AT_ONCE_BYTES:
                 new += self.add(rows)
                 await asyncio.sleep(0)

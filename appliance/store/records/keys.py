@@ -80,6 +80,15 @@ def is_revoked(db: Database, key_id: str | None) -> bool:
     return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
 
 
+def owner_has_left(db: Database, key_id: str) -> bool:
+    """Whether the key was revoked, and no other of its owner's lives."""
+    left = (
+        "SELECT 1 FROM keys AS gone WHERE id = ? AND revoked_s IS NOT NULL"
+        " AND NOT EXISTS (SELECT 1 FROM keys WHERE owner = gone.owner AND revoked_s IS NULL)"
+    )
+    return db.value(left, [key_id]) is not None
+
+
 def list_all(db: Database) -> list[KeyRow]:
     return db.all(KeyRow, "SELECT * FROM keys ORDER BY seq")
 

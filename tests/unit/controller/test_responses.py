@@ -367,6 +367,17 @@ async def test_responses_of_a_revoked_key_go(control: Control):
     assert responses.find(control.db, name(1)) is None and responses.find(control.db, name(2)) is not None
 
 
+async def test_a_copy_of_who_has_left_is_not_stored(control: Control):
+    """It waited at a gateway while the controller was away: of who was forgotten meanwhile it came into the database."""
+    laptop, phone = (keys.create(control.db, one, ["inference"], "ann")[0] for one in ("laptop", "phone"))
+    keys.revoke(control.db, laptop.id)
+    await send(control, copy(1, key=laptop.id))
+    assert responses.find(control.db, name(1)) is not None, "it is her other key's too"
+    keys.revoke(control.db, phone.id)
+    await send(control, copy(2, key=laptop.id), copy(3))
+    assert responses.find(control.db, name(2)) is None and responses.find(control.db, name(3)) is not None
+
+
 async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
     context = simulated_context(tmp_path, db, responses_bytes=2**20)
     app = create_app(context)
