@@ -123,15 +123,32 @@ _TEXTS = {
     "keys": ("name", "owner", "models"),
     "files": ("filename", "owner"),
     "models": ("id", "owner", "owned_by", "source"),
-    "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner"),
-    "batches": ("metadata", "owner"),
+    "uploads": ("filename", "owner"),
+    "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner", "reason", "error"),
+    "batches": ("model", "metadata", "errors", "owner"),
     "evals": ("name", "metadata", "owner"),
-    "eval_runs": ("name", "metadata", "owner"),
+    "eval_runs": ("name", "model", "metadata", "error", "owner"),
+    "gates": ("model", "reason", "told", "owner"),
+    "pipelines": ("name", "note", "taken", "owner"),
+    "pipeline_runs": ("reason", "steps", "data", "owner"),
+    "sweeps": ("name", "reason", "owner"),
     "audit": ("target", "detail"),
-    "operations": ("target", "error", "result"),
+    "operations": ("target", "progress", "error", "result"),
 }
 # Many rows say the same: each text is named once. They hold names of models that were deleted, too.
-_REPEATED = {"usage": "model", "device_time": "model", "handovers": "reason", "handover_steps": "target"}
+_REPEATED = {
+    "usage": ("model",),
+    "device_time": ("model",),
+    "energy": ("name",),
+    "tier_removals": ("model",),
+    "handovers": ("reason", "detail"),
+    "handover_steps": ("target", "arguments", "detail"),
+    "job_events": ("message",),
+    "checkpoints": ("name",),
+    "permissions": ("checkpoint", "project_id"),
+    "canaries": ("reason",),
+    "box": ("value",),
+}
 _SHOWN_CHARACTERS = 200
 
 
@@ -146,9 +163,12 @@ def mentions(db: Database, owner: str) -> list[str]:
         any_ = " OR ".join(f"instr(lower({column}), ?1)" for column in there)
         for row in db.execute(f"SELECT * FROM {table} WHERE {any_} ORDER BY seq", [owner.lower()]).fetchall():
             found += [f"{table} {row['id']}: {column}" for column in there if word.search(row[column] or "")]
-    for table, column in _REPEATED.items():
-        texts = db.column(f"SELECT DISTINCT {column} FROM {table} WHERE instr(lower({column}), ?1)", [owner.lower()])
-        found += [f"{table} {text[:_SHOWN_CHARACTERS]}: {column}" for text in sorted(texts) if word.search(text)]
+    for table, columns in _REPEATED.items():
+        for column in columns:
+            texts = db.column(
+                f"SELECT DISTINCT {column} FROM {table} WHERE instr(lower({column}), ?1)", [owner.lower()]
+            )
+            found += [f"{table} {text[:_SHOWN_CHARACTERS]}: {column}" for text in sorted(texts) if word.search(text)]
     return found
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.admin.owners import forget
+from appliance.controller.files import storage
 from appliance.store.objects import batches, jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
+from appliance.store.upkeep.forgotten import mentions
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
@@ -362,3 +364,85 @@ async def test_jobs_lose_their_texts_one_by_one(control: Control, monkeypatch):
     assert told["done"] and len(changed_in) == len(set(changed_in)) == 6
     (named,) = control.db.execute("SELECT count(*) FROM jobs WHERE suffix = ? OR metadata LIKE ?", [NAME, f"%{NAME}%"])
     assert tuple(named) == (0,)
+
+async def test_what_is_still_looked_through_is_not_kept(control: Control, monkeypatch):
+    """Its check took longer than forgetting did, and then the file was there, by name."""
+    ann, going_on, checking = Person(control, NAME), asyncio.Event(), asyncio.Event()
+    check = control.context.file_work.check
+
+    async def slow(*told: Any, **more: Any) -> Any:
+        checking.set()
+        await going_on.wait()
+        return await check(*told, **more)
+
+    monkeypatch.setattr(control.context.file_work, "check", slow)
+    sent = {"files": {"file": (f"{NAME}.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
+    upload = asyncio.create_task(control.http.post("/v1/files", headers=ann.heads[0], **sent))
+    await checking.wait()
+    assert (await ask(control))["done"]
+    going_on.set()
+    assert (await upload).status_code == 401
+    assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)
+
+
+async def test_nor_is_what_is_still_prepared(control: Control, monkeypatch):
+    ann = Person(control, NAME)
+    sent = {"files": {"file": ("a.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
+    file_id = (await ann.post("/v1/files", **sent))["id"]
+    going_on, preparing = asyncio.Event(), asyncio.Event()
+    described = storage.described
+
+    async def slow(*told: Any, **more: Any) -> Any:
+        preparing.set()
+        await going_on.wait()
+        return await described(*told, **more)
+
+    monkeypatch.setattr(storage, "described", slow)
+    asked = asyncio.create_task(control.http.post(f"/v1/files/{file_id}/prepare", headers=ann.heads[0], json={}))
+    async with asyncio.timeout(30):
+        await preparing.wait()
+    assert (await ask(control))["done"]
+    going_on.set()
+    assert (await asked).status_code == 401
+    assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)
+
+
+# What nobody writes a name into, what people say to models, and names of models that are kept: these are in `models`.
+_NO_TEXTS = {
+    *("id", "key_id", "job_id", "eval_id", "run_id", "upload_id", "pipeline_id", "handover_id", "file_id", "sha256"),
+    *("input_file_id", "output_file_id", "error_file_id", "training_file", "validation_file", "result_files", "files"),
+    *("previous_id", "body_sha256", "data_sha256", "sha256", "digest", "fingerprint", "prefix", "subject", "contents"),
+    *("kind", "task", "arch", "method", "purpose", "mime_type", "status", "state", "phase", "wanted", "outcome"),
+    *("scopes", "bounds", "version", "active_version", "before", "verb", "action", "request_id", "level", "type"),
+    *("status_details", "check_status", "trigger", "endpoint", "route", "tier", "whose", "agent", "verdict", "runs"),
+    *("allowed_sizes", "asked_sizes", "devices", "snapshot", "resolved", "metrics", "counts", "usage", "compared"),
+    *("idle", "arguments", "policy", "cron", "tz", "until", "general", "report", "data_check", "refused_file"),
+}
+_SAID = {
+    *("responses", "eval_items", "evals.item_schema", "evals.criteria", "eval_runs.data_source", "eval_runs.results"),
+    *("job_judges", "gates.terms", "pipelines.spec", "pipeline_runs.spec", "sweeps.spec", "sweeps.trials"),
+    *("jobs.hyperparameters", "files.lineage", "pipeline_runs.made", "job_events.data", "folder_trials.reason"),
+}
+_KEPT = {"versions", "deployments", "model_shares", "canaries.model", "model_settings", "standby", "checkpoints.model"}
+_GOES = {"idempotency", "models.base", "models.info", "box.name", "eval_deletions", "page_sessions", "held", "spent"}
+
+
+async def test_every_text_that_may_hold_a_name_is_looked_at(control: Control):
+    """Models that were deleted went on being named by what they had drawn, and by what a tier has still to delete."""
+    db, missed = control.db, []
+    for pragma in ("foreign_keys = OFF", "ignore_check_constraints = ON"):
+        db._connection.execute(f"PRAGMA {pragma}")
+    for table in db.column("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"):
+        columns = db.execute(f"PRAGMA table_xinfo({table})").fetchall()
+        for column in (row["name"] for row in columns if row["type"] == "TEXT"):
+            if column in _NO_TEXTS - {"arguments"} or {table, f"{table}.{column}"} & (_SAID | _KEPT | _GOES):
+                continue
+            given = {row["name"]: "0" for row in columns if row["notnull"] and row["name"] != "seq"}
+            given |= {column: f"by {NAME} of old"}
+            with db.transaction():
+                holders = ", ".join("?" * len(given))
+                db.execute(f"INSERT INTO {table} ({', '.join(given)}) VALUES ({holders})", list(given.values()))
+                if not any(one.startswith(f"{table} ") and one.endswith(f": {column}") for one in mentions(db, NAME)):
+                    missed.append(f"{table}.{column}")
+                db.execute(f"DELETE FROM {table} WHERE {column} = ?", [given[column]])
+    assert missed == []
