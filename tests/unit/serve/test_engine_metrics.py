@@ -1,0 +1,36 @@
+"""What engines tell at a scrape does not grow with what clients ask."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from unittest.mock import MagicMock
+
+from prometheus_client import CollectorRegistry, Gauge
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
+
+from serve.vllm import patches
+
+LABELS = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+
+
+def asked_for_in_each_order(logger: MagicMock) -> None:
+    for name in LABELS:
+        setattr(logger, f"labelname_{name}", name)
+    for names in permutations("abcd"):
+        told = dict.fromkeys(names, 1)
+        PrometheusStatLogger.record(logger, SchedulerStats(waiting_lora_adapters=told, running_lora_adapters=told), None)
+
+
+def test_the_orders_in_which_adapters_are_asked_for_make_no_series():
+    """Of 20 adapters of one owner 93,000 series took 112 MiB, and a scrape held the loop for 2.6 s."""
+    logger = MagicMock(max_lora=4, gauge_lora_info=Gauge("lora", "", LABELS, registry=CollectorRegistry()))
+    series = logger.gauge_lora_info._metrics
+    asked_for_in_each_order(logger)
+    assert len(series) == 24, "as vLLM has it"
+    patches.no_series_of_adapters(logger)
+    asked_for_in_each_order(logger)
+    assert len(series) == 24 and logger.gauge_scheduler_running[0].set.called
+    series.clear()
+    asked_for_in_each_order(logger)
+    assert not series
