@@ -229,8 +229,8 @@ def _stays_so(copy: Path, database: Path) -> None:
 
 
 def _shut_out(connection: sqlite3.Connection) -> None:
-    """Whose access to the box was revoked stays known, where they first came after the copy was made: the login provider
-    would let them in, and they would get a key."""
+    """Whose access to the box was revoked stays known, where they first came after the copy was made: the login
+    provider would let them in, and they would get a key."""
     columns = ", ".join(sorted(_columns(connection, "main", "keys") & _columns(connection, "now", "keys") - {"seq"}))
     connection.execute(
         f"INSERT OR IGNORE INTO main.keys ({columns}) SELECT {columns} FROM now.keys"

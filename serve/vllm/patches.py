@@ -39,6 +39,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -159,6 +160,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
+    step_bounds.bound_unread(RequestOutputCollector)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
     request_bounds.cut_texts(TokenizeParams)
@@ -232,8 +234,8 @@ def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[.
 
 
 def no_series_of_adapters(logger: Any) -> None:
-    """logger: vllm.v1.metrics.loggers.PrometheusStatLogger. It keeps a series for each order in which adapters were asked
-    for: of 20 of one owner 93,000 took 112 MiB, and each scrape held the loop that sends tokens for 2.6 s."""
+    """logger: vllm.v1.metrics.loggers.PrometheusStatLogger. It keeps a series for each order in which adapters were
+    asked for: of 20 of one owner 93,000 took 112 MiB, and each scrape held the loop that sends tokens for 2.6 s."""
     logger.gauge_lora_info = None
 
 

@@ -14,6 +14,9 @@ second lacks something, see VllmConfig.use_v2_model_runner) computes the logits 
 once, each row as long as the vocabulary, in float32 and in several copies: 1,700 tokens took 1.5 GB with a vocabulary
 of 49,152, and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time,
 and the first now does it in slices too.
+
+What a stream's client does not read vLLM merges into one output, which its frontend then writes in one go: of 420,000
+log-probabilities it kept 280 MB, and wrote them for seconds on the loop that sends everybody's tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.async_llm import InputStreamError
+
+from serve.api import answer_version
 
 # As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
 WHITESPACE = 32
@@ -32,6 +43,9 @@ MASK_S = 0.3
 MOST_BEYOND_S = 0.5
 # Rows of logits: 80 MB of each copy with a vocabulary of 151,936.
 ROWS = 128
+# Log-probabilities that wait for who does not read: of a stream as many as a plain answer may have, and of all streams
+# of an owner, 170 MB.
+UNREAD, UNREAD_OF_AN_OWNER = 1 << 16, 1 << 18
 
 
 def bound_whitespace(compiler: Any) -> None:
@@ -116,3 +130,61 @@ def slice_prompt_logprobs(runner: Any) -> None:
         return found
 
     runner._get_prompt_logprobs_dict = run
+
+
+def bound_unread(collector: Any) -> None:
+    """collector: vllm.v1.engine.output_processor.RequestOutputCollector. vLLM aborts a request whose outputs are an
+    InputStreamError, and answers with its cause."""
+    made, put, get, get_nowait, close = (
+        getattr(collector, name) for name in ("__init__", "put", "get", "get_nowait", "close")
+    )
+    of_owners = Counter[str]()
+
+    def waits(self: Any, number: int) -> None:
+        of_owners[self.shm_owner] += number - self.shm_unread
+        self.shm_unread = number
+        if not of_owners[self.shm_owner]:
+            del of_owners[self.shm_owner]
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        asked = answer_version.current()
+        self.shm_owner, self.shm_unread = "" if asked is None else asked.owner, 0
+        made(self, *args, **kwargs)
+
+    @functools.wraps(put)
+    def bounded(self: Any, output: Any) -> None:
+        put(self, output)
+        kept = self.output
+        if kept is output or not self.aggregate or not isinstance(kept, RequestOutput):
+            return
+        waits(self, sum(_number(one.logprobs) for one in kept.outputs))
+        if self.shm_unread > UNREAD or of_owners[self.shm_owner] > UNREAD_OF_AN_OWNER:
+            waits(self, 0)
+            text = f"{UNREAD} log-probabilities of this stream, or {UNREAD_OF_AN_OWNER} of all that you ask for, wait"
+            self.output = InputStreamError(
+                VLLMValidationError(f"{text} to be read: ask for fewer, or read faster.", parameter="logprobs")
+            )
+
+    @functools.wraps(get)
+    async def read(self: Any) -> Any:
+        output = await get(self)
+        waits(self, 0)
+        return output
+
+    @functools.wraps(get_nowait)
+    def read_nowait(self: Any) -> Any:
+        waits(self, 0)
+        return get_nowait(self)
+
+    @functools.wraps(close)
+    def closed(self: Any) -> None:
+        waits(self, 0)
+        close(self)
+
+    collector.__init__, collector.put, collector.close = init, bounded, closed
+    collector.get, collector.get_nowait = read, read_nowait
+
+
+def _number(logprobs: Sequence[Any] | None) -> int:
+    return len(logprobs) * len(logprobs[0] or ()) if logprobs else 0

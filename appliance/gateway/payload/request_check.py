@@ -182,7 +182,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         )
     _repeated_prompts(route, data, body_bytes)
     ending = b""
-    if not stream and ("logprobs" in data or "top_logprobs" in data):
+    if not stream and ("logprobs" in data or "top_logprobs" in data or "include" in data):
         ending = _answer_logprobs(route, data, completion, sequences)
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
@@ -485,7 +485,7 @@ def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequen
     each = 0
     if route.name == "completions":
         each = data["logprobs"] + 1 if data.get("logprobs") is not None else 0
-    elif route.name == CHAT and data.get("logprobs") or route.name == RESPONSES and data.get("top_logprobs"):
+    elif route.name == CHAT and data.get("logprobs") or route.name == RESPONSES and _includes_logprobs(data):
         each = (data.get("top_logprobs") or 0) + 1
     if not each:
         return b""
@@ -504,6 +504,12 @@ def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequen
         )
     # An engine writes 16 tokens of a completion unless it is told otherwise.
     return b"" if completion or route.name == "completions" else b',"%b":%d' % (name.encode(), most)
+
+
+def _includes_logprobs(data: dict[str, Any]) -> bool:
+    """Named in `include` they are those of the answer's own tokens, without any `top_logprobs`."""
+    include = data.get("include")
+    return bool(data.get("top_logprobs")) or isinstance(include, list) and "message.output_text.logprobs" in include
 
 
 def _cache_salt(salt: Any) -> str:

@@ -365,6 +365,7 @@ async def test_jobs_lose_their_texts_one_by_one(control: Control, monkeypatch):
     (named,) = control.db.execute("SELECT count(*) FROM jobs WHERE suffix = ? OR metadata LIKE ?", [NAME, f"%{NAME}%"])
     assert tuple(named) == (0,)
 
+
 async def test_what_is_still_looked_through_is_not_kept(control: Control, monkeypatch):
     """Its check took longer than forgetting did, and then the file was there, by name."""
     ann, going_on, checking = Person(control, NAME), asyncio.Event(), asyncio.Event()

@@ -368,7 +368,7 @@ async def test_responses_of_a_revoked_key_go(control: Control):
 
 
 async def test_a_copy_of_who_has_left_is_not_stored(control: Control):
-    """It waited at a gateway while the controller was away: of who was forgotten meanwhile it came into the database."""
+    """It waited at a gateway while the controller was away: of who was forgotten by then it came into the database."""
     laptop, phone = (keys.create(control.db, one, ["inference"], "ann")[0] for one in ("laptop", "phone"))
     keys.revoke(control.db, laptop.id)
     await send(control, copy(1, key=laptop.id))

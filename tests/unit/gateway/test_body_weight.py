@@ -936,6 +936,11 @@ PLAIN_CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "log
         (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "max_completion_tokens": 4000}, "max_completion_tokens"),
         (COMPLETIONS, {"model": "m", "prompt": ["x"] * 64, "logprobs": 20, "max_tokens": 2000}, "max_tokens"),
         (RESPONSES, {"model": "m", "input": "x", "top_logprobs": 20, "max_output_tokens": 9999}, "max_output_tokens"),
+        (
+            RESPONSES,
+            {"model": "m", "input": "x", "include": ["message.output_text.logprobs"], "max_output_tokens": 99_999},
+            "max_output_tokens",
+        ),
     ],
 )
 def test_log_probabilities_of_answers_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:

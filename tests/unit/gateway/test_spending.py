@@ -525,7 +525,9 @@ async def test_who_reads_slowly_makes_leaving_early_no_cheaper(box: Box) -> None
 SPECIAL = {"logit_bias": {"0": 100}}
 
 
-@pytest.mark.parametrize("hides", [{"include_reasoning": False}, TOOLS, SPECIAL, {"ignore_eos": True}, {"stop": None}, {}])
+@pytest.mark.parametrize(
+    "hides", [{"include_reasoning": False}, TOOLS, SPECIAL, {"ignore_eos": True}, {"stop": None}, {}]
+)
 async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hides: dict[str, Any]) -> None:
     """An engine writes no event of reasoning that is not wanted: thousands of tokens were free to who left in time."""
     box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)

@@ -19,7 +19,9 @@ def asked_for_in_each_order(logger: MagicMock) -> None:
         setattr(logger, f"labelname_{name}", name)
     for names in permutations("abcd"):
         told = dict.fromkeys(names, 1)
-        PrometheusStatLogger.record(logger, SchedulerStats(waiting_lora_adapters=told, running_lora_adapters=told), None)
+        PrometheusStatLogger.record(
+            logger, SchedulerStats(waiting_lora_adapters=told, running_lora_adapters=told), None
+        )
 
 
 def test_the_orders_in_which_adapters_are_asked_for_make_no_series():

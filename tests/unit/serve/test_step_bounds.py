@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import xgrammar
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import InputStreamError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from serve.api.answer_version import Answer
 from serve.vllm import step_bounds
 
 # One token for each character, and one of 50 spaces.
@@ -157,3 +163,53 @@ def test_logits_of_a_prompt_are_computed_in_slices_and_are_the_same() -> None:
         found.append((got, max(runner.rows)))
     assert found[0][0] == found[1][0] and len(found[0][0]["a"]) == 699
     assert found[0][1] == 300 and found[1][1] == step_bounds.ROWS
+
+
+def unread_bounded() -> Any:
+    """vLLM's collector of a request's outputs, with the bound."""
+    bounded = type("Bounded", (RequestOutputCollector,), {})
+    step_bounds.bound_unread(bounded)
+    return bounded
+
+
+def put(waiting: Any, count: int, each: int = 21, choices: int = 1) -> Any:
+    """This many tokens with so many log-probabilities each come, and nobody reads."""
+    logprobs = {number: Logprob(-1.0) for number in range(each)}
+    for number in range(count):
+        one = CompletionOutput(number % choices, "a", [1], 0.0, [logprobs] if each else None)
+        waiting.put(RequestOutput("r", None, [1], None, [one], False))
+    return waiting
+
+
+@pytest.mark.parametrize("choices", [1, 64])
+def test_log_probabilities_of_a_stream_that_is_not_read_end_its_request(choices: int) -> None:
+    """A client that read nothing for a minute had all of them kept, and written in one go once it read."""
+    within, made = step_bounds.UNREAD // 21, unread_bounded()
+    kept = put(made(RequestOutputKind.DELTA, "r"), within, choices=choices).get_nowait()
+    assert sum(len(one.token_ids) for one in kept.outputs) == within
+    waiting = put(made(RequestOutputKind.DELTA, "r"), 2 * within, choices=choices)
+    with pytest.raises(InputStreamError, match="to be read") as caught:
+        waiting.get_nowait()
+    assert caught.value.cause.parameter == "logprobs"
+
+
+def test_so_do_those_of_all_streams_of_an_owner_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, owner = unread_bounded(), Answer(owner="ann")
+    monkeypatch.setattr(step_bounds.answer_version, "current", lambda: owner)
+    share = step_bounds.UNREAD // 21
+    streams = [put(made(RequestOutputKind.DELTA, "r"), share) for _ in range(4)]
+    owner = Answer(owner="ben")
+    put(made(RequestOutputKind.DELTA, "r"), share).get_nowait()
+    owner = Answer(owner="ann")
+    with pytest.raises(InputStreamError, match="of all that you ask for"):
+        put(made(RequestOutputKind.DELTA, "r"), share // 2).get_nowait()
+    streams[0].get_nowait()
+    streams[1].close()
+    put(made(RequestOutputKind.DELTA, "r"), share).get_nowait()
+
+
+def test_texts_of_a_stream_that_is_not_read_wait_and_plain_answers_are_no_stream() -> None:
+    made = unread_bounded()
+    kept = put(made(RequestOutputKind.DELTA, "r"), step_bounds.UNREAD + 1, each=0).get_nowait()
+    assert len(kept.outputs[0].token_ids) > step_bounds.UNREAD
+    put(made(RequestOutputKind.CUMULATIVE, "r"), 9000).get_nowait()
