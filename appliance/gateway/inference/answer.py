@@ -42,6 +42,7 @@ class Answer:
     _partial: bytes = b""
     _before: bytes = b""
     _error_seen: bool = False
+    _engine_failed: bool = False
 
     def __init__(self, client: Client, request: Request, *, hides_usage: bool) -> None:
         """hides_usage: the gateway requested a usage event that the client did not request."""
@@ -128,6 +129,7 @@ class Answer:
             events, error = body.count(_EVENT), body.find(ERROR_EVENT) >= 0
         self.request.stream_events += events
         if error:
+            self._engine_failed = self._engine_failed or _tells_of_failure(body)
             body = _rewritten_events(body, self.request, self.request.stream_events - 1)
             self._error_seen = True
         ending = self.request.route.stream_end  # type: ignore[union-attr]
@@ -188,10 +190,10 @@ class Answer:
             return True
         return (b"%b%b%b" % (self._tail, self._partial, body)).endswith(end)
 
-    @property
-    def error_seen(self) -> bool:
-        """Whether the client received an error event of the engine."""
-        return self._error_seen
+    def engine_failed(self, body: bytes) -> bool:
+        """Whether the stream told of a failure of the engine by the time that `body`, the last of it, is relayed. What
+        ends for the request's own fault is none: who asks for that would have a canary rolled back."""
+        return self._engine_failed or (body.find(ERROR_EVENT) >= 0 and _tells_of_failure(body))
 
     def end(self, body: bytes = b"") -> None:
         client = self.client
@@ -237,6 +239,13 @@ def error_event_code(body: bytes) -> int | None:
 def event_error(body: bytes) -> HttpError:
     line = body[6:].split(b"\n", 1)[0]
     return errors.from_upstream(error_event_code(body) or 500, line)
+
+
+def _tells_of_failure(body: bytes) -> bool:
+    for line in body.split(b"\n"):
+        if line.startswith(ERROR_EVENT) and (error_event_code(line) or 0) >= 500:
+            return True
+    return False
 
 
 def _rewritten_events(body: bytes, request: Request, sent: int) -> bytes:

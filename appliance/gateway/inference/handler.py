@@ -351,7 +351,7 @@ class InferenceHandler(Placement):
                 self.answer.relay(body)
             return
         if self.answer.ends_well(body):
-            self._end_dispatch(failed=self.answer.error_seen or body.find(ERROR_EVENT) >= 0)
+            self._end_dispatch(failed=self.answer.engine_failed(body))
             self.answer.end(body)
             return
         self.answer.relay(body)

@@ -11,7 +11,7 @@ from appliance.gateway.routing.router import Canary, Model, Replica, Router
 from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat
-from .upstreams import Reply, UpstreamRequest, chat_answer
+from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
 
 async def split(box: Box, share: float, hold_s: float = 30.0, **canary_states: str) -> None:
@@ -52,6 +52,20 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
         "v2": 2 * versions.count("v2"),
     }
     assert sum(counts["versions"]["v2"]["first_byte"].values()) == 2 * versions.count("v2")
+
+
+@pytest.mark.parametrize(("code", "failed"), [(400, 0), (500, 1)])
+async def test_a_stream_that_ends_for_its_requests_own_fault_is_no_failure_of_its_version(
+    start_box: Start, code: int, failed: int
+) -> None:
+    """As a plain answer with 400 is none: whoever asked for what engines end had the canary rolled back."""
+    box = await start_box()
+    await split(box, 1.0)
+    error = b'data: {"error":{"message":"no","type":"x","code":%d}}\n\ndata: [DONE]\n\n' % code
+    box.engines["e1"].script = sends(*chat_events("a", done=False), error)
+    assert (await box.ask("POST", "/v1/chat/completions", {**asked(1), "stream": True})).status == 200
+    (counts,) = load_report(box.state)["canaries"]["m"]["versions"].values()
+    assert (counts["requests"], counts["errors"]) == (1, failed)
 
 
 async def test_nothing_waits_for_a_canary(start_box: Start) -> None:
