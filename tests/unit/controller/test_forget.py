@@ -9,8 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from appliance.controller.admin.owners import forget
+from appliance.controller.data_checks.carry_out import Prepared
 from appliance.controller.files import storage
+from appliance.controller.interfaces.errors import KeyRevoked
+from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import batches, jobs, models, responses
 from appliance.store.records import audit, box, deployments, handovers, keys, model_settings, usage
 from appliance.store.rows import HandoverRow
@@ -386,26 +391,15 @@ async def test_what_is_still_looked_through_is_not_kept(control: Control, monkey
     assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)
 
 
-async def test_nor_is_what_is_still_prepared(control: Control, monkeypatch):
-    ann = Person(control, NAME)
-    sent = {"files": {"file": ("a.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
-    file_id = (await ann.post("/v1/files", **sent))["id"]
-    going_on, preparing = asyncio.Event(), asyncio.Event()
-    described = storage.described
-
-    async def slow(*told: Any, **more: Any) -> Any:
-        preparing.set()
-        await going_on.wait()
-        return await described(*told, **more)
-
-    monkeypatch.setattr(storage, "described", slow)
-    asked = asyncio.create_task(control.http.post(f"/v1/files/{file_id}/prepare", headers=ann.heads[0], json={}))
-    async with asyncio.timeout(30):
-        await preparing.wait()
+async def test_nor_is_what_is_still_prepared(control: Control, tmp_path: Path):
+    ann, place = Person(control, NAME), tmp_path / "prepared"
+    place.write_bytes(chat_lines())
+    caller = Principal(ann.rows[0].id, frozenset({"fine_tuning"}), "req_1", NAME)
+    row = await storage.described(control.context, "file-new", place, filename=NAME, sha256="0", caller=caller)
     assert (await ask(control))["done"]
-    going_on.set()
-    assert (await asked).status_code == 401
-    assert control.db.column("SELECT owner FROM files") == [] and NAME not in written(control)
+    with pytest.raises(KeyRevoked), storage.with_row(control.context, row.id):
+        Prepared({}, [row], [place]).keep(control.context)
+    assert control.db.column("SELECT owner FROM files") == [] and place.exists()
 
 
 # What nobody writes a name into, what people say to models, and names of models that are kept: these are in `models`.
