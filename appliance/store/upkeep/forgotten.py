@@ -138,7 +138,7 @@ _TEXTS = {
 # Many rows say the same: each text is named once. They hold names of models that were deleted, too.
 _REPEATED = {
     "usage": ("model",),
-    "device_time": ("model",),
+    "device_time": ("model", "owner"),
     "energy": ("name",),
     "tier_removals": ("model",),
     "handovers": ("reason", "detail"),
