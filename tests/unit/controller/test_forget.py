@@ -410,7 +410,18 @@ _NO_TEXTS = {
     *("kind", "task", "arch", "method", "purpose", "mime_type", "status", "state", "phase", "wanted", "outcome"),
     *("scopes", "bounds", "version", "active_version", "before", "verb", "action", "request_id", "level", "type"),
     *("status_details", "check_status", "trigger", "endpoint", "route", "tier", "whose", "agent", "verdict", "runs"),
-    *("allowed_sizes", "asked_sizes", "devices", "snapshot", "resolved", "metrics", "counts", "usage", "compared"),
+    *(
+        "rank_seconds",
+        "allowed_sizes",
+        "asked_sizes",
+        "devices",
+        "snapshot",
+        "resolved",
+        "metrics",
+        "counts",
+        "usage",
+        "compared",
+    ),
     *("idle", "arguments", "policy", "cron", "tz", "until", "general", "report", "data_check", "refused_file"),
 }
 _SAID = {
