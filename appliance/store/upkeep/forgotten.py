@@ -102,7 +102,11 @@ def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts, hand
             forget_texts(db, job_id)
         db.many("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [*log.changes, *since.changes])
         # What a request of an administrator has changed, kept in case it comes again, names models.
-        db.execute("DELETE FROM idempotency WHERE instr(lower(resource_id), ?)", [owner.lower()])
+        # Where the name is a part of another word it is somebody else's: of an owner "e" all that came again was new.
+        asked = "SELECT seq, resource_id FROM idempotency WHERE instr(lower(resource_id), ?)"
+        changed = db.execute(asked, [owner.lower()]).fetchall()
+        gone = [[row["seq"]] for row in changed if _word(owner).search(row["resource_id"])]
+        db.many("DELETE FROM idempotency WHERE seq = ?", gone)
         for handover_id in handovers:
             asked = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
             db.execute(asked, [pseudonym, handover_id])
@@ -152,12 +156,14 @@ _REPEATED = {
 _SHOWN_CHARACTERS = 200
 
 
-def mentions(db: Database, owner: str) -> list[str]:
-    """Where the name still stands as a part of a text, in whatever case: "TABLE ID: COLUMN", oldest first.
+def _word(owner: str) -> re.Pattern[str]:
+    """A name stands for itself: where letters or digits go on before or after it, it is a part of another word."""
+    return re.compile(rf"(?<![^\W_]){re.escape(owner)}(?![^\W_])", re.IGNORECASE)
 
-    A name stands for itself: where letters or digits go on before or after it, it is a part of another word."""
-    found = []
-    word = re.compile(rf"(?<![^\W_]){re.escape(owner)}(?![^\W_])", re.IGNORECASE)
+
+def mentions(db: Database, owner: str) -> list[str]:
+    """Where the name still stands as a part of a text, in whatever case: "TABLE ID: COLUMN", oldest first."""
+    found, word = [], _word(owner)
     for table, columns in _TEXTS.items():
         there = [column for column in columns if column in _columns(db, table)]
         any_ = " OR ".join(f"instr(lower({column}), ?1)" for column in there)

@@ -288,9 +288,12 @@ async def test_what_was_changed_of_a_model_with_the_name_is_not_kept_in_case_it_
     path = f"/admin/v1/models/{NAME}-bot"
     assert (await control.http.post(f"{path}/rollback", headers=ADMIN | {"idempotency-key": "k"})).status_code == 200
     await control.http.delete(path, headers=ADMIN)
+    insert_model(control.db, f"{NAME}ette", versions=("v1", "v2"))
+    await control.http.post(f"/admin/v1/models/{NAME}ette/rollback", headers=ADMIN | {"idempotency-key": "of another"})
     await ask(control, cancel=True)
-    kept = "\n".join(row["resource_id"] for row in control.db.execute("SELECT resource_id FROM idempotency"))
-    assert NAME not in kept
+    kept = [row["resource_id"] for row in control.db.execute("SELECT resource_id FROM idempotency")]
+    assert not [text for text in kept if NAME in text.replace(f"{NAME}ette", "")]
+    assert [text for text in kept if f"{NAME}ette" in text], "a word that only begins with the name is somebody else's"
 
 
 async def test_the_copy_of_the_database_that_a_killed_backup_left_goes_too(control: Control):
