@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import openai
 import pytest
 
 from appliance.controller.batches.background_responses import KEY_REVOKED
@@ -68,13 +69,16 @@ async def test_what_gateways_still_pass_on_for_a_revoked_key_is_refused(control:
 
 
 async def test_a_key_that_ends_itself_is_answered_and_its_row_written(control: Control):
-    """So is what it had begun before: its record asks who it was, not whether it may go on."""
+    """Its record asks who it was, not whether it may go on."""
     key_id = control.as_key("laptop", scopes=["admin"])
     answer = await control.http.delete(f"/admin/v1/keys/{key_id}")
     assert answer.status_code == 200 and answer.json()["revoked_s"] is not None
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     assert (rows[0]["action"], rows[0]["key_id"]) == ("key.revoke", key_id)
 
+
+async def test_of_a_key_that_ends_while_its_file_is_looked_through_no_file_is_kept(control: Control):
+    """What it had begun ends with it: the file would be there again of a person who was forgotten meanwhile."""
     key_id = control.as_key("uploader")
     checked = control.context.file_work.check
 
@@ -83,9 +87,12 @@ async def test_a_key_that_ends_itself_is_answered_and_its_row_written(control: C
         return await checked(*given, **more)
 
     control.context.file_work.check = slow  # type: ignore[method-assign]
-    file_id = await control.upload()
-    rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
-    assert (rows[0]["action"], rows[0]["target"], rows[0]["key_id"]) == ("file.create", file_id, key_id)
+    with pytest.raises(openai.AuthenticationError) as refused:
+        await control.upload()
+    assert refused.value.code == "invalid_api_key"
+    control.as_key("another", scopes=["admin"])
+    assert (await control.http.get("/v1/files")).json()["data"] == []
+    assert not list(control.context.files_dir.iterdir())
 
 
 async def test_what_a_revoked_key_claimed_is_not_passed_on_to_a_weaker_one(control: Control):
