@@ -21,6 +21,9 @@ from weights.tiers import copies
 SLOTS, RESIDENT, REGISTERED = 2, 4, 20
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+ROUNDED = 0.4
+"""Nats by which a log-probability of the engine, which computes in bfloat16, may differ from that of float32: 0.03 on
+average, 0.16 at most. Of the weights of another policy it differs by two on average."""
 
 
 def save_adapter(
@@ -223,7 +226,7 @@ async def test_a_policy_in_training_samples_for_its_job_and_exists_for_nobody_el
         with torch.no_grad():
             logits = whole(input_ids=torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
-        assert one.log_probs == pytest.approx(expected.tolist(), abs=0.15), "of the policy, with the end token"
+        assert one.log_probs == pytest.approx(expected.tolist(), abs=ROUNDED), "of the policy, with the end token"
 
 
 async def test_an_answer_that_is_interrupted_goes_on_by_other_weights(box, base):
@@ -256,7 +259,7 @@ async def test_an_answer_that_is_interrupted_goes_on_by_other_weights(box, base)
     assert not on and [name for name, _ in spans] == models and sum(count for _, count in spans) == len(ids)
     begun = spans[0][1]
     for whole, of in ((merged[0], slice(0, begun)), (merged[1], slice(begun, None))):
-        assert log_probs[of] == pytest.approx(log_probs_of(whole, prompt, ids)[of], abs=0.15)
+        assert log_probs[of] == pytest.approx(log_probs_of(whole, prompt, ids)[of], abs=ROUNDED)
 
 
 async def interrupted(http: httpx.AsyncClient, model: str, line: Line, room: int) -> Line:
