@@ -13,13 +13,12 @@ from tests.unit.loop_cost.test_object_size import too_much
 from tests.unit.loop_cost.unfinished import BOUNDS, CANARIES, GATES, Unfinished, measure
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Unfinished:
-    return measure(tmp_path_factory.mktemp("unfinished") / "box", owners=2)
-
-
 @pytest.mark.timeout(600)
-def test_no_round_of_the_loop_works_on_all_that_goes_on(counted: Unfinished):
+def test_no_round_of_the_loop_works_on_all_that_goes_on(tmp_path: Path):
+    """One test: of several each worker that has one would measure anew, for half a minute."""
+    counted = measure(tmp_path / "box", owners=2)
+    as_much_as_owners_may_begin(counted)
+    a_line_that_comes_back_is_looked_at_by_few_batches(counted)
     compare(counted)
 
 
@@ -40,7 +39,7 @@ def compare(counted: Unfinished) -> None:
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
 
 
-def test_as_much_goes_on_as_owners_may_begin(counted: Unfinished):
+def as_much_as_owners_may_begin(counted: Unfinished) -> None:
     assert counted.begun["batches"] == 2 * BOUNDS.batches
     assert counted.begun["responses"] == 2 * BOUNDS.background
     assert counted.begun["jobs"] == 2 * BOUNDS.jobs
@@ -51,7 +50,7 @@ def test_as_much_goes_on_as_owners_may_begin(counted: Unfinished):
     assert counted.begun["wanted models"] >= 2 * BOUNDS.background
 
 
-def test_a_line_that_comes_back_is_looked_at_by_few_batches(counted: Unfinished):
+def a_line_that_comes_back_is_looked_at_by_few_batches(counted: Unfinished) -> None:
     """It was one look of each batch: of 64 some 30,000 calls, and of 160 as long as 50 ms."""
     assert counted.told["a line comes back"].round.calls < 8000
     assert counted.told["engines have news"].round.calls < 8000
