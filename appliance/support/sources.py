@@ -17,6 +17,7 @@ from appliance.doctor import facts
 from appliance.doctor.checks import findings
 from appliance.paths import BoxPaths
 from runtime.devices import kinds
+from runtime.log_files import end_of, logs_in
 
 LOG_BYTES = 2_000_000  # of each log, its end
 ALL_LOGS_BYTES = 60_000_000
@@ -79,29 +80,24 @@ _COMMANDS = (
 def logs(folder: Path, *, since_s: float) -> Iterator[Part | Missing]:
     """The ends of all logs written since then, the newest first. since_s: as time.time() counts."""
     left = ALL_LOGS_BYTES
-    found = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    for path in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True):
-        name = f"logs/{path.relative_to(folder)}"
-        if path.stat().st_mtime < since_s:
+    for one in logs_in(folder):
+        name = f"logs/{one.name}"
+        if one.changed_s < since_s:
             yield Missing(name, "not written lately")
         elif left <= 0:
             yield Missing(name, f"the newer logs have {ALL_LOGS_BYTES // 1_000_000} MB already")
-        elif path.suffix in (".gz", ".zst"):
+        elif one.is_packed:
             yield Missing(name, "compressed")
         else:
-            text = _end(path)
+            text = _end(folder / one.name)
             left -= len(text)
-            yield Part(name, text, str(path))
+            yield Part(name, text, str(folder / one.name))
 
 
 def _end(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - LOG_BYTES))
-        data = file.read(LOG_BYTES)
-    text = data.decode(errors="replace")
+    text, before = end_of(path, LOG_BYTES)
     # The first line is cut: half a secret is not known as one.
-    return text if size <= LOG_BYTES else f"[{size - LOG_BYTES} bytes before]\n" + text.partition("\n")[2]
+    return f"[{before} bytes before]\n" + text.partition("\n")[2] if before else text
 
 
 def _file(name: str, path: Path) -> Part | Missing:
