@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from appliance.controller.access.naming import Resolved, model_of, resolve
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
-from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal
+from appliance.controller.interfaces.principal import ADMIN, INFERENCE, Principal, allow
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, models
@@ -114,7 +114,7 @@ def caller_of(db: Database, key_id: str | None) -> Principal:
 def why_not_asked(db: Database, key_id: str | None, name: str, *, chats: bool = True) -> str:
     """`check_may_ask` for work that outlives its request: why this key may not ask the model, "" if it may."""
     row = keys.find(db, key_id) if key_id is not None else None
-    if row is not None and not {ADMIN, INFERENCE}.intersection(row.scopes):
+    if row is not None and not allow(row.scopes, INFERENCE):
         return f"the key that asks needs the scope: {INFERENCE}"
     if not may_use(db, key_id, name):
         return f"the model {name!r} does not exist or you do not have access to it"

@@ -20,10 +20,10 @@ from appliance.controller.access.model_access import may_use
 from appliance.controller.access.spending import Spending, spent_until_s
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
-from appliance.controller.interfaces.principal import ADMIN, INFERENCE
+from appliance.controller.interfaces.principal import INFERENCE, allow
 from appliance.gateway.access.allowance import Allowance
 from appliance.gateway.access.written_rate import WrittenRate
-from appliance.gateway.answers.usage import TokenRequest
+from appliance.gateway.answers.usage import TokenRequest, longest_of
 from appliance.gateway.core import errors as gateway_errors
 from appliance.store.database import Database
 from appliance.store.records import keys
@@ -80,7 +80,7 @@ class Metering:
         `waits_for` says so. needs_scope: a job asks the model that it trains without the scope of inference."""
         if key is None:
             return None
-        if needs_scope and not {ADMIN, INFERENCE}.intersection(key.scopes):
+        if needs_scope and not allow(key.scopes, INFERENCE):
             return _answer(gateway_errors.missing_scope(INFERENCE))
         if not may_use(self._db, key.id, model):
             return _answer(gateway_errors.model_not_found(model))
@@ -179,8 +179,7 @@ def _longest(body: Any, completion: int) -> int:
     texts = [
         choice.get("text") or (choice.get("message") or {}).get("content") or "" for choice in choices or [] if choice
     ]
-    sizes = [len(text) for text in texts]
-    return -(-completion * max(sizes) // sum(sizes)) if any(sizes) else 0
+    return longest_of(completion, [len(text) for text in texts])
 
 
 def _count(body: dict[str, Any], name: str, otherwise: int = 1) -> int:

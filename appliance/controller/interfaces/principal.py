@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,6 +17,11 @@ FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "met
 _SCRAPE, _USAGE, _ME = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me"
 SESSIONS = "/admin/v1/sessions"
 _EVENTS = "/admin/v1/events"
+
+
+def allow(scopes: Collection[str], *needed: str) -> bool:
+    """Whether whoever has these scopes may do what any of the needed ones is for. An admin may do everything."""
+    return ADMIN in scopes or any(one in scopes for one in needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Principal:
     session: str | None = None
 
     def may(self, *scopes: str) -> bool:
-        return ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
+        return allow(self.scopes, *scopes)
 
     @property
     def is_admin(self) -> bool:

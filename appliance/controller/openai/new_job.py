@@ -13,7 +13,7 @@ from appliance.controller.gates.terms import new_gate
 from appliance.controller.grading.given import grader_of
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
-from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, Principal
+from appliance.controller.interfaces.principal import FINE_TUNING, Principal, allow
 from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
@@ -31,7 +31,7 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     ApiError."""
     db = context.db
     key = keys.find(db, caller.key_id) if caller.key_id is not None else None
-    if key is not None and not {ADMIN, FINE_TUNING}.intersection(key.scopes):  # pipelines and sweeps outlive its scopes
+    if key is not None and not allow(key.scopes, FINE_TUNING):  # pipelines and sweeps outlive its scopes
         raise Forbidden(FINE_TUNING)
     context.quotas.check_job(caller)
     claims.check(db, body, caller)

@@ -26,6 +26,11 @@ _NO_CHOICES: Final = b'"choices":[],'
 ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 
+def longest_of(completion: int, sizes: list[int]) -> int:
+    """Of so many tokens of several choices, about how many the longest has by their sizes; 0 where none has a size."""
+    return -(-completion * max(sizes) // sum(sizes)) if any(sizes) else 0
+
+
 class Tokens:
     """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
     last. found: tokens of the prompt that a cache of prefixes had; longest: about how many the longest of several
@@ -65,8 +70,7 @@ class Tokens:
     def read_choices(self, body: bytes) -> None:
         """Take from a whole plain answer, whose usage has been read, what part of it the longest choice is."""
         sizes = [max(len(choice) - _CHOICE_BYTES, 1) for choice in body.split(FINISHED)[:-1]]
-        if sizes:
-            self.longest = -(-self.completion * max(sizes) // sum(sizes))
+        self.longest = longest_of(self.completion, sizes)
 
     @property
     def total(self) -> int:
