@@ -157,10 +157,8 @@ class TokenSet:
         members = order[np.concatenate(packs)] if packs else np.zeros(0, np.int64)
         edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
         of_packs = np.concatenate([[0], np.cumsum(self._labels_of_examples()[members])])
-        partial = index.with_name(f"{index.name}.{os.getpid()}")  # every rank may write it, and writes the same
-        with open(partial, "wb") as file:
-            np.savez(file, members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64))
-        os.rename(partial, index)
+        # Every rank may write it, and writes the same.
+        replace_file(index, _npz(members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64)))
 
 
 def open_token_set(
@@ -279,9 +277,7 @@ def _write_block(
             tokens.append(ids)
             learnt.append(mask)
             lengths.append(len(ids))
-    content = io.BytesIO()
-    np.savez(
-        content,
+    content = _npz(
         tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
         lengths=np.array(lengths, np.int64),
@@ -290,7 +286,13 @@ def _write_block(
         errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
     )
     # It may be taken up after a crash of the machine, and a rank whose supervisor has died may write it too.
-    replace_file(block, content.getvalue(), durable=True)
+    replace_file(block, content, durable=True)
+
+
+def _npz(**arrays: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    return content.getvalue()
 
 
 def _raise_if_bad(path: Path, kept: Path, count: int) -> None:

@@ -104,8 +104,8 @@ def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts, hand
         # What a request of an administrator has changed, kept in case it comes again, names models.
         # Where the name is a part of another word it is somebody else's: of an owner "e" all that came again was new.
         asked = "SELECT seq, resource_id FROM idempotency WHERE instr(lower(resource_id), ?)"
-        changed = db.execute(asked, [owner.lower()]).fetchall()
-        gone = [[row["seq"]] for row in changed if _word(owner).search(row["resource_id"])]
+        changed, word = db.execute(asked, [owner.lower()]).fetchall(), _word(owner)
+        gone = [[row["seq"]] for row in changed if word.search(row["resource_id"])]
         db.many("DELETE FROM idempotency WHERE seq = ?", gone)
         for handover_id in handovers:
             asked = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
