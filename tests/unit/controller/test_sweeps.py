@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from pathlib import Path
@@ -258,15 +259,20 @@ async def test_one_sweeps_data_keeps_no_others_waiting(
     whole = runner.write_apart
 
     def slowly(source: Path, target: Path, share: float, least: int) -> int:
-        assert waits.wait(20)
+        waits.wait()
         return whole(source, target, share, least)
 
     monkeypatch.setattr(runner, "write_apart", slowly)
-    sweep_id = await begun(control)
-    await control.app.state.sweeps.look()
-    other = await begun(control, first=1)
-    await control.app.state.sweeps.look()
-    row = sweeps.find(control.db, other)
-    assert row is not None and [len(trial["jobs"]) for trial in row.trials] == [1, 1, 1, 1]
-    waits.set()
+    # Both are made before the first makes its part: an owner's files have their turn one after the other.
+    sweep_id, other = await begun(control), await begun(control, first=1)
+    try:
+        await control.app.state.sweeps.look()
+        for _ in range(50):  # turns of the loop, of which each of the four jobs takes a few
+            await asyncio.sleep(0)
+        row = sweeps.find(control.db, other)
+        assert row is not None and [len(trial["jobs"]) for trial in row.trials] == [1, 1, 1, 1]
+        waiting = sweeps.find(control.db, sweep_id)
+        assert waiting is not None and waiting.state == "running" and not waiting.files
+    finally:
+        waits.set()
     assert len((await look(control, sweep_id)).files) == 1

@@ -363,6 +363,20 @@ def replaces(pattern, content):
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def limited_trial(monkeypatch, **limits):
+    """Trials of tokenizers with these limits in place of their own."""
+    run = subprocess.run
+
+    def limited(command, **how):
+        if command[3] != "train.convert.tokenizer_trial":
+            return run(command, **how)
+        lowered = "".join(f"t.{name} = {value}\n" for name, value in limits.items())
+        code = f"import train.convert.tokenizer_trial as t\n{lowered}t.main({command[-1]!r})"
+        return run([sys.executable, "-P", "-c", code], **how)
+
+    monkeypatch.setattr("appliance.models.tokenizer_trial.subprocess.run", limited)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -382,6 +396,7 @@ def test_a_tokenizer_that_makes_endlessly_much_of_little_is_refused(library, tmp
     """In an engine, which has no limit of its own, one letter took all memory of the machine."""
     source = checkpoints.write(tmp_path / "source")
     (source / "tokenizer.json").write_text(tokenizer_json(**parts))
+    limited_trial(monkeypatch, MEMORY_BYTES=1 << 30)  # what it fills until it is refused takes most of the time
     with pytest.raises(TokenizerRefused, match="tokenizer.json: (reading short texts took|makes|cannot read)"):
         library.import_path(source)
     assert nothing_there(tmp_path)
@@ -830,16 +845,7 @@ def test_the_trial_of_other_vocabularies_has_the_limits_of_the_first(library, so
     """Loading alone exceeds these, as a large hostile one exceeds the real ones."""
     without_tokenizer_json(source, vocab_txt="[UNK]\n[CLS]\na\n")
     as_transformers_loads(source, "BertTokenizer")
-    run = subprocess.run
-
-    def limited(command, **how):
-        if command[3] != "train.convert.tokenizer_trial":
-            return run(command, **how)
-        small = 0 if limit == "CPU_S" else 64 << 20
-        code = f"import train.convert.tokenizer_trial as t\nt.{limit} = {small}\nt.main({command[-1]!r})"
-        return run([sys.executable, "-P", "-c", code], **how)
-
-    monkeypatch.setattr("appliance.models.tokenizer_trial.subprocess.run", limited)
+    limited_trial(monkeypatch, **{limit: 0 if limit == "CPU_S" else 64 << 20})
     with pytest.raises(TokenizerRefused, match="vocab.txt: (reading short texts took more than 60 s of CPU|cannot)"):
         library.import_path(source)
 
