@@ -30,10 +30,12 @@ from tests.front.box import MODEL, Front, free_port, running_front
 from tests.unit.controller.conftest import insert_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here (pip install playwright)")
+expect = playwright.expect
 pytestmark = pytest.mark.skipif(
     page_pictures.BROWSER is None, reason="no browser here (Debian: apt-get install chromium-headless-shell)"
 )
 WAIT_MS = 30_000
+expect.set_options(timeout=WAIT_MS)
 Visit = Callable[..., Any]
 
 
@@ -304,7 +306,7 @@ def test_a_file_is_checked_by_line_and_a_job_made_of_a_good_one(visit: Visit, tm
     page = visit(place="#/jobs/new")
     page.get_by_label("Or upload one").first.set_input_files(bad)
     page.get_by_text("has 1 bad lines").wait_for()
-    assert page.get_by_role("cell", name="2", exact=True).count() == 1
+    expect(page.get_by_role("cell", name="2", exact=True)).to_have_count(1)
     page.get_by_label("Or upload one").first.set_input_files(good)
     page.get_by_text("has no faults").wait_for()
     page.get_by_role("button", name="Begin the job").click()
@@ -378,9 +380,9 @@ def test_curves_are_drawn_of_what_the_key_may_read(visit: Visit, front: Front) -
     for key, drawn in ((tuner, 3), (key_with(front, "read"), 2), (front.key, 3)):
         page = visit(key=key, place=f"#/jobs/{job_id}")
         page.locator(".u-wrap").nth(drawn - 1).wait_for()
-        assert page.locator(".u-wrap").count() == drawn
-        assert page.get_by_role("img", name="Mean reward 0.25 → 0.75").count() == (drawn == 3)
-        assert page.get_by_role("button", name="Pause").count() == (drawn == 3)
+        expect(page.locator(".u-wrap")).to_have_count(drawn)
+        expect(page.get_by_role("img", name="Mean reward 0.25 → 0.75")).to_have_count(int(drawn == 3))
+        expect(page.get_by_role("button", name="Pause")).to_have_count(int(drawn == 3))
         page.goto(page.url.partition("#")[0])
         page.context.close()
 
@@ -420,7 +422,7 @@ def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> N
     duplicates = page.get_by_role("row").filter(has_text="duplicates").first
     assert "11" in duplicates.inner_text() and "92 %" in duplicates.inner_text()
     lines = page.get_by_role("region", name="By line")
-    assert lines.get_by_role("row").filter(has_text="line 1").count() > 0
+    lines.get_by_role("row").filter(has_text="line 1").first.wait_for()
     assert "ann.lee" not in page.locator("main").inner_text()
 
 
@@ -476,8 +478,8 @@ def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
     page.get_by_text("9 → 3 → 1").wait_for()
     assert "learning_rate_multiplier 1 best" in " ".join(page.get_by_role("row").nth(1).inner_text().lower().split())
     plot = page.get_by_role("img", name="learning_rate_multiplier 1: 1.94 → 1.62 → 1.41")
-    assert plot.locator(".trial").count() == 8, "the ninth came to no loss"
-    assert plot.locator(".trial.best circle").count() == 3
+    expect(plot.locator(".trial"), "the ninth came to no loss").to_have_count(8)
+    expect(plot.locator(".trial.best circle")).to_have_count(3)
     plot.locator(".trial", has=page.locator("circle")).first.hover(force=True)
     plot.locator(".trial.picked").wait_for()
     page.goto(f"{front.url}/ui#/pipelines")
@@ -622,18 +624,20 @@ def test_a_long_list_is_searched_and_shows_older_rows_on_demand(visit: Visit) ->
         page = visit(front.url, front.key, "#/jobs")
         rows = page.locator("tbody tr")
         rows.nth(99).wait_for()
-        assert rows.count() == 100
+        expect(rows).to_have_count(100)
         page.get_by_label("Find").fill("n007")
         page.get_by_text("Nothing here has these words.").wait_for()
         page.get_by_role("button", name="Show older ones").click()
         page.get_by_role("link", name="ft:starter:local:n007:job").wait_for()
-        assert rows.count() == 1 and page.get_by_role("button", name="Show older ones").count() == 0
+        expect(rows).to_have_count(1)
+        expect(page.get_by_role("button", name="Show older ones")).to_have_count(0)
         page.get_by_label("Find").fill("")
         rows.nth(149).wait_for()
-        assert rows.count() == 150 and page.get_by_role("link", name="n000").count() == 1
+        expect(rows).to_have_count(150)
+        expect(page.get_by_role("link", name="n000")).to_have_count(1)
         front.call(lambda: page_rows.insert_jobs(context.db, 3, first=150))
         rows.nth(152).wait_for()
-        assert rows.count() == 153, "those that newer ones push out of the first page stay"
+        expect(rows, "those that newer ones push out of the first page stay").to_have_count(153)
         page.close()
 
 
