@@ -188,6 +188,7 @@ class JobRuns:
         spec = TrainSpec.from_dict(
             {
                 **row.resolved,
+                "options": row.resolved.get("options", {}) | self._form(job_id),
                 "job_id": job_id,
                 "method": row.method,
                 **base,
@@ -208,6 +209,12 @@ class JobRuns:
         )
         (folder / "spec.json").write_text(spec.to_json())
         return spec
+
+    def _form(self, job_id: str) -> dict[str, Any]:
+        """What its answers are held to, where the request has that beside its grader."""
+        judge = job_records.find_judge(self._db, job_id)
+        form = judge.judge.get("response_format") if judge is not None else None
+        return {"response_format": form} if form else {}
 
     def _general(self, row: JobRow, base: dict[str, Any], device_kind: str) -> dict[str, Any]:
         """The fields of a TrainSpec that say what an earlier job heard of the same starting model."""

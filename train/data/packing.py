@@ -104,10 +104,12 @@ class Row:
 @dataclass(frozen=True)
 class RolloutRow(Row):
     """A row of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better
-    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled."""
+    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled. allowed: (n, words) int32,
+    a bit for each token of the vocabulary that could have been sampled in its place; None where all could."""
 
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
+    allowed: np.ndarray | None = None
 
 
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:

@@ -115,6 +115,7 @@ class OwnAnswers(Method, ABC):
         # The head computes in float32, its weight's gradient too. Answers are sampled while nothing is learnt from.
         head = 4 * shape.vocab * shape.hidden if element < 4 else 0
         head += estimate.head_bytes(shape, row, 4) - estimate.head_bytes(shape, row, element)
+        head += together * fields["max_length"] * shape.vocab // 8  # which tokens a form left of the vocabulary
         samples = self.samples(options)
         learnt = fields["batch_size"] * samples.group * samples.room
         validated = samples.validated_together(fields["batch_size"]) * samples.valid * samples.room

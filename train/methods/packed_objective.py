@@ -7,6 +7,7 @@ output head, so the head's matrix product and the vocabulary-wide softmax are pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +72,11 @@ class PackedObjective(nn.Module):
 
     def log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
         """(n,) float32: the log-probability of each learnt token, for an objective whose head is a LogProbHead."""
+        allowed = batch.get("allowed")
         if self._fused:
-            return self.head(batch)
-        return -functional.cross_entropy(self.logits(batch), batch["labels"], reduction="none")
+            return self.head(batch, allowed)
+        logits = self.logits(batch) if allowed is None else only(self.logits(batch).clone(), allowed)
+        return -functional.cross_entropy(logits, batch["labels"], reduction="none")
 
     def sequence_log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
         """(sequences,) float32: the log-probability of what is learnt of each sequence."""
@@ -107,11 +110,14 @@ class LogProbHead(nn.Linear):
 
     wide = False
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden (n, width), labels (n,) int64 -> (n,) float32; without labels the usual logits (..., vocabulary)."""
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """hidden (n, width), labels (n,) int64 -> (n,) float32, in the distribution over the tokens that `allowed`, as
+        `only` has it, leaves of the vocabulary; without labels the usual logits (..., vocabulary)."""
         if labels is None:
             return super().forward(hidden)
-        return _LinearLogProbs.apply(hidden, self.weight, labels, self.wide)
+        return _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -119,17 +125,17 @@ class _LinearLogProbs(torch.autograd.Function):
     all are there, so the backward computes the logits of each chunk again instead of keeping any."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, wide):
+    def forward(ctx, hidden, weight, labels, wide, allowed):
         ctx.save_for_backward(hidden, weight, labels)
         if wide:
             hidden, weight = hidden.float(), weight.float()
         log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
         for part in _chunks(hidden, weight):
-            logits = (hidden[part] @ weight.t()).float()
+            logits = _logits(hidden[part], weight, allowed, part)
             log_sums[part] = torch.logsumexp(logits, dim=-1)
             log_probs[part] = logits.gather(1, labels[part, None])[:, 0] - log_sums[part]
-        ctx.log_sums, ctx.wide = log_sums, wide
+        ctx.log_sums, ctx.wide, ctx.allowed = log_sums, wide, allowed
         return log_probs
 
     @staticmethod
@@ -143,7 +149,8 @@ class _LinearLogProbs(torch.autograd.Function):
         rows = chunk_rows(hidden, weight.shape[0])
         weight_grad = HeadGradient(hidden, weight.shape[0], rows) if need_weight else None
         for part in _chunks(hidden, weight):
-            grad = (hidden[part] @ weight.t()).float().sub_(ctx.log_sums[part, None]).exp_().neg_()  # minus the softmax
+            logits = _logits(hidden[part], weight, ctx.allowed, part)
+            grad = logits.sub_(ctx.log_sums[part, None]).exp_().neg_()  # minus the softmax
             target = labels[part, None]
             grad.scatter_add_(1, target, torch.ones_like(target, dtype=grad.dtype))
             grad = grad.mul_(upstream[part, None])
@@ -151,7 +158,21 @@ class _LinearLogProbs(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[part])
         found = hidden_grad, None if weight_grad is None else weight_grad.total()
-        return *(None if one is None else one.to(kind) for one, kind in zip(found, dtypes, strict=True)), None, None
+        gradients = (None if one is None else one.to(kind) for one, kind in zip(found, dtypes, strict=True))
+        return *gradients, None, None, None
+
+
+def only(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Logits (n, vocabulary), minus infinity in place where `allowed` forbids: (n, words) int32, a bit for each token,
+    the lowest first."""
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (allowed.view(torch.uint8)[..., None] >> places) & 1
+    return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, allowed: torch.Tensor | None, part: slice) -> torch.Tensor:
+    logits = (hidden @ weight.t()).float()
+    return logits if allowed is None else only(logits, allowed[part])
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:

@@ -33,10 +33,12 @@ class Float32LogProbHead(LogProbHead):
 
     wide = True
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if labels is None:
             return functional.linear(hidden.float(), self.weight.float())
-        return super().forward(hidden, labels)
+        return super().forward(hidden, labels, allowed)
 
 
 class ReinforcementObjective(PackedObjective):
@@ -84,10 +86,12 @@ def _weighted(
 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
-    """As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels."""
+    """As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels, and `allowed`."""
     assert isinstance(row, RolloutRow)
+    allowed = None if row.allowed is None else torch.from_numpy(row.allowed).to(device, non_blocking=True)
     return {
         **packed_objective.to_batch(row, scale, device),
+        "allowed": allowed,
         "advantages": torch.from_numpy(row.advantages).to(device, non_blocking=True),
         "sampled": torch.from_numpy(row.sampled).to(device, non_blocking=True),
     }

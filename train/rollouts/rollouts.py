@@ -23,7 +23,7 @@ import zipfile
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ from train.rollouts.teacher import Teacher
 from train.rollouts.wanted import TRAINING, VALIDATION, Wanted
 from train.state.fragments import Grid
 from weights.memory.store import WeightStore
+
+if TYPE_CHECKING:
+    from train.rollouts.form import Form
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
@@ -213,11 +216,13 @@ class Rollouts:
         for member, size in sizes.items():
             ids = np.concatenate([prompt, self._ids[member, :size]])
             sequences.append((ids, np.arange(len(ids)) >= len(prompt)))
-        row = build_row([sequences], 0, 0, packing=False)
+        row, form = build_row([sequences], 0, 0, packing=False), self._form
+        held = [] if form is None else [form.allowed(self._ids[member, :size]) for member, size in sizes.items()]
         return RolloutRow(
             **{name: getattr(row, name) for name in row.__dataclass_fields__},
             advantages=np.concatenate(parts),
             sampled=np.concatenate([self._log_probs[member, :size] for member, size in sizes.items()]),
+            allowed=np.concatenate(held) if held else None,
         )
 
     # --- validation
@@ -283,6 +288,7 @@ class Rollouts:
             self._spec.max_length,
             device,
             self._hearing.agreed,
+            self._form,
         )
         if found is None:
             return False
@@ -331,6 +337,15 @@ class Rollouts:
         end = getattr(self._engine.module.model.generation_config, "eos_token_id", None)
         found = end if isinstance(end, list) else [end]
         return sorted({int(one) for one in [*found, self._tokenizer.eos_token_id] if one is not None})
+
+    @cached_property
+    def _form(self) -> Form | None:
+        said = self._spec.options.get("response_format")
+        if said is None:
+            return None
+        from train.rollouts.form import Form  # loads xgrammar, which few jobs need
+
+        return Form(said, self._tokenizer, self._engine.module.model.config.get_text_config().vocab_size, self._ends)
 
     # --- what is kept of the step under way
 

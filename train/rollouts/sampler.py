@@ -1,5 +1,6 @@
 """Samples answers from the model as it stands in a rank: token by token, with a cache of keys and values, at
-temperature 1 and from the whole vocabulary, so that the recorded log-probabilities are the policy's own.
+temperature 1 and from the whole vocabulary, or from what a form leaves of it, so that the recorded log-probabilities
+are the policy's own.
 
 In the ranks, because there the weights of this very step are, whatever is trained and however it is shared out. What is
 random is given from outside, one number for each token, so that an answer depends on nothing but the weights and these.
@@ -11,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
+from train.methods.packed_objective import only
 from train.plan.estimate import SAMPLING_BYTES, ModelShape
+
+if TYPE_CHECKING:
+    from train.rollouts.form import Form
 
 _ATTENTION = "sdpa"  # packed rows know no cache
 # Bytes of a row and a token of the vocabulary while the next token is chosen: logits and their log_softmax in float32,
@@ -55,13 +60,15 @@ def sample(
     longest: int,
     device: torch.device,
     agreed: Callable[[bool], tuple[bool, bool]],
+    form: Form | None = None,
 ) -> Answers | None:
     """An answer to each prompt; equal ones that follow each other go through the model once.
 
     chances: (n, room) in [0, 1), by which the tokens are chosen. ends: tokens that end an answer. longest: the most
     tokens of a prompt with its answer, the same on every rank, as the number of prompts is. agreed: collective; it
     takes whether this rank has unfinished answers, and tells whether the devices are wanted, and whether any rank has;
-    None is returned when they are wanted.
+    None is returned when they are wanted. form: what each answer is held to; log-probabilities are those of the tokens
+    that it leaves.
     """
     n, room = chances.shape
     made = Answers.empty(n, room, device)
@@ -70,7 +77,7 @@ def sample(
         for start in range(0, n, wave):
             part = slice(start, min(n, start + wave))
             into = Answers(made.ids[part], made.log_probs[part], made.sizes[part], made.older[part])
-            if not _wave(model, prompts[part], chances[part], ends, device, agreed, into):
+            if not _wave(model, prompts[part], chances[part], ends, device, agreed, into, form):
                 return None
     return made
 
@@ -105,6 +112,7 @@ def _wave(
     device: torch.device,
     agreed: Callable[[bool], tuple[bool, bool]],
     made: Answers,
+    form: Form | None,
 ) -> bool:
     """Fill `made`; False if the devices were wanted."""
     chance = torch.from_numpy(chances).to(device)
@@ -120,10 +128,17 @@ def _wave(
     logits, mask, positions = logits[which], mask[which], positions[which][:, -1:]
     rows = torch.arange(len(prompts), device=device)
     alive = torch.ones(len(rows), dtype=torch.bool, device=device)
+    held = [] if form is None else [form.begin() for _ in prompts]
     for place in range(chances.shape[1]):
+        if held:
+            allowed = np.stack([held[row].allowed() for row in rows.tolist()])
+            logits = only(logits, torch.from_numpy(allowed).to(device))
         log_probs = logits.log_softmax(-1)
         chosen = _choose(log_probs, chance[rows, place])
         at = rows[alive]
+        if held:
+            for row, token in zip(at.tolist(), chosen[alive].tolist(), strict=True):
+                held[row].take(token)
         made.ids[at, place] = chosen[alive]
         made.log_probs[at, place] = log_probs.gather(1, chosen[:, None])[alive, 0]
         made.sizes[at] += 1

@@ -58,6 +58,12 @@ def submit(
         Path | None,
         typer.Option("--grader", metavar="PATH", help="What gives answers their reward, JSON (docs/graders.md)."),
     ] = None,
+    response_format: Annotated[
+        Path | None,
+        typer.Option(
+            "--response-format", metavar="PATH", help="The form that answers are held to, JSON (docs/reinforcement.md)."
+        ),
+    ] = None,
     teacher: Annotated[
         str | None,
         typer.Option(
@@ -100,9 +106,12 @@ def submit(
     """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
     checked before any device is taken."""
     _check_judge(training, grader=grader, teacher=teacher)
+    if response_format is not None and training.judged_by != "grader":
+        raise BadUsage(f"--response-format belongs to --method {' and '.join(judged_by('grader'))}")
     block = given(
         hyperparameters=training.hyperparameters(publish=publish),
         grader=None if grader is None else json_file("--grader", grader),
+        response_format=None if response_format is None else json_file("--response-format", response_format),
         teacher=teacher,
     )
     body = given(

@@ -1,4 +1,4 @@
-"""Checks graders and items of requests for the caller."""
+"""Checks graders, items and forms of answers of requests for the caller."""
 
 from __future__ import annotations
 
@@ -44,6 +44,56 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
                 check_asked({"response_format": leaf.answers_by}, param)
                 forms.add(form)
     return grader
+
+
+def form_of(given: Any, param: str) -> dict[str, Any] | None:
+    """The form that a job's ranks hold their answers to (train.rollouts.form); None for plain text. Raises
+    BadRequest."""
+    if given is None or given == {"type": "text"}:
+        return None
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind not in ("json_object", "json_schema"):
+        raise BadRequest(
+            f"Invalid '{param}': expected an object of the type text, json_object or json_schema.",
+            param=param,
+            code="invalid_value",
+        )
+    named = given.get("json_schema")
+    if kind == "json_schema" and not (isinstance(named, dict) and isinstance(named.get("schema"), dict)):
+        path = f"{param}.json_schema.schema"
+        raise BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+    check_asked({"response_format": given}, param)
+    if kind == "json_schema" and (name := _expression_in(given["json_schema"]["schema"])):
+        raise BadRequest(
+            f"Invalid '{param}': its schema has `{name}`, and the ranks follow no expressions; use `enum`, or let the "
+            "grader reward it.",
+            param=param,
+            code="unsupported_value",
+        )
+    form: dict[str, Any] = given
+    return form
+
+
+_EXPRESSIONS = ("pattern", "patternProperties", "propertyNames")
+_VALUES = ("const", "default", "enum", "examples")
+_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
+
+
+def _expression_in(schema: Any) -> str:
+    """The first keyword of a JSON schema that holds a text to an expression, "" if it has none."""
+    if isinstance(schema, list):
+        return next(filter(None, map(_expression_in, schema)), "")
+    if not isinstance(schema, dict):
+        return ""
+    for name, inner in schema.items():
+        if name in _EXPRESSIONS:
+            return str(name)
+        if name in _VALUES:
+            continue
+        found = _expression_in(list(inner.values()) if name in _BY_NAME and isinstance(inner, dict) else inner)
+        if found:
+            return found
+    return ""
 
 
 def check_asked(fields: dict[str, Any], param: str) -> None:

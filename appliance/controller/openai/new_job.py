@@ -10,7 +10,7 @@ from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import new_gate
-from appliance.controller.grading.given import grader_of
+from appliance.controller.grading.given import form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal, allow
@@ -150,13 +150,6 @@ def _judge(
         return None
     said, where = requests.beside_hyperparameters(body), f"method.{method.name}"
     param = f"{where}.{method.judged_by}"
-    if said.get("response_format") not in (None, {"type": "text"}):
-        raise BadRequest(
-            f"'{where}.response_format' must be {{'type': 'text'}}: answers are sampled without a grammar while a "
-            "model trains, so that every token is its own choice; let the grader reward the form.",
-            param=f"{where}.response_format",
-            code="unsupported_value",
-        )
     if method.judged_by not in said:
         raise BadRequest(
             f"Missing required parameter: '{param}', {_MISSING[method.judged_by]}.",
@@ -165,7 +158,16 @@ def _judge(
         )
     given = said[method.judged_by]
     if method.judged_by == "grader":
-        return {"grader": grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)}
+        grader = grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)
+        form = form_of(said.get("response_format"), f"{where}.response_format")
+        if form and resolved["options"]["rollouts"] == "engine":
+            raise BadRequest(
+                f"'{where}.response_format' needs 'rollouts' to be 'ranks' or 'auto': what is learnt of a token "
+                "depends on which others the form left, which an engine does not say.",
+                param=f"{where}.response_format",
+                code="unsupported_value",
+            )
+        return {"grader": grader, **({"response_format": form} if form else {})}
     student = base_for(context.db, caller, body.model)
     return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
 

@@ -140,6 +140,7 @@ def test_a_request_that_is_refused_leaves_no_file_behind(prepared, tmp_path, of,
         ("--method distillation", "--method distillation needs --teacher, a model of the box"),
         ("--method distillation --teacher t --grader g.json", "--grader belongs to --method reinforcement"),
         ("--teacher t", "--teacher belongs to --method distillation; --method is supervised"),
+        ("--method dpo --response-format f.json", "--response-format belongs to --method reinforcement"),
     ],
 )
 def test_who_judges_belongs_to_the_method(prepared, given, says):

@@ -149,6 +149,7 @@ FROZEN = {
         "--priority",
         "--publish",
         "--publish-as",
+        "--response-format",
         "--seed",
         "--set",
         "--sizes",

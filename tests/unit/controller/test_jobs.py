@@ -591,6 +591,27 @@ async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Contr
     assert listed.data[0].method.reinforcement.grader.reference == "{{item.answer}}"
 
 
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(control: Control):
+    wanted = form({"type": "object", "properties": {"pattern": {"enum": [{"pattern": "x"}]}}})
+    job_id = await control.job(
+        training_file=await control.upload(prompts()),
+        method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "response_format": wanted}},
+    )
+    assert jobs.get(control.db, job_id).phase == "queued"
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.method.reinforcement.response_format == wanted
+    plain = await control.job(
+        training_file=await control.upload(prompts()),
+        method={"type": "reinforcement", "reinforcement": {"grader": GRADER, "response_format": {"type": "text"}}},
+    )
+    shown = (await control.sdk.fine_tuning.jobs.retrieve(plain)).method.reinforcement
+    assert shown.to_dict().keys() == {"grader", "hyperparameters"}
+
+
 @pytest.mark.parametrize(
     "block, param, says",
     [
@@ -598,9 +619,24 @@ async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Contr
         ({"grader": GRADER | {"operation": "is"}}, "method.reinforcement.grader.operation", "Invalid"),
         ({"grader": GRADER | {"input": "{{ answer }}"}}, "method.reinforcement.grader.input", "begins with neither"),
         (
-            {"grader": GRADER, "response_format": {"type": "json_object"}},
+            {"grader": GRADER, "response_format": {"type": "regex"}},
             "method.reinforcement.response_format",
-            "let the grader reward the form",
+            "text, json_object or json_schema",
+        ),
+        (
+            {"grader": GRADER, "response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "method.reinforcement.response_format.json_schema.schema",
+            "Missing",
+        ),
+        (
+            {"grader": GRADER, "response_format": form({"properties": {"a": {"type": "string", "pattern": "a+"}}})},
+            "method.reinforcement.response_format",
+            "`pattern`, and the ranks follow no expressions",
+        ),
+        (
+            {"grader": GRADER, "response_format": form({"type": "array", "maxItems": 1 << 31})},
+            "method.reinforcement.response_format",
+            "too",
         ),
         (
             {"grader": GRADER, "hyperparameters": {"reasoning_effort": "much"}},
@@ -619,6 +655,19 @@ async def test_what_a_job_of_rewards_cannot_be_is_named(control: Control, block:
         )
     assert refused.value.param == param
     assert jobs.list_unfinished(control.db) == []
+
+
+async def test_no_engine_samples_answers_of_a_form(control: Control):
+    object.__setattr__(control.context, "adapter_rank_limit", lambda row: 32)
+    by_engine = {"rollouts": "engine", "lora_rank": 8}
+    block = {"grader": GRADER, "response_format": form({}), "hyperparameters": by_engine}
+    with pytest.raises(openai.BadRequestError, match="needs 'rollouts' to be 'ranks'") as refused:
+        await control.sdk.fine_tuning.jobs.create(
+            model="starter",
+            training_file=await control.upload(prompts()),
+            method={"type": "reinforcement", "reinforcement": block},
+        )
+    assert refused.value.param == "method.reinforcement.response_format"
 
 
 async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(control: Control):

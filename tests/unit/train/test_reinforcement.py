@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.train_support.specs import host_spec
-from tests.train_support.tiny import make_model_dir, write_prompt_file
+from tests.train_support.tiny import VOCABULARY, make_model_dir, write_prompt_file
 from tests.train_support.world import SAMPLES
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
@@ -28,9 +28,10 @@ from train.methods.reinforcement import METHOD as REINFORCEMENT
 from train.methods.reinforcement_objective import CLIP_HIGH, CLIP_LOW, TRUNCATED_AT, ReinforcementObjective, to_batch
 from train.model.model import load_model, load_tokenizer
 from train.plan import auto, estimate
-from train.plan.errors import InvalidHyperparameter, InvalidTrainingData, NothingGraded
+from train.plan.errors import InvalidHyperparameter, InvalidSpec, InvalidTrainingData, NothingGraded
 from train.plan.spec import TrainSpec
 from train.rollouts import engine_samples, grader, sampler
+from train.rollouts.form import Form
 from train.rollouts.grader import advantages, calls_in, standard_error
 from train.rollouts.rollouts import ASKED_AT_ONCE, FILE
 from train.rollouts.sampler import Answers, sample
@@ -401,6 +402,66 @@ def test_tokens_come_by_their_probability(tmp_path):
     assert np.bincount(made.ids[:, 0].numpy(), minlength=384) / n == pytest.approx(expected, abs=1.5 / n)
 
 
+ANSWER = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypatch, fused):
+    """Against the logits of the whole vocabulary the ratio of a brace, which the form alone leaves, was its probability
+    to a model that writes none: e**-6, with nothing learnt yet."""
+    spec = host_spec(make_model_dir(tmp_path / "b", dtype=torch.float32), precision="fp32")
+    objective, tokens = ReinforcementObjective(load_model(spec)), load_tokenizer(spec.base_path)
+    monkeypatch.setattr(objective, "_fused", fused and objective._fused)
+    form = Form(FORM, tokens, VOCABULARY, [2])
+    draw = np.random.default_rng(1)
+    prompt = draw.integers(3, 384, 5)
+    made = sampled(objective.model, [prompt] * 8, draw.random((8, 32)), form=form)
+    answers = [made.ids[n, : made.sizes[n]].numpy() for n in range(8)]
+    said = [json.loads(tokens.decode(ids[:-1])) for ids in answers if ids[-1] == 2]
+    assert said and all(one in ({"a": "x"}, {"a": "yy"}) for one in said)
+
+    log_probs = np.concatenate([made.log_probs[n, : made.sizes[n]].numpy() for n in range(8)])
+    whole = [(np.concatenate([prompt, ids]), np.arange(5 + len(ids)) >= 5) for ids in answers]
+    row, allowed = build_row([whole], 0, 0, packing=False), np.concatenate([form.allowed(ids) for ids in answers])
+    advantages = draw.standard_normal(len(log_probs)).astype(np.float32)
+    found = RolloutRow(
+        **{name: getattr(row, name) for name in row.__dataclass_fields__},
+        advantages=advantages,
+        sampled=log_probs,
+        allowed=allowed,
+    )
+    batch = to_batch(found, 1.0, "cpu")
+    computed = objective.log_probs(batch)
+    assert computed.detach().numpy() == pytest.approx(log_probs, abs=1e-4)
+    one_left = np.array([np.unpackbits(one.view(np.uint8)).sum() == 1 for one in allowed])
+    assert 0 < one_left.sum() < len(one_left) and not log_probs[one_left].any()
+
+    weight = objective.model.get_output_embeddings().weight
+    (gradient,) = torch.autograd.grad((computed * batch["advantages"]).sum(), weight, retain_graph=True)
+    logits = objective.logits(batch)
+    forbidden = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :VOCABULARY] == 0
+    plain = logits.masked_fill(torch.from_numpy(forbidden), -torch.inf).log_softmax(-1)
+    taken = plain.gather(1, batch["labels"][:, None])[:, 0]
+    (expected,) = torch.autograd.grad((taken * batch["advantages"]).sum(), weight)
+    assert torch.allclose(gradient, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schema, why",
+    [
+        ({"$ref": "#"}, "no text fits"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}, "no text fits"),
+        ({"type": "object", "properties": 1}, "does not follow its schema"),
+    ],
+)
+def test_a_form_that_no_answer_has_is_refused_in_words(tmp_path, schema, why):
+    tokens = load_tokenizer(str(make_model_dir(tmp_path / "b")))
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    with pytest.raises(InvalidSpec, match=f"response_format: .*{why}"):
+        Form(form, tokens, VOCABULARY, [2]).allowed(tokens.encode('{"a":' + " " * 40))
+
+
 # --- a run
 
 
@@ -488,6 +549,20 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
     train = [texts for name, texts in box.questions if name.startswith("train")]
     assert len(train) == 24 and all(len(texts) == 32 <= ASKED_AT_ONCE for texts in train)
     assert [event["version"] for event in box.of("published")] == ["step-24"]
+
+
+def test_a_run_learns_within_a_form(tmp_path):
+    def longer(text, item):
+        return (float(json.loads(text)["a"] == "yy") if text.endswith("}") else 0.0), ""
+
+    box = Box(longer)
+    options = {**SAMPLES, "max_completion_tokens": 32, "response_format": FORM}
+    assert box.run(run_spec(tmp_path, options=options, learning_rate=1e-2))["outcome"] == "succeeded"
+    steps = box.of("metrics")
+    assert steps[-1]["train_mean_reward"] > steps[0]["train_mean_reward"] + 0.2, steps
+    assert all(step["mismatch_max"] < 1e-3 for step in steps)
+    said = [text for _, texts in box.questions for text in texts if "}" in text]
+    assert said and all(json.loads(text) in ({"a": "x"}, {"a": "yy"}) for text in said)
 
 
 def test_no_question_to_the_grader_has_more_bytes_than_one_may(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
-from appliance.store.rows import VersionRow
+from appliance.store.rows import JobJudgeRow, VersionRow
 from appliance.wiring.job_runs import JobRuns
 from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage
@@ -313,6 +313,18 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
     assert runs.spec("ftjob-1", "cpu") == first
+
+
+def test_ranks_are_told_the_form_of_a_jobs_answers(runs, db, add_model, add_job, tmp_path):
+    add_model()
+    (tmp_path / "bytes").mkdir()
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
+    add_job(resolved=RESOLVED | {"options": {"group": 8}})
+    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    assert runs.spec("ftjob-1", "cpu").options == {"group": 8}
+    form = {"type": "json_object"}
+    job_records.insert_judge(db, JobJudgeRow("ftjob-1", {"grader": {}, "response_format": form}))
+    assert runs.spec("ftjob-1", "cpu").options == {"group": 8, "response_format": form}
 
 
 async def test_a_job_does_not_start_once_its_model_is_shared_no_more(runs, db, add_model, add_job, tmp_path):
