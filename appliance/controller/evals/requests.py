@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from appliance.controller.http.strict_body import StrictBody
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_VARIABLES
+from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -86,12 +86,13 @@ class _Part(StrictBody):
 
 class Message(StrictBody):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | _Part
+    content: Text | _Part | Annotated[list[Text | _Part], Field(max_length=MAX_PARTS)]
     type: Literal["message"] | None = None
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else self.content.text
+        parts = self.content if isinstance(self.content, list) else [self.content]
+        return "\n".join(part if isinstance(part, str) else part.text for part in parts)
 
 
 class Template(StrictBody):

@@ -214,6 +214,17 @@ async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Cont
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
 
+async def test_a_message_may_be_a_part_or_several_as_the_types_have_it(control: Control):
+    control.as_key("carol")
+    sent = answers(control, "yes")
+    part = {"type": "input_text", "text": "Say {{ item.answer }}"}
+    template = [{"role": "developer", "content": part}, {"role": "user", "content": ["Now:", part]}]
+    source = asked(input_messages={"type": "template", "template": template})
+    assert (await ended(control, await made(control), source)).status == "completed"
+    said = sorted([message["content"] for message in body["messages"]] for body in sent)
+    assert said == [["Say no", "Now:\nSay no"], ["Say yes", "Now:\nSay yes"]]
+
+
 async def test_responses_are_written_otherwise_and_asked_the_same(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
