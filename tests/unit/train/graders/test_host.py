@@ -8,7 +8,6 @@ import math
 import os
 import threading
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import psutil
@@ -16,6 +15,7 @@ import pytest
 
 from train.graders import host as host_module
 from train.graders import sandbox, worker
+from train.graders.errors import GradingErrors, TookTooLong
 from train.graders.graders import parse
 from train.graders.grading import ModelAnswer
 from train.graders.host import GraderHost
@@ -123,28 +123,34 @@ def test_what_a_step_waits_for_yields_once_it_has_computed_for_long(monkeypatch:
     assert given == pytest.approx([1.5, 0.1, math.inf, math.inf, math.inf]) and nice == [sandbox.NICENESS]
 
 
-@pytest.mark.skipif(bool(sandbox.refusal()), reason=sandbox.refusal())
 @pytest.mark.parametrize(
     ("loops", "run", "rewards"),
     [
         # Devices waited two minutes for each of a step's answers, and a step may have thousands.
-        ("True", 3, [0] * 5),
-        ("sample['output_text'] != 'd'", 3, [0] * 5),
+        ("abcde", 3, [0] * 5),
+        ("abce", 3, [0] * 5),
         # A grader that runs what the model wrote meets answers that loop.
-        ("sample['output_text'] in 'bcde'", 5, [1, 0, 0, 0, 0]),
+        ("bcde", 5, [1, 0, 0, 0, 0]),
     ],
     ids=["always", "until then", "some answers"],
 )
 def test_code_that_never_ends_is_not_run_for_every_answer(
     monkeypatch: pytest.MonkeyPatch, loops: str, run: int, rewards: list[int]
 ) -> None:
-    monkeypatch.setattr(worker, "run_python", partial(sandbox.run_python, time_s=0.1))
-    source = f"def grade(sample, item):\n    while {loops}: pass\n    return 1"
+    """loops: the answers of which it never ends."""
+
+    def run_python(source: str, sample: dict[str, Any], item: Any, **_: Any) -> float:
+        if sample["output_text"] in loops:
+            raise TookTooLong("it took too long", GradingErrors(python_grader_runtime_error=True))
+        return 1.0
+
+    monkeypatch.setattr(worker, "run_python", run_python)
     samples = [{"sample": {"output_text": text}, "item": None} for text in "abcde"]
+    source = "def grade(sample, item): return 1"
     told = worker.answer({"grader": {"type": "python", "name": "p", "source": source}, "samples": samples})["graded"]
     assert [one["reward"] for one in told] == rewards
     messages = ["; ".join(one["messages"]) for one in told]
-    assert sum("took longer than 0.1 s" in text for text in messages) == run - sum(rewards)
+    assert sum("it took too long" in text for text in messages) == run - sum(rewards)
     assert sum("not run: its first 3 calls all ran out of time" in text for text in messages) == len(told) - run
 
 
