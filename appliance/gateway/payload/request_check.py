@@ -182,8 +182,9 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         )
     _repeated_prompts(route, data, body_bytes)
     ending = b""
-    if not stream and ("logprobs" in data or "top_logprobs" in data or "include" in data):
-        ending = _answer_logprobs(route, data, completion, sequences)
+    written = 1 if not stream else _WRITTEN_AGAIN if route.name == RESPONSES else 0
+    if written and ("logprobs" in data or "top_logprobs" in data or "include" in data):
+        ending = _answer_logprobs(route, data, completion, sequences, written)
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
@@ -472,16 +473,18 @@ def _prompt_logprobs(data: dict[str, Any], body_bytes: int, choices: int) -> Non
         )
 
 
-# As of prompts. A stream has them event by event.
+# As of prompts. A stream has them event by event, and one of /v1/responses all of them again in each of its last three,
+# for which an engine keeps an object of each: 64 streams of 8,192 tokens with 20 each took it 8 GB.
 _ANSWER_LOGPROBS: Final = 1 << 16
+_WRITTEN_AGAIN: Final = 3
 # An answer whose request does not say how long it may be gets room for at least this many tokens.
 _LEAST_TOKENS: Final = 1024
 _LENGTH_OF: Final = {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
 
 
-def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequences: int) -> bytes:
-    """The field that ends an answer where its log-probabilities are too many to be made and written in one go; empty
-    if the request says itself how long its answer may be, or wants none. Raises HttpError 400."""
+def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequences: int, written: int) -> bytes:
+    """The field that ends an answer where its log-probabilities are too many to be made and written in one go, so many
+    times; empty if the request says itself how long its answer may be, or wants none. Raises HttpError 400."""
     each = 0
     if route.name == "completions":
         each = data["logprobs"] + 1 if data.get("logprobs") is not None else 0
@@ -491,14 +494,15 @@ def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequen
         return b""
     named = data.get("logprob_token_ids")
     each = max(each, len(named) if isinstance(named, list) else 0)
-    most = _ANSWER_LOGPROBS // (each * sequences)
+    most = _ANSWER_LOGPROBS // (each * sequences * written)
     name = _LENGTH_OF.get(route.name, "max_tokens")
     if completion > most or (not completion and most < _LEAST_TOKENS and route.name != "completions"):
         long = f"of up to {completion} tokens" if completion else "of any length"
+        or_ = "" if route.name == RESPONSES else " or for fewer answers, or stream"
         raise errors.bad_request(
             f"The request asks for {each} log-probabilities of each token of {sequences} answers {long}; at most "
-            f"{_ANSWER_LOGPROBS} altogether are written at once, so {most} tokens each. Set `{name}`, ask for fewer of "
-            "each token or for fewer answers, or stream.",
+            f"{_ANSWER_LOGPROBS // written} altogether are written at once, so {most} tokens each. Set `{name}`, or "
+            f"ask for fewer of each token{or_}.",
             param=name,
             code="too_many_values",
         )

@@ -947,7 +947,21 @@ def test_log_probabilities_of_answers_are_bounded_altogether(route: Any, body: d
     """An engine makes and writes those of a plain answer in one go: 200 bytes asked for ten million."""
     error = refusal(route, body)
     assert (error.param, error.code) == (param, "too_many_values")
-    check_body(route, orjson.dumps({**body, "stream": True}), LIMITS)  # it has them event by event
+    if route != RESPONSES:
+        check_body(route, orjson.dumps({**body, "stream": True}), LIMITS)  # it has them event by event
+
+
+def test_so_are_those_of_a_stream_that_ends_with_all_of_them() -> None:
+    """The last three events of a stream of /v1/responses have each of them again: an engine kept an object of each, and
+    wrote them three times in one go."""
+    asked = {"model": "m", "input": "x", "stream": True, "include": ["message.output_text.logprobs"]}
+    error = refusal(RESPONSES, {**asked, "top_logprobs": 20, "max_output_tokens": 1100})
+    assert (error.param, error.code) == ("max_output_tokens", "too_many_values") and "or stream" not in error.message
+    for more, most in (({"top_logprobs": 20}, 65536 // 63), ({}, 65536 // 3)):
+        ending = check_body(RESPONSES, orjson.dumps({**asked, **more}), LIMITS).ending
+        assert ending == b',"max_output_tokens":%d' % most
+    assert check_body(RESPONSES, orjson.dumps({**asked, "max_output_tokens": 900}), LIMITS).ending == b""
+    assert check_body(RESPONSES, orjson.dumps({**asked, "include": []}), LIMITS).ending == b""
 
 
 def test_an_answer_whose_length_nobody_says_ends_where_they_are_too_many() -> None:
