@@ -29,6 +29,7 @@ from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+from vllm.parser.abstract_parser import DelegatingParser
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
@@ -38,6 +39,7 @@ from vllm.tracing import otel
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -161,6 +163,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     step_bounds.bound_unread(RequestOutputCollector)
+    step_bounds.bound_reading(DelegatingParser)
+    step_bounds.bound_without_text(FastIncrementalDetokenizer, SlowIncrementalDetokenizer)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
     request_bounds.cut_texts(TokenizeParams)

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import xgrammar
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import InputStreamError
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from serve.api.answer_version import Answer
@@ -213,3 +216,139 @@ def test_texts_of_a_stream_that_is_not_read_wait_and_plain_answers_are_no_stream
     kept = put(made(RequestOutputKind.DELTA, "r"), step_bounds.UNREAD + 1, each=0).get_nowait()
     assert len(kept.outputs[0].token_ids) > step_bounds.UNREAD
     put(made(RequestOutputKind.CUMULATIVE, "r"), 9000).get_nowait()
+
+
+class Reading:
+    """As vLLM's parser of a stream; `takes` seconds for each look at what was written so far."""
+
+    def __init__(self, clock: list[float], takes: float) -> None:
+        self.clock, self.takes, self.seen = clock, takes, list[tuple[str, list[int]]]()
+
+    def parse_delta(
+        self, delta_text: str, delta_token_ids: list[int], request: Any, prompt: Any = None, *, finished: bool
+    ) -> str:
+        self.clock[0] += self.takes
+        self.seen.append((delta_text, delta_token_ids))
+        return delta_text
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes parsers, with the bound, on one clock, which stands except while one of them reads."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    bounded = type("Bounded", (Reading,), {})
+    step_bounds.bound_reading(bounded)
+    return clock, lambda takes: bounded(clock, takes)
+
+
+def token(stream: Any, number: int, finished: bool = False) -> Any:
+    return stream.parse_delta(f"{number} ", [number], None, [1], finished=finished)
+
+
+def test_what_takes_long_to_read_is_read_for_many_tokens_at_once(reading: Any) -> None:
+    """With each token vLLM reads a call of a tool from its beginning: 64 streams of long calls had everybody wait for a
+    second between two tokens."""
+    clock, made = reading
+    quick, slow = made(0.0001), [made(0.01) for _ in range(4)]
+    for number in range(1000):
+        assert token(quick, number) == f"{number} "
+        for one in slow:
+            token(one, number)
+        clock[0] += 0.01
+    spent = sum(0.01 * len(one.seen) for one in slow)
+    assert spent < clock[0] / step_bounds.READ_ONE_OF
+    for one in slow:
+        token(one, 1000, finished=True)
+        assert "".join(text for text, _ in one.seen) == "".join(f"{number} " for number in range(1001))
+        assert [token for _, tokens in one.seen for token in tokens] == list(range(1001))
+    alone = made(0.01)
+    for number in range(100):
+        token(alone, number)
+        clock[0] += 0.01
+    assert len(alone.seen) > 15, "those that have ended take no part of the time"
+
+
+def test_what_takes_too_long_to_read_ends_its_own_request(reading: Any) -> None:
+    clock, made = reading
+    rare, often = made(step_bounds.LONG_READ_S * 2), made(step_bounds.LONG_READ_S * 2)
+    token(rare, 0)
+    rare.takes = 0.001
+    with pytest.raises(VLLMValidationError, match="without `stream`"):
+        for number in range(12):
+            token(often, number)
+            token(rare, number)
+            clock[0] += 10
+    assert token(rare, 12, finished=True).endswith("12 ")
+
+
+class Counting:
+    """The library's stream of tokens that become text, which counts how many it reads at once."""
+
+    most = 0
+    real = tokenizers.decoders.DecodeStream
+
+    def __init__(self, ids: list[int] | None = None, skip_special_tokens: bool = False) -> None:
+        self.stream, self.kept = self.real(ids=ids or [], skip_special_tokens=skip_special_tokens), len(ids or [])
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        self.kept += 1
+        Counting.most = max(Counting.most, self.kept)
+        text = self.stream.step(tokenizer, token)
+        self.kept = 1 if text else self.kept
+        return text
+
+
+SPECIAL = 256
+
+
+@pytest.fixture
+def detokenizers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes vLLM's, the first as it is, the second with the bound, of one token for each byte and a special one."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({one: at for at, one in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|special|>"])
+    monkeypatch.setattr(tokenizers.decoders, "DecodeStream", Counting)
+    monkeypatch.setattr(Counting, "most", 0)
+    bounded = type("Bounded", (FastIncrementalDetokenizer,), {})
+    step_bounds.bound_without_text(bounded, type("Slow", (SlowIncrementalDetokenizer,), {}))
+
+    def make(prompt: list[int], **params: Any) -> list[Any]:
+        asked = SimpleNamespace(request_id="r", prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
+        told = SimpleNamespace(_tokenizer=tokenizer)
+        return [made(told, asked) for made in (FastIncrementalDetokenizer, bounded)]
+
+    return tokenizer, make
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_text_is_the_same_however_few_tokens_are_read_for_it(detokenizers: Any, shown: bool) -> None:
+    tokenizer, make = detokenizers
+    ids = tokenizer.encode("Grüße, 世界! 👩‍👩‍👧 " * 40).ids
+    ids = [one for at, token in enumerate(ids) for one in ([token, SPECIAL] if at % 7 == 0 else [token])]
+    texts = []
+    for one in make(ids, skip_special_tokens=not shown):
+        for token in ids:
+            one.update([token], False)
+        texts.append(one.output_text)
+    assert texts[0] == texts[1] and ("<|special|>" in texts[1]) is shown
+
+
+def test_tokens_without_a_text_are_not_read_again_with_each_further_one(detokenizers: Any) -> None:
+    """Nor is the prompt: of one of 100,000 tokens, and 64 answers of special tokens alone, which `logit_bias` asks for,
+    each token took all other requests most of a second."""
+    tokenizer, make = detokenizers
+    (half,) = {tokenizer.token_to_id(one) for one in tokenizer.encode("世").tokens[1:2]}
+    prompt = tokenizer.encode("x" * 5000).ids
+    for token in (SPECIAL, half):
+        _, bounded = make(prompt)
+        for _ in range(1000):
+            bounded.update([token], False)
+        for last in tokenizer.encode("end").ids:
+            bounded.update([last], False)
+        assert bounded.output_text.endswith("end") and len(bounded.output_token_ids) == 1003
+        assert bounded.output_text.count("\N{REPLACEMENT CHARACTER}") == (1000 if token == half else 0)
+    assert Counting.most <= step_bounds.BEFORE_ANSWER + step_bounds.WITHOUT_TEXT + 1
