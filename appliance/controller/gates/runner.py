@@ -61,8 +61,6 @@ class GateRunner:
         row = gates.outline(self._db, gate_id)
         if row is None or row.state == "ended":
             return
-        if row.state in ("passed", "canary"):  # not for long
-            row = gates.find(self._db, gate_id) or row
         model = models.find(self._db, row.model)
         if row.state != "waiting" and (model is None or models.find_version(self._db, row.model, row.version) is None):
             self._end(row, "undecided", f"{row.version} of {row.model} was deleted")
@@ -83,7 +81,7 @@ class GateRunner:
             phase = "was deleted" if job is None else job.phase
             self._end(row, "undecided", f"{row.job_id} {phase}, so there is no version to judge")
         elif job.finished:
-            made = [one for one in models.list_versions(self._db, row.model) if one.meta.get("job_id") == row.job_id]
+            made = models.versions_made_by(self._db, row.model, row.job_id)
             model = models.find(self._db, row.model)
             if not made or model is None:
                 self._end(row, "undecided", f"what {row.job_id} made was deleted")
@@ -285,8 +283,8 @@ class GateRunner:
             self._context.scheduler.nudge(f"{row.version} is the first version of {row.model} that answers")
         elif self._other_kind(row):
             self._end(row, "passed", f"{row.reason}; it does not answer: one is an adapter, the other whole weights")
-        elif row.terms["then"] == "canary":
-            self._begin_canary(row)
+        elif (terms := gates.canary_of(self._db, row.id)) is not None:
+            self._begin_canary(row, terms)
         else:
             await self._switch(row)
 
@@ -312,12 +310,11 @@ class GateRunner:
             record(self._context, caller, "gate.activate", row.model, **told)
             self._end(row, "passed", row.reason, activated=1)
 
-    def _begin_canary(self, row: GateRow) -> None:
+    def _begin_canary(self, row: GateRow, terms: dict[str, Any]) -> None:
         running = canaries.find_running(self._db, row.model)
         if running is not None and running.version != row.version:
             return  # a canary of somebody else: this gate's turn comes once it has ended
         if running is None:
-            terms = row.terms["canary"]
             canary = CanaryRow(
                 row.model,
                 row.version,

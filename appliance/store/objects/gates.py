@@ -5,8 +5,9 @@ viewer: the owner who asks, and who sees only what is his; None for an admin or 
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
-from typing import Unpack
+from typing import Any, Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by
 from appliance.store.rows import GateRow
@@ -51,6 +52,12 @@ def suites_of(db: Database, gate_id: str) -> int:
     """How many it has."""
     sql = "SELECT json_array_length(terms, '$.suites') FROM gates WHERE id = ?"
     return int(db.value(sql, [gate_id]) or 0)
+
+
+def canary_of(db: Database, gate_id: str) -> dict[str, Any] | None:
+    """The terms of its canary, alone: it may wait for days until another one has ended. None: it has none."""
+    found = db.value("SELECT terms -> '$.canary' FROM gates WHERE id = ?", [gate_id])
+    return json.loads(found) if found else None
 
 
 def page(

@@ -19,7 +19,7 @@ from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import evals, gates, jobs, models
 from appliance.store.records import audit, canaries, deployments, keys
-from appliance.store.rows import GateRow
+from appliance.store.rows import CanaryRow, GateRow
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_stable_names import active, published, run
@@ -418,6 +418,37 @@ async def test_a_look_reads_no_more_of_a_gate_than_it_needs(
     await looked(control)
     assert max(parsed) < 1000, "while there is no place for its runs"
     assert (gates.outline(control.db, gate_id) or GateRow("", 0, "", "")).reason == "no room"
+
+
+async def test_nor_of_one_whose_canary_runs_or_waits_for_another(
+    control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
+):
+    """For days, if its owner likes: a hundred with terms of half a MiB took the loop a third of each second."""
+    asked = await suite(control)
+    first, gate_id = await gated(control, asked)
+    v1 = run(control, events, first)
+    await seen_through(control, gate_id)
+    asked["data_source"]["input_messages"] = {"type": "template", "template": [{"role": "user", "content": "0" * 5000}]}
+    second, gate_id = await gated(control, asked, then="canary", canary={"watch_s": 86400.0})
+    v2 = run(control, events, second)
+    canaries.put(control.db, CanaryRow("fraud", "another", v1, 0.1, 1.0))
+    gates.update(control.db, gate_id, state="passed", verdict="passed", version=v2, before=v1, reason="better")
+    parsed: list[int] = []
+    loads = json.loads
+
+    def counting(text: str) -> Any:
+        parsed.append(len(text))
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counting)
+    await looked(control)
+    assert (gates.outline(control.db, gate_id) or GateRow("", 0, "", "")).state == "passed"
+    canaries.end(control.db, "fraud", "rolled_back", "asked for", now_s=2.0, compared={})
+    for _ in range(2):
+        await looked(control)
+    running = canaries.find_running(control.db, "fraud")
+    assert running is not None and (running.version, running.watch_s) == (v2, 86400.0)
+    assert (gates.outline(control.db, gate_id) or GateRow("", 0, "", "")).state == "canary" and max(parsed) < 1000
 
 
 def no_room(caller: Principal) -> None:
