@@ -4,13 +4,12 @@ file."""
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
 from appliance.controller.interfaces.config import Bucket
-from appliance.controller.pipelines.new_data import MOST_FILES, Found, NoData, bounded, write_lines
+from appliance.controller.pipelines.new_data import MOST_FILES, Found, NoData, bounded, fitting, write_lines
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.places import s3_at
@@ -30,11 +29,11 @@ class _Stopped(Exception):
 def found_in(bucket: Bucket, pattern: str) -> Found:
     """Every object below the bucket's prefix whose name after the prefix fits the pattern (`*` stands for "/" too), by
     its whole address: [bytes, tag of its bytes]. Raises NoData, TierUnavailable."""
-    objects, found = s3_at(bucket), Found()
+    objects, found, fits = s3_at(bucket), Found(), fitting(pattern)
     for seen, (key, size, tag) in enumerate(objects.tagged()):
         if seen == MOST_KEYS:
             raise NoData(f"there are more than {MOST_KEYS:,} objects below {objects.where}")
-        if size and fnmatch.fnmatchcase(key, pattern):
+        if size and fits(key):
             found[objects.where + key] = [size, tag]
         if len(found) > MOST_FILES:
             break

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,13 +33,13 @@ class NoData(Exception):
 
 def in_folder(folder: str, pattern: str, now_s: float) -> Found:
     """Lists regular files only; follows no links, in the folder or on the way to it. Raises NoData."""
-    found: Found = {}
+    found, fits = Found(), fitting(pattern)
     try:
         descriptor = _open_without_links(Path(folder), os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(descriptor) as entries:
                 for entry in entries:
-                    if not fnmatch.fnmatchcase(entry.name, pattern) or not entry.is_file(follow_symlinks=False):
+                    if not fits(entry.name) or not entry.is_file(follow_symlinks=False):
                         continue
                     told = entry.stat(follow_symlinks=False)
                     if told.st_size and now_s - told.st_mtime >= SETTLED_S:
@@ -80,8 +81,14 @@ def _mode(name: str, folder: int) -> int:
 
 def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
     """Raises NoData."""
-    rows = files.named(context.db, owner, now_s=time.time())
-    return bounded({file_id: [size] for file_id, size, name in rows if fnmatch.fnmatchcase(name, pattern)})
+    rows, fits = files.named(context.db, owner, now_s=time.time()), fitting(pattern)
+    return bounded({file_id: [size] for file_id, size, name in rows if fits(name)})
+
+
+def fitting(pattern: str) -> Callable[[str], object]:
+    """Tells whether a name fits the pattern. fnmatch's own function keeps what it has made of 32,768 patterns: whoever
+    changed his for a while had the controller keep 250 MB."""
+    return re.compile(fnmatch.translate(pattern)).match
 
 
 def bounded(found: Found) -> Found:
