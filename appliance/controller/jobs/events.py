@@ -152,7 +152,7 @@ class JobEvents:
             row = jobs.get(db, job_id)
             if row.finished:
                 return
-            versions = [v for v in models.list_versions(db, row.output_model) if v.meta.get("job_id") == job_id]
+            versions = models.versions_made_by(db, row.output_model, job_id)
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return

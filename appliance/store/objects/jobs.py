@@ -189,7 +189,7 @@ def most_asked(db: Database, of: str) -> JobRow | None:
     """The job whose starting model was asked most of the general questions, of those whose answers follow from `of`."""
     return db.one(
         JobRow,
-        "SELECT * FROM jobs WHERE general ->> '$.of' = ? "
+        "SELECT * FROM jobs WHERE general IS NOT NULL AND general ->> '$.of' = ? "
         "ORDER BY json_array_length(general, '$.before.known') DESC LIMIT 1",
         [of],
     )

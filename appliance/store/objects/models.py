@@ -172,6 +172,13 @@ def list_versions(db: Database, model: str) -> list[VersionRow]:
     return db.all(VersionRow, "SELECT * FROM versions WHERE model = ? ORDER BY seq", [model])
 
 
+def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
+    """Those of this job, oldest first: jobs under one name have made ten thousands."""
+    return db.all(
+        VersionRow, "SELECT * FROM versions WHERE model = ? AND meta ->> '$.job_id' = ? ORDER BY seq", [model, job_id]
+    )
+
+
 def delete_version(db: Database, model: str, version: str) -> None:
     """Deletes the checkpoints that name it too. Raises RowNotFound."""
     with db.transaction():

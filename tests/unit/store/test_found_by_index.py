@@ -36,6 +36,10 @@ LOOKS: dict[str, Callable[[Database], Any]] = {
     "an owner's gates": lambda db: gates.page(db, viewer="ann", model=None, job_id=None, after=None, limit=20),
     "sweeps to forget": lambda db: sweeps.forget_old(db, "ann"),
     "adapters on a model": lambda db: adapters.list_on(db, "starter"),
+    # 6,000 jobs that had ended 0.04 s, with each job that starts; 20,000 versions under one name a second, with each
+    # that ends.
+    "what another job has heard of its starting model": lambda db: jobs.most_asked(db, "model"),
+    "versions that a job has made": lambda db: models.versions_made_by(db, "boxer", "ftjob-1"),
     "the name of a version": lambda db: job_records.checkpoint_of(db, "model", "v1"),
     # 20,000 files 0.09 s, 500,000 uploads that had ended 0.22 s, with each round of housekeeping.
     "files that have expired": lambda db: files.expired(db, now_s=1.0),
@@ -80,3 +84,9 @@ def test_what_stands_behind_long_texts_is_found_by_an_index_alone(db: Database, 
     plans.clear()
     assert not jobs.names_made_by(db, "ann")
     assert [step for step in plans if " jobs " in step] == ["SEARCH jobs USING COVERING INDEX jobs_named (owner=?)"] * 2
+
+
+def test_the_reward_of_a_job_is_found_without_its_other_events(db: Database, plans: list[str]):
+    """Of 200,000, they held the loop for 0.24 s with each trial of a sweep that had ended."""
+    assert job_records.held_out_reward(db, "ftjob-1") is None
+    assert any("USING INDEX job_rewards" in step for step in plans), plans
