@@ -150,6 +150,12 @@ class ObservabilitySettings(_Section):
     logs_total_bytes: int = Field(
         4096 * MIB, ge=MIB, description="size of all logs; past it the oldest go, but none that is being written"
     )
+    profile_jobs_every_s: float = Field(
+        0.0,
+        ge=0.0,
+        description="seconds between two profiles of a step of each running job, whose share of communication becomes "
+        "a series; 0: only steps that somebody profiles",
+    )
 
 
 class BackupSettings(_Section):

@@ -34,8 +34,10 @@ from appliance.controller.devices import copy_limit
 from appliance.controller.devices.night_round import Nightly, NightRound
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.http.peers import FromBox, FromGateways
+from appliance.controller.interfaces.errors import OperationFailed
 from appliance.memory.host_memory import LOOK_EVERY_S
 from appliance.paths import BoxPaths
+from appliance.store.objects import jobs
 from appliance.tiers.flow import TierFlow
 from appliance.wiring.box_status import RSS_EVERY_S
 from appliance.wiring.job_runs import TIDY_EVERY_S
@@ -158,8 +160,19 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
         night = NightRound(parts.db, parts.context.scheduler, parts.deep_checks)
         nightly = Nightly(config.doctor.deep_at, night.all_devices)
         keep_every("deep checks", nightly.look, NIGHTLY_LOOK_S)
+    if every_s := config.observability.profile_jobs_every_s:
+        keep_every("profiles of jobs", partial(_profile_jobs, parts), every_s)
     if copy_limit.read(parts.db)["measured_s"] is None:
         keep("limits of the hardware", partial(copy_limit.measure, parts.db, {parts.devices[0].kind}))
+
+
+async def _profile_jobs(parts: Parts) -> None:
+    """A step of each running job."""
+    for row in jobs.list_in_phase(parts.db, "running"):
+        try:
+            await parts.context.scheduler.profile_job(row.id, 1)
+        except OperationFailed as error:
+            log.info("no profile: %s", error, extra={"job_id": row.id})  # it ends, or moves
 
 
 async def _report_degraded(parts: Parts) -> None:

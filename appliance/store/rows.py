@@ -288,7 +288,8 @@ class JobEventRow:
 @dataclass(frozen=True, slots=True)
 class JobMetricRow:
     """One optimizer step. A step that is run again after a resume replaces its row. `rank_seconds`: what each rank
-    computed by itself."""
+    computed by itself. `communication`: the share of its time in which the first rank communicated, of steps that were
+    profiled."""
 
     job_id: str
     step: int
@@ -301,6 +302,7 @@ class JobMetricRow:
     tokens_per_s: float | None = None
     devices: int | None = None
     rank_seconds: list[float] | None = json_column(default=None)
+    communication: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class WholeBox:
 
     # --- as a person
 
-    def run(self, *arguments: str, code: int = 0, timeout_s: float = 300) -> str:
+    def run(self, *arguments: str, code: int = 0, timeout_s: float = 900) -> str:
         """An `appliance` command; its exit code must be `code`. Returns stdout."""
         if arguments[0] == "down":
             self.note_segments()

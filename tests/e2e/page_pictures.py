@@ -30,6 +30,15 @@ def launch(driver: Any) -> Any:
     return driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"])
 
 
+def watched_page(browser: Any, url: str, faults: list[str], **options: Any) -> Any:
+    """A new page in a context of its own. What its console says, and whom beside `url` it asks, goes into `faults`."""
+    page = browser.new_context(**{"locale": "en-US", **options}).new_page()
+    page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("request", lambda asked: faults.append(asked.url) if not asked.url.startswith(url) else None)
+    return page
+
+
 def take(browser: Any, front: Front, folder: Path) -> list[str]:
     """Every picture into `folder`; their names."""
     for name, prepare in PICTURES.items():

@@ -1,7 +1,8 @@
 """Alerts as the person on duty gets them: a real Prometheus with the rules of images/monitoring scrapes a whole box on
 which the cause of each is made. Without `for:`, else each would take its ten minutes.
 
-It needs Debian's `prometheus` and root, for a small disk of its own. It prints what each alert said.
+It needs Debian's `prometheus` and root, for a small disk of its own. It prints what each alert said, and what the box
+said of a rank that runs half of the time.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from appliance.paths import BoxPaths
-from tests.e2e.box_support import WholeBox, wait_for
+from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 from tests.e2e.prometheus_support import prometheus
 from tests.unit.cli.test_tree import is_command
 from tests.unit.gateway.certificates import self_signed
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus (Debian: apt-get install prometheus)"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk"),
 ]
@@ -42,6 +46,26 @@ def small_disk(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextmanager
+def half_of_the_time(pid: int) -> Iterator[None]:
+    """The process is stopped for every second twentieth of a second, as where another takes half of its processor."""
+    over = threading.Event()
+
+    def pulse() -> None:
+        while not over.wait(0.05):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            os.kill(pid, signal.SIGCONT)
+
+    pulses = threading.Thread(target=pulse)
+    pulses.start()
+    try:
+        yield
+    finally:
+        over.set()
+        pulses.join()
 
 
 def firing(address: str) -> dict[str, dict[str, str]]:
@@ -106,3 +130,29 @@ def test_each_alert_fires_where_its_cause_is_made_and_says_what_to_do(tmp_path: 
                 wait_for(lambda: "BoxDown" in firing(address), "the box to be missed", 60)
         finally:
             box.destroy()
+
+
+def test_a_rank_that_runs_half_of_the_time_is_named_to_its_owner_and_to_who_is_on_duty(tmp_path: Path) -> None:
+    data_dir = tmp_path / "box"
+    data_dir.mkdir()
+    settings = "[box]\ndevices = 2\nstart_timeout_s = 600\n[serve]\nstart_timeout_s = 600\n"
+    with whole_box(data_dir, settings) as box, prometheus(tmp_path / "prometheus", box) as address:
+        box.run("model", "starter", "--minutes", "0.1", "--wait")
+        box.set_mode(policy="train")
+        options = "--epochs 50 --batch-size 8 --min-devices 2 --set max_length=256"
+        job = box.submit("starter", box.upload(gsm8k("train", 64)), options)
+        wait_for(lambda: len(box.losses(job)) >= 3, "the first steps", 600)
+        (slow,) = box.pids_logging_to(f"{job}-rank1.log")
+
+        def told() -> dict[str, Any] | None:
+            events = box.client().fine_tuning.jobs.list_events(job, limit=100).data
+            return next((one.to_dict() for one in events if one.data and "straggler" in one.data), None)
+
+        with half_of_the_time(slow):
+            event = wait_for(told, "the rank to be named", 900)
+            print(event["message"], event["data"]["straggler"], flush=True)
+            found = event["data"]["straggler"]
+            assert (found["rank"], found["device"]) == (1, box.admin(f"jobs/{job}")["devices"][1])
+            alert = wait_for(lambda: firing(address).get(f"RankSlow {found['device']}"), "the alert", 300)
+            print(f"RankSlow: {alert['summary']} -> {alert['remedy']}")
+        box.run("job", "cancel", job)

@@ -18,9 +18,18 @@ from tests.tools.dashboard_picture import draw
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus (Debian: apt-get install prometheus)"),
 ]
+SETTINGS = """
+[box]
+devices = 2
+start_timeout_s = 600
+[serve]
+start_timeout_s = 600
+[observability]
+profile_jobs_every_s = 5
+"""
 OF_GPUS = {
     "Share of the devices' rate that training uses (MFU)",
     "Temperature",
@@ -36,7 +45,7 @@ def test_every_panel_has_something_to_show(tmp_path: Path) -> None:
     data_dir = tmp_path / "box"
     data_dir.mkdir()
     (tmp_path / "backups").mkdir()
-    with whole_box(data_dir, "[box]\ndevices = 2\nstart_timeout_s = 400\n[serve]\nstart_timeout_s = 400\n") as box:
+    with whole_box(data_dir, SETTINGS) as box:
         box.run("model", "starter", "--minutes", "0.1", "--wait")
         box.run("backup", "make", str(tmp_path / "backups"))
         job = box.submit("starter", box.upload(gsm8k("train", 48)), "--epochs 40 --batch-size 4 --min-devices 1")

@@ -1,7 +1,7 @@
 """The page at /ui in a real browser (Debian's chromium, headless): login, devices, a switch of the mode, a job's file
 and its faults, a streamed answer; nobody's console says a word, and nothing leaves for another origin.
 
-Beside the real gateway stands the real control app with an engine from a can; the last test has a whole box.
+Beside the real gateway stands the real control app with an engine from a can; `test_page_soak.py` has a whole box.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
 from tests.e2e import page_pictures, page_rows
-from tests.e2e.box_support import gsm8k, whole_box
 from tests.front.box import MODEL, Front, free_port, running_front
 from tests.unit.controller.conftest import insert_model
 
@@ -59,13 +58,9 @@ def visit(browser: Any, front: Front) -> Iterator[Visit]:
     contexts, faults = [], []
 
     def enter(url: str = front.url, key: str | None = front.key, place: str = "", **options: Any) -> Any:
-        context = browser.new_context(**{"locale": "en-US", **options})
-        contexts.append(context)
-        page = context.new_page()
+        page = page_pictures.watched_page(browser, url, faults, **options)
+        contexts.append(page.context)
         page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda asked: faults.append(asked.url) if not asked.url.startswith(url) else None)
         page.goto(f"{url}/ui{place}")
         if key is not None:
             page.get_by_label("API key").fill(key)
@@ -351,7 +346,7 @@ def test_who_lacks_a_scope_reads_a_sentence(visit: Visit, front: Front) -> None:
 
 
 def trained(front: Front, key: str) -> str:
-    """A job that has reached its third step of four and learns from rewards; its id."""
+    """A job that has reached its third step of four and tells of rewards and of a teacher; its id."""
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     data = "\n".join([json.dumps(row)] * 12).encode()
     with front.http(key) as http:
@@ -367,7 +362,9 @@ def trained(front: Front, key: str) -> str:
         events.started(job_id, ["n0/0", "n0/1"], resumed=False)
         for step in (1, 2, 3):
             more = {"total_steps": 4, "loss": 3.0 / step, "tokens_per_s": 900.0, "devices": 2}
-            events.ingest(job_id, {"event": "metrics", "step": step, "train_mean_reward": step / 4, **more})
+            more |= {"train_mean_reward": step / 4, "reverse_kl": 1 / step}
+            events.ingest(job_id, {"event": "metrics", "step": step, **more})
+        events.ingest(job_id, {"event": "validation", "step": 3, "loss": 0.5, "reverse_kl": 0.5})
 
     front.call(tell)
     return job_id
@@ -376,13 +373,15 @@ def trained(front: Front, key: str) -> str:
 def test_curves_are_drawn_of_what_the_key_may_read(visit: Visit, front: Front) -> None:
     tuner = key_with(front, "fine_tuning")
     job_id = trained(front, tuner)
-    # A tuner reads its own events, a reader the metrics of all; rewards stand in events alone.
-    for key, drawn in ((tuner, 3), (key_with(front, "read"), 2), (front.key, 3)):
+    # A tuner reads its own events, a reader the metrics of all; what methods measure stands in events alone.
+    for key, drawn in ((tuner, 4), (key_with(front, "read"), 2), (front.key, 4)):
         page = visit(key=key, place=f"#/jobs/{job_id}")
         page.locator(".u-wrap").nth(drawn - 1).wait_for()
         expect(page.locator(".u-wrap")).to_have_count(drawn)
-        expect(page.get_by_role("img", name="Mean reward 0.25 → 0.75")).to_have_count(int(drawn == 3))
-        expect(page.get_by_role("button", name="Pause")).to_have_count(int(drawn == 3))
+        taught = "Reverse KL from the teacher, nats a token 1 → 0.3333; Validation 0.5 → 0.5"
+        for name in ("Mean reward 0.25 → 0.75", taught):
+            expect(page.get_by_role("img", name=name)).to_have_count(int(drawn == 4))
+        expect(page.get_by_role("button", name="Pause")).to_have_count(int(drawn == 4))
         page.goto(page.url.partition("#")[0])
         page.context.close()
 
@@ -725,29 +724,38 @@ def test_lanes_follow_the_journal_and_who_holds_a_device_now(visit: Visit) -> No
     assert found["c"] == [("train", "tuned", 0, 100)]
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_a_whole_box_trains_and_answers_before_the_eyes_of_its_page(visit: Visit, tmp_path: Path) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_bytes(gsm8k("train", 100))
-    home = tmp_path / "box"
-    home.mkdir()
-    with whole_box(home) as box:
-        assert box.ask("model", "starter", "--minutes", "0.3")["state"] == "succeeded"
-        page = visit(f"http://127.0.0.1:{box.port}", box.key)
-        page.set_default_timeout(240_000)
-        page.get_by_text("n0/7", exact=True).wait_for()
-        page.goto(page.url.partition("#")[0] + "#/jobs/new")
-        page.get_by_label("Or upload one").first.set_input_files(data)
-        page.get_by_text("has no faults").wait_for()
-        page.get_by_role("button", name="Estimate").click()
-        page.get_by_text("fits", exact=True).wait_for()
-        page.get_by_role("button", name="Begin the job").click()
-        page.locator(".u-wrap").first.wait_for()
-        page.get_by_text("succeeded", exact=True).first.wait_for()
-        page.get_by_role("link", name="Try it in the chat").click()
-        page.get_by_label("Message").fill("Tom has 3 apples and buys 4 more. How many apples does he have?")
+def test_the_timeline_is_looked_at_closer_by_pointer_and_by_keyboard(visit: Visit) -> None:
+    page = visit(place="#/timeline")
+    lane = page.locator(".bar").first.bounding_box()
+    at = lane["y"] + lane["height"] / 2
+    page.mouse.move(lane["x"] + lane["width"] * 0.25, at)
+    page.mouse.down()
+    page.mouse.move(lane["x"] + lane["width"] * 0.5, at, steps=3)
+    page.locator(".drawn").first.wait_for()
+    page.mouse.up()
+    page.locator(".axis").get_by_text(":").first.wait_for()
+    (path,) = [path.decode() for path in site() if path.endswith(b"/lanes.js")]
+    axis = page.locator(".axis .bar span")
+    ticks = [[int(part) for part in text.split(":")] for text in axis.all_inner_texts()]
+    seconds = [3600 * hours + 60 * minutes + second for hours, minutes, second in ticks]
+    assert (seconds[2] - seconds[0]) % 86400 == pytest.approx(450, abs=10), "half of a quarter of an hour"
+    page.get_by_role("button", name="Wider").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Later").focus()
+    for _ in range(3):
         page.keyboard.press("Enter")
-        page.locator(".turn.assistant[data-at=done]").wait_for()
-        assert "tokens" in page.locator(".turn.assistant .times").inner_text()
-        page.context.close()  # before the box: it would ask for its events again, and its console say so
+    axis.get_by_text("now").wait_for()
+    assert axis.first.inner_text() == "−30 min"
+    page.get_by_role("button", name="1 h", exact=True).click()
+    assert axis.first.inner_text() == "−60 min"
+    views = [
+        ("moved({span: 100, until: null}, 1000, -0.5)", {"span": 100, "until": 950}),
+        ("moved({span: 100, until: 950}, 1000, 0.5)", {"span": 100, "until": None}),
+        ("scaled({span: 100, until: null}, 1000, 2)", {"span": 200, "until": None}),
+        ("scaled({span: 100, until: 600}, 1000, 0.5)", {"span": 50, "until": 575}),
+        ("scaled({span: 10, until: 600}, 1000, 0.5)", {"span": 10, "until": 600}),
+        ("scaled({span: 604800, until: null}, 1000, 2)", {"span": 604800, "until": None}),
+        ("between(500, 502, 1000)", {"span": 10, "until": 506}),
+    ]
+    for asked, view in views:
+        assert page.evaluate(f"import('{path}').then((m) => m.{asked})") == view, asked

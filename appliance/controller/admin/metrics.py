@@ -152,6 +152,9 @@ class ControllerCollector:
         rates = [(row, step.learning_rate if step else None) for row, step in newest]
         yield _by_job("appliance_job_learning_rate", "Learning rate of the last step of a running job.", rates)
         yield _by_rank(newest)
+        text = "Share of the time of its newest profiled steps in which a running job's first rank communicated."
+        spent = [(row, job_records.last_communication(self._db, row.id)) for row in running]
+        yield _by_job("appliance_job_communication_ratio", text, spent)
         text = "Share of its devices' bfloat16 rate, as their maker says it, that a running job's model uses."
         yield _by_job("appliance_job_mfu_ratio", text, [(row, self._mfu(row)) for row in running])
         text = "Energy that devices have counted for a running job so far."

@@ -368,6 +368,7 @@ class JobEvents:
         """Where the time of some steps went; `appliance profile job` shows the table."""
         seconds, steps = float(event["seconds"]), int(event["steps"])
         share = {name: float(took) for name, took in event["share"].items()}
+        job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
         told = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
         trace = Path(event["trace"]).name if event.get("trace") else None
         profile = {

@@ -95,6 +95,21 @@ def upsert_metric(db: Database, row: JobMetricRow) -> None:
     )
 
 
+def set_communication(db: Database, job_id: str, step: int, share: float) -> None:
+    """Of a step that there are metrics of."""
+    db.execute("UPDATE job_metrics SET communication = ? WHERE job_id = ? AND step = ?", [share, job_id, step])
+
+
+def last_communication(db: Database, job_id: str) -> float | None:
+    """Of the newest step that was profiled."""
+    share: float | None = db.value(
+        "SELECT communication FROM job_metrics WHERE job_id = ? AND communication IS NOT NULL "
+        "ORDER BY step DESC LIMIT 1",
+        [job_id],
+    )
+    return share
+
+
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
     """By ascending step, from the one behind `after_step`."""
     return db.all(

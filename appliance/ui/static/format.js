@@ -53,6 +53,12 @@ export function moment(unix) {
   return new Intl.DateTimeFormat(language, options).format(at);
 }
 
+/** The time of day of a Unix time. */
+export function clock(unix) {
+  const options = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
+  return new Intl.DateTimeFormat(language, options).format(new Date(unix * 1000));
+}
+
 const BROWSERS = { Edg: "Edge", OPR: "Opera", Firefox: "Firefox", HeadlessChrome: "Chrome", Chrome: "Chrome", Version: "Safari" };
 const SYSTEMS = { Android: "Android", iPhone: "iPhone", iPad: "iPad", Windows: "Windows", "Mac OS X": "macOS", Linux: "Linux" };
 

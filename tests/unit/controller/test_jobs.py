@@ -543,12 +543,18 @@ async def test_a_running_job_is_profiled_and_its_events_say_where_its_time_goes(
     assert (await control.http.post(url, json={"steps": 3})).json() == {"id": job_id, "steps": 3}
     assert control.scheduler.profiled == [(job_id, 3)]
     share = {"compute": 1.2, "communication": 0.4, "input": 0.0, "idle": 0.4}
+    events.ingest(job_id, {"event": "metrics", "step": 9, "total_steps": 12, "loss": 1.0})
     told = {"event": "profiled", "step": 9, "steps": 3, "seconds": 2.0, "share": share, "operators": []}
     events.ingest(job_id, told | {"trace": "/data/jobs/ftjob-1/profile/trace-9.json.gz", "bytes": 77})
     newest = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0]
     assert newest.message == "Profiled 3 steps in 2.00 s: compute 60%, communication 20%, input 0%, idle 20%"
     found = newest.data["profile"]
     assert (found["trace"], found["bytes"], found["share"]) == (f"jobs/{job_id}/profile/trace-9.json.gz", 77, share)
+    events.ingest(job_id, {"event": "metrics", "step": 10, "total_steps": 12, "loss": 1.0})
+    rows = (await control.http.get(f"/admin/v1/jobs/{job_id}/metrics")).json()["data"]
+    assert [(row["step"], row["communication"]) for row in rows] == [(9, 0.2), (10, None)]
+    series = (await control.http.get("/admin/v1/metrics")).text
+    assert f'appliance_job_communication_ratio{{job="{job_id}",model="starter"}} 0.2' in series
 
 
 GRADER: Any = {

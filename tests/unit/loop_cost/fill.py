@@ -309,6 +309,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "job_id": at.id("job", 0 if at.place < at.size.kept else at.place),
             "step": at.place,
             "rank_seconds": [0.1234] * 8,
+            "communication": 0.25 if at.place % 2 else None,
         },
     ),
     "checkpoints": (

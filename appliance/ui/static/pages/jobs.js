@@ -143,7 +143,20 @@ function Acts({ job, onChange }) {
   </div><${Failure} error=${error} />`;
 }
 
-/** Columns over steps: from the rows of metrics where the key may read them, and rewards from the events. */
+// What methods measure beside the loss: the heading of a curve, and its name in an event of a step. Of a validation the
+// name has "valid_" before it, but for OpenAI's.
+const MEASURED = {
+  "job.reward": ["train_mean_reward", "valid_mean_reward"],
+  "job.reverse_kl": ["reverse_kl"],
+  "job.answer_reverse_kl": ["answer_reverse_kl"],
+  "job.accuracy": ["rewards/accuracies"],
+  "job.margin": ["rewards/margins"],
+  "job.entropy": ["entropy"],
+  "job.answer_tokens": ["completion_tokens_mean"],
+};
+const validName = ([name, ofValidation]) => ofValidation || `valid_${name}`;
+
+/** Columns over steps: from the rows of metrics where the key may read them, and what methods measure from the events. */
 function columnsOf(metrics, events) {
   const rows = new Map();
   const at = (step) => {
@@ -151,7 +164,7 @@ function columnsOf(metrics, events) {
     return rows.get(step);
   };
   for (const one of metrics || []) {
-    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm });
+    Object.assign(at(one.step), { loss: one.loss, valid: one.valid_loss, tokens: one.tokens_per_s, devices: one.devices, rate: one.learning_rate, norm: one.grad_norm, comm: one.communication });
   }
   for (const event of events || []) {
     const data = event.data || {};
@@ -161,14 +174,16 @@ function columnsOf(metrics, events) {
     row.valid ??= data.valid_loss;
     row.tokens ??= data.tokens_per_s;
     row.devices ??= data.devices;
-    row.reward ??= data.train_mean_reward;
-    row.validReward ??= data.valid_mean_reward;
     row.rate ??= data.learning_rate;
     row.norm ??= data.grad_norm;
+    for (const names of Object.values(MEASURED)) {
+      for (const name of [names[0], validName(names)]) row[name] ??= data[name];
+    }
   }
   const steps = [...rows.keys()].sort((a, b) => a - b);
   const column = (name) => steps.map((step) => rows.get(step)[name] ?? null);
-  return { steps, ...Object.fromEntries(["loss", "valid", "tokens", "devices", "reward", "validReward", "rate", "norm"].map((name) => [name, column(name)])) };
+  const names = ["loss", "valid", "tokens", "devices", "rate", "norm", "comm", ...Object.values(MEASURED).flatMap((one) => [one[0], validName(one)])];
+  return { steps, ...Object.fromEntries(names.map((name) => [name, column(name)])) };
 }
 
 const known = (values) => values.some((value) => value !== null);
@@ -181,21 +196,25 @@ function Curves({ job, metrics, events }) {
     { label: t("job.loss"), colour: "--train", values: of.loss },
     ...(known(of.valid) ? [{ label: t("job.valid_loss"), colour: "--serve", values: of.valid, points: true }] : []),
   ];
-  const rewards = [
-    { label: t("job.reward"), colour: "--train", values: of.reward },
-    ...(known(of.validReward) ? [{ label: t("job.valid_reward"), colour: "--serve", values: of.validReward, points: true }] : []),
-  ];
+  const measured = Object.entries(MEASURED).filter(([, names]) => known(of[names[0]])).map(([word, names]) => {
+    const series = [
+      { label: t(word), colour: "--train", values: of[names[0]] },
+      ...(known(of[validName(names)]) ? [{ label: t("job.validation"), colour: "--serve", values: of[validName(names)], points: true }] : []),
+    ];
+    return html`<${Chart} key=${word} label=${t(word)} steps=${of.steps} series=${series} words=${words} />`;
+  });
   const speed = [
     ...(known(of.devices) ? [{ label: t("devices"), colour: "--faint", values: of.devices, band: true }] : []),
     { label: t("job.tokens_per_s"), colour: "--accent", values: of.tokens },
   ];
-  const alone = (label, colour, values) => (known(values) ? html`<${Chart} label=${t(label)} steps=${of.steps} series=${[{ label: t(label), colour, values }]} words=${words} />` : null);
+  const alone = (label, colour, values, points) => (known(values) ? html`<${Chart} label=${t(label)} steps=${of.steps} series=${[{ label: t(label), colour, values, points }]} words=${words} />` : null);
   return html`<${Card} title=${t("job.curves")} class="charts">
-    ${known(of.reward) ? html`<${Chart} label=${t("job.reward")} steps=${of.steps} series=${rewards} words=${words} />` : null}
+    ${measured}
     <${Chart} label=${t("job.loss")} steps=${of.steps} series=${losses} words=${words} />
     ${known(of.tokens) ? html`<${Chart} label=${t("job.speed")} steps=${of.steps} series=${speed} words=${words} />` : null}
     ${alone("job.learning_rate", "--serve", of.rate)}
     ${alone("job.grad_norm", "--dim", of.norm)}
+    ${alone("job.communication", "--accent", of.comm, true)}
   </${Card}>`;
 }
 

@@ -1,5 +1,24 @@
 // Who held which device when, from the journal of hand-overs and from who holds them now. Pure.
 
+const LEAST_S = 10;
+const MOST_S = 7 * 86400;
+
+/** What is looked at: `span` seconds up to `until`, a Unix time; null: up to now, as it goes on. */
+const viewOf = (span, until, now) => ({ span: Math.max(LEAST_S, Math.min(MOST_S, span)), until: until < now ? until : null });
+
+/** The same length, earlier or later by a share of it. */
+export const moved = ({ span, until }, now, share) => viewOf(span, (until ?? now) + share * span, now);
+
+/** `times` as long. What goes on stays in view; else the middle does. */
+export function scaled({ span, until }, now, times) {
+  if (until === null) return viewOf(span * times, now, now);
+  const middle = until - span / 2;
+  const view = viewOf(span * times, now, now);
+  return viewOf(view.span, middle + view.span / 2, now);
+}
+
+export const between = (since, until, now) => viewOf(until - since, until - since < LEAST_S ? (since + until + LEAST_S) / 2 : until, now);
+
 const kindOf = { job: "train", replica: "serve" };
 
 /** A holder as its lease names it in a step's target: "3:job:ftjob-…". */
