@@ -59,7 +59,12 @@ def copy_sources(project: Path, to: Path, version: str | None) -> str:
     """What the appliance's wheel is made from, beside what installs it. Returns its version. Raises Unusable."""
     for name in PACKAGES:
         shutil.copytree(project / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(project / "README.md", to)
+    for name in ("README.md", "setup.py"):
+        shutil.copy(project / name, to)
+    locks = to / "images" / "requirements"
+    locks.mkdir(parents=True)
+    for lock in builds(project).values():
+        shutil.copy(lock, locks)
     text = (project / "pyproject.toml").read_text()
     if version is not None:
         if not re.fullmatch(r"\d+(\.\d+)*([a-z]+\d+)?", version):

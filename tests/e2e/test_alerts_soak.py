@@ -90,7 +90,7 @@ def test_each_alert_fires_where_its_cause_is_made_and_says_what_to_do(tmp_path: 
     cert, key = self_signed(tmp_path, days=5)
     with small_disk(tmp_path / "box") as data_dir:
         (data_dir / "appliance.toml").write_text(
-            f'[box]\ndevices = 2\n[gateway]\ntls_cert_path = "{cert}"\ntls_key_path = "{key}"\n'
+            f'[box]\ndevices = 2\nstart_timeout_s = 600\n[gateway]\ntls_cert_path = "{cert}"\ntls_key_path = "{key}"\n'
             '[backup]\nevery_hours = 24\nurl = "/dev/null/nowhere"\n'
         )
         box = WholeBox(data_dir)

@@ -20,7 +20,7 @@ from weights.format.names import version_name
 from weights.format.torch_views import as_tensor
 from weights.memory.store import WeightStore
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(2100)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 STEPS, WARM_STEPS, RATE = 12, 8, 10.0
 """The rate grows by 1.25 a step: the first weights are sound, and at about the eighth step those of so small a model
@@ -111,8 +111,8 @@ def test_a_loss_without_a_number_and_the_doctors_round_at_night(tmp_path: Path) 
     data_dir.mkdir()
     due_s = time.time() + 180
     at = time.strftime("%H:%M", time.localtime(due_s))
-    with whole_box(data_dir, f'[box]\ndevices = 2\n[doctor]\ndeep_at = "{at}"\n') as box:
-        wait_for(lambda: (data_dir / "last-checkup.json").exists(), "the doctor's look after the start", 120)
+    with whole_box(data_dir, f'[box]\ndevices = 2\nstart_timeout_s = 600\n[doctor]\ndeep_at = "{at}"\n') as box:
+        wait_for(lambda: (data_dir / "last-checkup.json").exists(), "the doctor's look after the start", 400)
         import_tiny(box, tmp_path)
         job_id = submit(box, tmp_path, RATE, on_loss_spike="rollback")
         kept = pause_after(box, job_id, 1)
@@ -156,7 +156,9 @@ def test_a_rollback_passes_over_a_snapshot_that_is_broken_already(tmp_path: Path
     makes one of a sound one."""
     data_dir, rate = tmp_path / "box", 1e-3
     data_dir.mkdir()
-    with whole_box(data_dir, "[box]\ndevices = 2\n[weights.disk.snapshots]\nkeep_last = 2\n") as box:
+    with whole_box(
+        data_dir, "[box]\ndevices = 2\nstart_timeout_s = 600\n[weights.disk.snapshots]\nkeep_last = 2\n"
+    ) as box:
         import_tiny(box, tmp_path)
         job_id = submit(box, tmp_path, rate, on_loss_spike="rollback")
         good = pause_after(box, job_id, 1)

@@ -25,7 +25,7 @@ import pytest
 from tests.e2e.box_support import WholeBox, free_port, gsm8k, wait_for
 from tests.e2e.wandb_server import wandb_server
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "images" / "requirements" / "tracking.txt"
@@ -171,7 +171,7 @@ def test_a_job_is_in_mlflow_and_in_a_run_file_of_wandb_to_its_end(tmp_path, pyth
     box.data_dir.mkdir()
     settings = (
         f'[tracking]\nmlflow_uri = "http://127.0.0.1:{port}"\nwandb_mode = "offline"\npython = "{python}"\n'
-        "[box]\ndevices = 2\nstart_timeout_s = 300\n[serve]\nstart_timeout_s = 400\n"
+        "[box]\ndevices = 2\nstart_timeout_s = 600\n[serve]\nstart_timeout_s = 600\n"
     )
     (box.data_dir / "appliance.toml").write_text(settings)
     mlflow = Mlflow(port)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -288,7 +290,8 @@ def test_a_bundle_of_this_checkout_has_what_it_takes(key, tmp_path, monkeypatch,
         assert bill["metadata"]["component"]["version"] == "3.2.1" and len(bill["components"]) > 100
         assert {"share/docs/offline.md", "share/appliance.service"} <= found.manifest.files.keys()
         with archive.open("wheels/appliance-3.2.1-py3-none-any.whl") as own:
-            names = set(zipfile.ZipFile(own).namelist())
+            names = set((wheel := zipfile.ZipFile(own)).namelist())
+            metadata = email.message_from_bytes(wheel.read("appliance-3.2.1.dist-info/METADATA"))
     wanted = {
         path.relative_to(main.make.PROJECT).as_posix()
         for package in wheels.PACKAGES
@@ -296,6 +299,11 @@ def test_a_bundle_of_this_checkout_has_what_it_takes(key, tmp_path, monkeypatch,
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert wanted - names == set(), "every file of the packages is in the appliance's wheel"
+    assert set(metadata.get_all("Provides-Extra")) == {"client", "cpu", "cuda", "harness", "tracking"}
+    asked = [one for one in metadata.get_all("Requires-Dist") if one.endswith('extra == "cpu"')]
+    lock = wheels.builds(main.make.PROJECT)["cpu"].read_text()
+    pins = re.findall(r"^([\w.-]+)(?:\[.*\])?==([^ ;]+)", lock, re.MULTILINE)
+    assert [re.match(r"([\w.-]+)(?:\[.*\])?==([^ ;]+)", one).groups() for one in asked] == pins, "those of the lock"
     assert main.main(["make", str(target), "--key", str(tmp_path / "k"), "--build", "none"]) == 1
     assert "there are cpu, cuda" in capsys.readouterr().err
 

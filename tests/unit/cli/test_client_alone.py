@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from appliance.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
-EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["client"]
+EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["appliance"]["extras"]["client"]
 OURS = {"appliance", "runtime", "scheduler", "serve", "train", "weights"}
 # Groups that run what decides on this machine: a simulation, and a plan for devices that no box has.
 NOT_A_CLIENT = {"mode.simulate"}
