@@ -20,7 +20,9 @@ log-probabilities it kept 280 MB, and wrote them for seconds on the loop that se
 
 On that loop vLLM also looks for calls of tools in an answer, with each token in all that was written so far: of a call
 with 500,000 characters each token took 30 ms, of one of Llama's with many short texts more than a second. So where that
-takes long it is done for many tokens at once, and where it takes too long it ends its own request.
+takes long it is done for many tokens at once, and where it takes too long it ends its own request. How many tokens were
+reasoning it counts anew with each one that usage is told of: 20 ms where 8,192 had been written, which is done less
+often too.
 
 And there it makes text of tokens, together with all before them that have none yet: the whole prompt with the first
 one, and with each further one as long as they are special ones, which are not shown, or bytes of no character, as
@@ -57,8 +59,8 @@ ROWS = 128
 # Log-probabilities that wait for who does not read: of a stream as many as a plain answer may have, and of all streams
 # of an owner, 170 MB.
 UNREAD, UNREAD_OF_AN_OWNER = 1 << 16, 1 << 18
-# Seconds in which calls of tools are looked for once; most take 0.02 ms. Those who take longer than the first do so in
-# one of so many moments, all of them together, and may take MOST_BEYOND_S beyond the second.
+# Seconds in which calls of tools are looked for once, or reasoning is counted; most take 0.02 ms. Those who take longer
+# than the first do so in one of so many moments, all of them together, and may take MOST_BEYOND_S beyond the second.
 READ_S, LONG_READ_S = 0.0005, 0.05
 READ_ONE_OF = 4
 # Tokens of a prompt before an answer's first one, and of an answer without a text: a character has four at most.
@@ -203,16 +205,35 @@ def bound_unread(collector: Any) -> None:
     collector.get, collector.get_nowait = read, read_nowait
 
 
+class _Slow:
+    """What does something on the loop anew with each token, and takes long: all of them together have a part of it."""
+
+    def __init__(self) -> None:
+        self._members = WeakSet[Any]()
+
+    def until_s(self, one: Any, took_s: float) -> float:
+        """When it may do it again, having taken so long; 0.0: with the next token."""
+        if took_s <= READ_S:
+            self._members.discard(one)
+            return 0.0
+        self._members.add(one)
+        return time.monotonic() + READ_ONE_OF * took_s * len(self._members)
+
+    def ended(self, one: Any) -> None:
+        self._members.discard(one)
+
+
 def bound_reading(parser: Any) -> None:
     """parser: vllm.parser.abstract_parser.DelegatingParser, of which each stream has one. What its streams' generators
     raise vLLM tells the client."""
-    read = parser.parse_delta
-    slow = WeakSet[Any]()
+    read, count = parser.parse_delta, parser.count_reasoning_tokens
+    readers, counters = _Slow(), _Slow()
 
     @functools.wraps(read)
     def parse_delta(
         self: Any, delta_text: str, delta_token_ids: list[int], *args: Any, finished: bool, **kwargs: Any
     ) -> Any:
+        self.shm_goes_on = not finished
         held: list[Any] | None = self.__dict__.get("shm_held")  # until when, the text, its tokens
         if held is not None:
             held[1] += delta_text
@@ -223,19 +244,30 @@ def bound_reading(parser: Any) -> None:
             self.shm_held = None
         began_s = time.thread_time()
         found = read(self, delta_text, delta_token_ids, *args, finished=finished, **kwargs)
-        took_s = time.thread_time() - began_s
-        if took_s <= READ_S or finished:
-            slow.discard(self)
+        if finished:
+            readers.ended(self)
+            counters.ended(self)
             return found
+        took_s = time.thread_time() - began_s
         self.shm_beyond_s = getattr(self, "shm_beyond_s", 0.0) + max(0.0, took_s - LONG_READ_S)
         if self.shm_beyond_s > MOST_BEYOND_S:
             text = "The answer's calls of tools are too long to be read while they are written: ask without `stream`."
             raise VLLMValidationError(text, parameter="stream")
-        slow.add(self)
-        self.shm_held = [time.monotonic() + READ_ONE_OF * took_s * len(slow), "", []]
+        if until_s := readers.until_s(self, took_s):
+            self.shm_held = [until_s, "", []]
         return found
 
-    parser.parse_delta = parse_delta
+    @functools.wraps(count)
+    def count_reasoning_tokens(self: Any, token_ids: Sequence[int]) -> int:
+        counted: tuple[float, int] | None = self.__dict__.get("shm_counted")  # until when, how many
+        if counted is not None and self.__dict__.get("shm_goes_on") and time.monotonic() < counted[0]:
+            return counted[1]
+        began_s = time.thread_time()
+        found: int = count(self, token_ids)
+        self.shm_counted = counters.until_s(self, time.thread_time() - began_s), found
+        return found
+
+    parser.parse_delta, parser.count_reasoning_tokens = parse_delta, count_reasoning_tokens
 
 
 def bound_without_text(detokenizer: Any, slow: Any) -> None:
