@@ -32,6 +32,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from serve.adapters.load_turns import LoadTurns
 from serve.adapters.source import AdapterUnavailable, brought_in
 from serve.load.shm_source import VersionUnreadable, lease
 from weights.format.errors import WeightsError
@@ -42,6 +43,8 @@ from weights.memory.locks import DirectoryLock
 # The lookup admits a request some time before vLLM counts it as running, because vLLM renders its prompt in between.
 LET_IN_S = 60.0
 POLL_S = 0.01
+NO_NUMBER = 1 << 31
+"""Of no adapter: one that is unloaded before it had its turn removes no other."""
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +73,8 @@ class EngineAdapters(LoRAResolver):
     """The adapters of one engine. Call all methods on its event loop.
 
     `source`: the box's socket for adapters outside the `roots`, "" if the box has none. `fetch_timeout_s`: how long a
-    request waits for an adapter. for_rollouts: whether the request whose task asks is one for rollouts.
+    request waits for an adapter. Of the request whose task asks, for_rollouts says whether it is one for rollouts, and
+    owner whose it is.
     """
 
     def __init__(
@@ -82,13 +86,19 @@ class EngineAdapters(LoRAResolver):
         source: str,
         fetch_timeout_s: float,
         for_rollouts: Callable[[], bool],
+        owner: Callable[[], str],
     ):
         self.closed = False
-        self._for_rollouts = for_rollouts
+        self._for_rollouts, self._owner = for_rollouts, owner
         self._llm, self._models, self._roots, self._resident = llm, models, tuple(map(Path, roots)), resident
         self._source, self._fetch_timeout_s = source, fetch_timeout_s
         self._known: dict[str, Known] = {}
         self._base = ("", "")
+        # vLLM loads what `resolve_lora` returns by the engine's own method.
+        self._turns = LoadTurns(llm.output_processor.has_unfinished_requests)
+        self._waiting: set[str] = set()
+        add_lora = llm.add_lora
+        llm.add_lora = lambda request: self._turns.load(add_lora(request))
         self._requests = _KnownRequests(self)
         models.lora_requests = self._requests
         # Answers name the model that was asked for, without the version.
@@ -115,12 +125,21 @@ class EngineAdapters(LoRAResolver):
         if self.closed:
             held.close()
             return None
-        # vLLM overwrites this number with the next of its counter.
-        request = LoRARequest(lora_name, 1, str(path))
+        # vLLM overwrites this number with the next of its counter, once this returns.
+        request = LoRARequest(lora_name, NO_NUMBER, str(path))
         before = self._known.pop(lora_name, None)  # its load failed, or vLLM would not call this
         if before is not None:
             before.held.close()
-        self._known[lora_name] = Known(request, held, time.monotonic())
+        known = self._known[lora_name] = Known(request, held, time.monotonic())
+        self._waiting.add(lora_name)
+        try:
+            await self._turns.take(self._owner())
+        finally:
+            self._waiting.discard(lora_name)
+        if self._known.get(lora_name) is not known:  # it was unloaded, or the weights change
+            self._turns.give_back()
+            return None
+        known.used_s = time.monotonic()
         return request
 
     def touch(self, name: str) -> bool:
@@ -139,7 +158,7 @@ class EngineAdapters(LoRAResolver):
         busy, now_s = self._in_flight(), time.monotonic()
         oldest = sorted(self._known.items(), key=lambda item: item[1].used_s)
         for name, known in oldest[:surplus]:
-            if name not in busy and now_s - known.used_s >= LET_IN_S:
+            if name not in busy and name not in self._waiting and now_s - known.used_s >= LET_IN_S:
                 await self._forget(name)
 
     async def unload(self, name: str, timeout_s: float) -> bool:

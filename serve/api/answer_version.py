@@ -39,6 +39,12 @@ def current() -> Answer | None:
     return _ANSWER.get()
 
 
+def owner() -> str:
+    """Who asks; empty outside of any request, and where only the box itself knows."""
+    asked = current()
+    return "" if asked is None else asked.owner
+
+
 class AnswerVersions:
     """ASGI application around vLLM's, which gives each request an Answer. Tasks that vLLM starts inherit it.
 

@@ -92,9 +92,7 @@ async def _room(number: int, of: int) -> AsyncIterator[None]:
     if of == 1:
         yield
         return
-    asked = answer_version.current()
-    owner = "" if asked is None else asked.owner
-    room = _rooms.setdefault(owner, _Room())
+    room = _rooms.setdefault(answer_version.owner(), _Room())
     async with room.take(number):
         yield
 

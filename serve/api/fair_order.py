@@ -35,10 +35,9 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
             return answer(self, *args, **kwargs)
         given = dict(zip(("prompt", "params"), args, strict=False)) | kwargs
         params = given.get("params") or given.get("sampling_params") or given.get("pooling_params")
-        asked = answer_version.current()
         turns = self.__dict__.setdefault("shm_turns", Turns())
         outputs = functools.partial(answer, self, *args, **kwargs)
-        return _placed(outputs, turns, "" if asked is None else asked.owner, _tokens(given.get("prompt")), params)
+        return _placed(outputs, turns, answer_version.owner(), _tokens(given.get("prompt")), params)
 
     return run
 

@@ -88,6 +88,7 @@ class EngineControl:
                 spec.adapter_source,
                 limits["adapter_fetch_timeout_s"],
                 _for_rollouts,
+                answer_version.owner,
             )
             self._adapters.serve_on(spec.version_path)
 
@@ -420,5 +421,4 @@ class EngineControl:
 
 
 def _for_rollouts() -> bool:
-    asked = answer_version.current()
-    return asked is not None and asked.owner == ROLLOUTS
+    return answer_version.owner() == ROLLOUTS

@@ -25,6 +25,7 @@ from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from serve.api.adapter_steps import loads_of
 from serve.api.turns import ROLLOUTS, mark_of, number, owner_in, place_in
 from serve.cpu.finishing_scheduler import may_run
 
@@ -113,6 +114,7 @@ def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
         and (mark := owner_in(request.priority)) not in have
         and mark != rollouts
         and now_s - told["made"].get(mark, -AGAIN_S) >= AGAIN_S
+        and loads_of(scheduler).takes(request.lora_request.lora_int_id)
         and may_run(request)
     ]
     # Of an adapter that several owners use, the one who has the fewest counts.
@@ -140,12 +142,14 @@ def _exchange(scheduler: Scheduler, first: Request, gone: list[Request], now_s: 
 
 
 def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request) -> bool:
-    """Whether the batch without `gone` has room for the adapter of `request`. Without room the scheduler would pass it
-    over, and `gone` would have given up its place for nothing."""
+    """Whether the batch without `gone` has room for the adapter of `request`, and may load it. Otherwise the scheduler
+    would pass it over, and `gone` would have given up its place for nothing."""
     if not scheduler.lora_config or not request.lora_request:
         return True
+    adapter = request.lora_request.lora_int_id
     there = {one.lora_request.lora_int_id for one in scheduler.running if one is not gone and one.lora_request}
-    return request.lora_request.lora_int_id in there or len(there) < scheduler.lora_config.max_loras
+    fits = adapter in there or len(there) < scheduler.lora_config.max_loras
+    return fits and loads_of(scheduler).takes(adapter)
 
 
 def _move(scheduler: Scheduler, request: Request, place: int) -> None:

@@ -61,6 +61,7 @@ from runtime.processes import numa
 from runtime.processes.kernel import die_with_parent
 from serve.adapters import layer_names
 from serve.api import (
+    adapter_steps,
     answer_shapes,
     answer_version,
     embedding_requests,
@@ -175,6 +176,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     fair_order.apply()
     mask_turns.apply((backend_xgrammar.XgrammarGrammar, backend_guidance.GuidanceGrammar))
     owner_places.apply()
+    # After it: room is made for what the step may load alone.
+    adapter_steps.apply()
     request_faults.apply()
     forced_calls.apply()
     # Reads `tools` alone: `functions` of a client were ignored without a word.

@@ -167,8 +167,7 @@ def bound_unread(collector: Any) -> None:
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        asked = answer_version.current()
-        self.shm_owner, self.shm_unread = "" if asked is None else asked.owner, 0
+        self.shm_owner, self.shm_unread = answer_version.owner(), 0
         made(self, *args, **kwargs)
 
     @functools.wraps(put)

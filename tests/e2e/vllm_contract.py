@@ -49,6 +49,8 @@ def _claims():
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
 
+    resolves, plain_schedule = OpenAIServingModels.resolve_lora, inspect.unwrap(Scheduler.schedule)
+
     from serve.api import grammar_threads, stream_chunks
     from serve.api.stream_chunks import chat
     from serve.engine import main as engine
@@ -96,6 +98,17 @@ def _claims():
         Scheduler,
         *("_preempt_request", "_free_request", "_is_blocked_waiting_status", "add_request", "schedule"),
         "_handle_blocked_waiting_request",
+    )
+    yield from has(EngineCore, "add_lora", "remove_lora")
+    yield (
+        "what a resolver of adapters finds is loaded at once by the engine's own method",
+        "await resolver.resolve_lora(base_model_name, lora_name)" in (found := inspect.getsource(resolves))
+        and "lora_request.lora_int_id = unique_id" in found
+        and "await self.engine_client.add_lora(lora_request)" in found,
+    )
+    yield (
+        "a step asks of each request that waits whether it is ready",
+        "ready_to_schedule = self._handle_blocked_waiting_request(request)" in inspect.getsource(plain_schedule),
     )
     state = inspect.getsource(Scheduler.__init__)
     for name in ("running", "waiting", "kv_holding_waiting", "max_num_active_reqs", "prev_step_scheduled_req_ids"):

@@ -595,6 +595,7 @@ TASKS = {
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/replica.py Replica.pulse_changed": AWAITED,
     "serve/engine/main.py _serve": AWAITED,
+    "serve/adapters/load_turns.py LoadTurns.load": AWAITED,
     "serve/cpu/finishing_streams.py FinishingStreams._until_over": AWAITED,
     "serve/cpu/finishing_streams.py FinishingStreams.begin": AWAITED,
     "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from serve.api import adapter_steps
 from serve.api.turns import Turns, mark_of, number
 from serve.cpu import finishing_scheduler
 from serve.cpu.finishing_scheduler import FinishingScheduler
@@ -19,6 +20,7 @@ STEP_S, TOKEN_S = 0.03, 1 / 130
 PROMPTS, LONG = 8, 1700
 BLOCK = 16
 PLACES = 64
+LOAD_S, RESIDENT = 0.3, 32
 
 
 class Clock:
@@ -32,7 +34,7 @@ class Clock:
 class Engine:
     """One scheduler, and the times at which each request got its tokens. paced: as this project has it, or as vLLM."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, paced: bool) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, paced: bool, bounds_loads: bool = True) -> None:
         import torch
         from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -40,7 +42,8 @@ class Engine:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.clock, self.turns, self.paced, self.makes_room = Clock(), Turns(), paced, True
-        monkeypatch.setattr(finishing_scheduler, "time", self.clock)
+        for module in (finishing_scheduler, owner_places, adapter_steps):
+            monkeypatch.setattr(module, "time", self.clock)
         (root / "config.json").write_text(
             json.dumps(
                 {
@@ -82,8 +85,16 @@ class Engine:
             block_size=BLOCK,
             log_stats=False,
         )
+        if paced and bounds_loads:
+            for name, changed in (
+                ("schedule", adapter_steps.bounded),
+                ("update_from_output", adapter_steps.measured),
+                ("_handle_blocked_waiting_request", adapter_steps.held_back),
+            ):
+                setattr(self.scheduler, name, MethodType(changed(self._with_room(name)), self.scheduler))
         self.tokens: dict[str, list[float]] = {}
         self.places: dict[str, int] = {}
+        self.loaded: list[int] = []  # adapters, the one that was used last at the end
 
     def ask(self, owner: str, name: str, prompt: int, most: int, adapter: int = 0) -> None:
         from vllm.lora.request import LoRARequest
@@ -109,10 +120,8 @@ class Engine:
     def step(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
-        if self.makes_room and self.scheduler.waiting:
-            owner_places.make_rooms(self.scheduler, self.clock.now_s)
         output = self.scheduler.schedule()
-        self.clock.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens
+        self.clock.now_s += STEP_S + TOKEN_S * output.total_num_scheduled_tokens + LOAD_S * self.load()
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         done = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
@@ -127,6 +136,19 @@ class Engine:
             "sampled_token_ids": [[7] if whole else [] for whole in done],
         }
         self.scheduler.update_from_output(output, ModelRunnerOutput(**made))
+
+    def _with_room(self, name: str) -> Any:
+        """A method of the scheduler; its schedule makes room first, if wanted."""
+        plain = getattr(FinishingScheduler, name)
+        makes = owner_places._with_room(plain)
+        return plain if name != "schedule" else lambda scheduler: (makes if self.makes_room else plain)(scheduler)
+
+    def load(self) -> int:
+        """What a worker does before it computes a step; how many adapters it lacked."""
+        wanted = {one.lora_request.lora_int_id for one in self.scheduler.running if one.lora_request}
+        lacked = wanted - set(self.loaded)
+        self.loaded = [*(one for one in self.loaded if one not in wanted), *wanted][-RESIDENT:]
+        return len(lacked)
 
 
 def neighbour(engine: Engine) -> tuple[float, float, float]:
@@ -171,8 +193,8 @@ def crowded(engine: Engine, *, makes_room: bool) -> float:
 
 
 def test_nobody_has_all_places_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tmp_path, monkeypatch, paced=True)
     assert crowded(Engine(tmp_path, monkeypatch, paced=True), makes_room=False) > 100, "as it was"
+    engine = Engine(tmp_path, monkeypatch, paced=True)
     assert crowded(engine, makes_room=True) < 3
     # Further questions, each at once after the one before, cost the other owner one place and few tokens.
     for one in range(20):
@@ -192,7 +214,7 @@ def test_no_place_is_given_to_a_request_whose_adapter_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: int, given: int
 ) -> None:
     engine = Engine(tmp_path, monkeypatch, paced=True)
-    engine.scheduler.lora_config = SimpleNamespace(max_loras=adapters)
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=adapters, max_cpu_loras=RESIDENT)
     monkeypatch.setattr(owner_places, "TURN_S", 1e6)
     for one in range(PLACES):
         engine.ask("many", f"long {one}", 20, 400, adapter=1)
@@ -214,12 +236,12 @@ def test_no_place_is_given_to_a_request_whose_adapter_finds_none(
 def adapters_taken(engine: Engine, owners: list[str], *, makes_room: bool = True) -> float:
     """First token for an adapter of somebody else while these owners, one for each place for adapters, write long
     answers with theirs."""
-    engine.scheduler.lora_config = SimpleNamespace(max_loras=len(owners))
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=len(owners), max_cpu_loras=RESIDENT)
     engine.makes_room = makes_room
     for place, owner in enumerate(owners):
         for one in range(2):
             engine.ask(owner, f"long {place} {one}", 20, 800, adapter=place + 1)
-    for _ in range(20):
+    for _ in range(80):  # until all are loaded
         engine.step()
     began_s = engine.clock.now_s
     engine.ask("neighbour", "short", 20, 4, adapter=9)
@@ -232,8 +254,8 @@ def adapters_taken(engine: Engine, owners: list[str], *, makes_room: bool = True
 def test_nobody_keeps_others_adapters_from_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: list[str], at_most_s: float
 ) -> None:
-    engine = Engine(tmp_path, monkeypatch, paced=True)
     assert adapters_taken(Engine(tmp_path, monkeypatch, paced=True), owners, makes_room=False) > 50, "as it was"
+    engine = Engine(tmp_path, monkeypatch, paced=True)
     assert adapters_taken(engine, owners) < at_most_s
     while len(engine.tokens["short"]) < 4:
         engine.step()
@@ -242,3 +264,33 @@ def test_nobody_keeps_others_adapters_from_an_engine(
         engine.step()
         steps += 1
     assert steps < 850, "all are written to their end, and nobody gives way any more"
+
+
+def adapters_come_and_go(engine: Engine) -> tuple[float, float, float]:
+    """(longest wait for a token of a stream, its tokens in ten seconds, first token for an adapter of its owner) while
+    another owner asks for twice as many adapters as stay loaded, one short answer after the other."""
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=4, max_cpu_loras=RESIDENT)
+    engine.ask("neighbour", "stream", 20, 4000)
+    while len(engine.tokens["stream"]) < 10:
+        engine.step()
+    began_s, asked = engine.clock.now_s, 0
+    while engine.clock.now_s < began_s + 10:
+        while asked < 8 or engine.tokens[f"many {asked - 8}"]:
+            engine.ask("many", f"many {asked}", 1, 1, adapter=1 + asked % (2 * RESIDENT))
+            asked += 1
+        engine.step()
+    seen = [at for at in engine.tokens["stream"] if at >= began_s]
+    asks_s = engine.clock.now_s
+    engine.ask("neighbour", "short", 20, 1, adapter=1000)
+    while not engine.tokens["short"]:
+        engine.step()
+    gap_s = max(end - start for start, end in zip(seen, seen[1:], strict=False))
+    return gap_s, len(seen), engine.tokens["short"][0] - asks_s
+
+
+def test_nobodys_adapters_keep_an_engine_from_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gap_s, tokens, _ = adapters_come_and_go(Engine(tmp_path, monkeypatch, paced=True, bounds_loads=False))
+    assert gap_s > 4 * LOAD_S and tokens < 10, "as it was"
+    gap_s, tokens, first_s = adapters_come_and_go(Engine(tmp_path, monkeypatch, paced=True))
+    assert gap_s < 1.5 * LOAD_S and tokens > 80, (gap_s, tokens)
+    assert first_s < 4 * LOAD_S, first_s

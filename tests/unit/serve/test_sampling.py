@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-from safetensors.torch import save_file
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
     GenerateLogProbs,
     GenerateLogProbsContent,
@@ -15,10 +11,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
     GenerateTokensResponse,
 )
 
-from serve.adapters.adapters import EngineAdapters
 from serve.core import sampling
-from weights.format.names import encode_name, policy_name
-from weights.tiers import copies
 
 
 def choice(index, ids, log_probs):
@@ -72,34 +65,3 @@ def test_vllm_takes_the_request_and_answers_in_this_shape():
     ]
     answer = GenerateTokensResponse(choices=choices).model_dump()
     assert sampling.read(answer, 2) == [([4], [-0.25], True)] * 2
-
-
-async def test_an_adapter_in_training_is_only_there_for_rollouts(tmp_path):
-    model, base = policy_name("ftjob-1"), tmp_path / "versions" / "starter" / "v1"
-    copies.seal_dir(
-        adapter_dir(tmp_path / "adapters" / encode_name(model) / "step-3.ab"),
-        kind="adapter",
-        model=model,
-        version="step-3.ab",
-        meta={"base": "starter", "base_version": "v1"},
-    )
-    asking = {"for rollouts": False}
-    table = SimpleNamespace(base_model_paths=[SimpleNamespace(name="starter")])
-    known = EngineAdapters(None, table, [str(tmp_path / "adapters")], 4, "", 1.0, lambda: asking["for rollouts"])
-    known.serve_on(str(base))
-    name = f"{model}@step-3.ab"
-    assert await known.resolve_lora("starter", name) is None
-    asking["for rollouts"] = True
-    found = await known.resolve_lora("starter", name)
-    assert found is not None and found.lora_path.endswith("step-3.ab")
-    table.lora_requests[name] = found  # as vLLM does once it is loaded
-    assert name in table.lora_requests
-    asking["for rollouts"] = False
-    assert name not in table.lora_requests, "not even while it is loaded"
-
-
-def adapter_dir(path):
-    path.mkdir(parents=True)
-    save_file({"a": torch.zeros(2)}, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text("{}")
-    return path

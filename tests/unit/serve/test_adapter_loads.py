@@ -1,0 +1,156 @@
+"""An engine's front end finds adapters and asks its core for one at a time. What steps take: test_fair_steps.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from serve.adapters import adapters, load_turns
+from serve.adapters.adapters import EngineAdapters
+from weights.format.names import encode_name, policy_name
+from weights.tiers import copies
+
+
+class Engine:
+    """Stands for vLLM's AsyncLLM, whose core takes `took_s` for each adapter, and none is loaded until `go`. vLLM calls
+    `resolve_lora` as in `asked`."""
+
+    def __init__(self, root: Path, took_s: float = 0.0, busy: bool = False) -> None:
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: busy, request_states={})
+        self.took_s, self.at_once, self.most = took_s, 0, 0
+        self.loaded: list[str] = []
+        self.removed: list[int] = []
+        self.go, self.for_rollouts = asyncio.Event(), False
+        self.table: Any = SimpleNamespace(base_model_paths=[SimpleNamespace(name="starter")])
+        self.root = root / "adapters"
+        self.adapters = EngineAdapters(
+            self,  # type: ignore[arg-type]
+            self.table,
+            [str(self.root)],
+            4,
+            "",
+            1.0,
+            lambda: self.for_rollouts,
+            asker,
+        )
+        self.adapters.serve_on(str(root / "versions" / "starter" / "v1"))
+
+    async def add_lora(self, request: Any) -> float:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await self.go.wait()
+        self.loaded.append(request.lora_name.partition("@")[0])
+        self.at_once -= 1
+        return self.took_s
+
+    async def remove_lora(self, number: int) -> bool:
+        self.removed.append(number)
+        return True
+
+    def made(self, model: str, version: str = "v1") -> str:
+        path = self.root / encode_name(model) / version
+        path.mkdir(parents=True)
+        save_file({"a": torch.zeros(2)}, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text("{}")
+        meta = {"base": "starter", "base_version": "v1"}
+        copies.seal_dir(path, kind="adapter", model=model, version=version, meta=meta)
+        return f"{model}@{version}"
+
+    async def asked(self, name: str) -> Any:
+        found = await self.adapters.resolve_lora("starter", name)
+        if found is not None:
+            found.lora_int_id = len(self.loaded) + 1
+            await self.add_lora(found)
+            self.table.lora_requests[name] = found
+        return found
+
+
+def asker() -> str:
+    """The owner: the first word of a task's name."""
+    task = asyncio.current_task()
+    assert task is not None
+    return task.get_name().partition("-")[0]
+
+
+def asking(engine: Engine, names: list[str]) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(engine.asked(engine.made(name)), name=name) for name in names]
+
+
+async def until(there: Any) -> None:
+    for _ in range(10_000):
+        if there():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError
+
+
+async def test_an_adapter_in_training_is_only_there_for_rollouts(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.go.set()
+    name = engine.made(policy_name("ftjob-1"), "step-3.ab")
+    assert await engine.asked(name) is None
+    engine.for_rollouts = True
+    found = await engine.asked(name)
+    assert found is not None and found.lora_path.endswith("step-3.ab")
+    assert name in engine.table.lora_requests
+    engine.for_rollouts = False
+    assert name not in engine.table.lora_requests, "not even while it is loaded"
+
+
+async def test_one_adapter_is_loaded_at_a_time_and_owners_take_turns(tmp_path: Path) -> None:
+    """All that were asked for together were loaded before the engine's next step."""
+    engine = Engine(tmp_path)
+    tasks = asking(engine, [*(f"ann-{number}" for number in range(12)), "ben-0", "ben-1"])
+    await until(lambda: len(engine.adapters._waiting) == 13)
+    engine.go.set()
+    assert all(await asyncio.gather(*tasks))
+    assert engine.most == 1 and len(engine.loaded) == 14
+    assert engine.loaded.index("ben-0") < 3 and engine.loaded.index("ben-1") < 5, engine.loaded
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_steps_go_on_between_two_loads_while_anybody_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    engine, slept = Engine(tmp_path, took_s=30.0, busy=busy), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(load_turns, "time", SimpleNamespace(monotonic=lambda: 1000.0 + sum(slept)))
+    monkeypatch.setattr(load_turns, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    engine.go.set()
+    for number in range(2):
+        assert await engine.asked(engine.made(f"ann-{number}"))
+    assert slept == ([30.0] if busy else [])
+
+
+async def test_who_leaves_has_his_adapter_loaded_before_the_next_one_is(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    left, waits = asking(engine, ["ann-0", "ann-1"])
+    await until(lambda: engine.at_once)
+    left.cancel()
+    await asyncio.sleep(0.01)
+    assert engine.most == 1 and not left.done(), "its core is at it"
+    engine.go.set()
+    assert await waits
+    assert left.cancelled() and engine.loaded == ["ann-0", "ann-1"] and engine.most == 1
+
+
+async def test_an_adapter_that_waits_for_its_turn_does_not_come_to_other_weights(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    first, waits = asking(engine, ["ann-0", "ben-0"])
+    await until(lambda: engine.at_once and engine.adapters._waiting)
+    await engine.adapters.close(1.0)
+    engine.go.set()
+    await first
+    assert await waits is None and engine.loaded == ["ann-0"]
+    assert set(engine.removed) <= {1, adapters.NO_NUMBER}
+    engine.adapters.serve_on(str(tmp_path / "versions" / "starter" / "v1"))
+    assert await engine.asked("ben-0@v1"), "the turn was given back"
