@@ -149,10 +149,12 @@ def refuse_if_in_use(
     one = found.version.version if found.version is not None else None
     for adapter in adapters.list_on(context.db, found.model.id):
         if one in (None, adapter.base_version) and adapter.model not in leaving:
-            name = adapter.model if models.is_visible(context.db, adapter.model, caller.viewer) else "Another's model"
+            on = f"an adapter on {adapter.base} {adapter.base_version} and cannot answer without it"
             raise Conflict(
-                f"{name} is an adapter on {adapter.base} {adapter.base_version} and cannot answer without "
-                "it; delete the adapter first.",
+                f"{adapter.model} is {on}; delete the adapter first."
+                if models.is_visible(context.db, adapter.model, caller.viewer)
+                else f"Somebody whom it was shared with has {on}; it can be deleted once that is, by them or by an "
+                "administrator.",
                 param="model",
                 code="model_in_use",
             )
