@@ -97,7 +97,7 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
     that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
-    if not caller_may_use(db, caller, name):
+    if not caller_may_use(db, caller, name) or not _has_version(db, name):
         raise unknown_model(name)
     if chats and (why := why_no_chat(db, name)):
         raise BadRequest(f"{why}.", param="model", code="model_not_supported")
@@ -116,7 +116,7 @@ def why_not_asked(db: Database, key_id: str | None, name: str, *, chats: bool = 
     row = keys.find(db, key_id) if key_id is not None else None
     if row is not None and not allow(row.scopes, INFERENCE):
         return f"the key that asks needs the scope: {INFERENCE}"
-    if not may_use(db, key_id, name):
+    if not may_use(db, key_id, name) or not _has_version(db, name):
         return f"the model {name!r} does not exist or you do not have access to it"
     return why_no_chat(db, name) if chats else ""
 
@@ -148,9 +148,16 @@ def base_of(db: Database, job: JobRow) -> Resolved | None:
     return resolve(db, job.model) if may_use(db, job.key_id, job.model) else None
 
 
+def _has_version(db: Database, name: str) -> bool:
+    """Whether a name that says a version says one that is there."""
+    return "@" not in name or models.find(db, name) is not None or resolve(db, name) is not None
+
+
 def _may(db: Database, key_id: str | None, viewer: str | None, name: str) -> bool:
-    """Access to a model includes every version and every checkpoint of it."""
-    if not models.is_visible(db, model_of(db, name), viewer):
+    """Access to a model includes every version and every checkpoint of it; to one that is not there nobody has any, or
+    what an admin's key has a model asked waited for an engine of it."""
+    model = model_of(db, name)
+    if not models.is_visible(db, model, viewer) or models.find(db, model) is None:
         return False
     row = keys.find(db, key_id) if key_id is not None else None
     if row is None or row.models is None:

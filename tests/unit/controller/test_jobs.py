@@ -676,12 +676,18 @@ async def test_no_engine_samples_answers_of_a_form(control: Control):
     assert refused.value.param == "method.reinforcement.response_format"
 
 
-async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(control: Control):
+@pytest.mark.parametrize("scopes", [["inference", "fine_tuning"], ["admin"]])
+@pytest.mark.parametrize("name", ["nosuch", "starter@v9"])
+async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read(
+    control: Control, scopes: list[str], name: str
+):
+    """An admin's key sees every model: its graders waited five minutes for each answer of one that nobody has."""
+    control.as_key("ann", scopes=scopes)
     messages = [{"role": "user", "content": "{{sample.output_text}}"}]
-    judge = {"type": "score_model", "name": "judge", "model": "nosuch", "input": messages}
+    judge = {"type": "score_model", "name": "judge", "model": name, "input": messages}
     both = {"type": "multi", "name": "both", "calculate_output": "judge", "graders": judge}
     for grader in (judge, both):
-        with pytest.raises(openai.NotFoundError, match="'nosuch' does not exist") as refused:
+        with pytest.raises(openai.NotFoundError, match=f"'{name}' does not exist") as refused:
             await control.sdk.fine_tuning.jobs.create(
                 model="starter",
                 training_file=await control.upload(prompts()),
