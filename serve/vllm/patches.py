@@ -46,6 +46,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.request import Request
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output import (
     StructuredOutputManager,
     backend_guidance,
@@ -166,6 +167,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.bound_unread(RequestOutputCollector)
     step_bounds.bound_reading(DelegatingParser)
     step_bounds.bound_without_text(FastIncrementalDetokenizer, SlowIncrementalDetokenizer)
+    step_bounds.bound_search(ThinkingBudgetStateHolder)
     request_bounds.bound_forbidden(SamplingParams)
     request_bounds.bound_tokens(BaseRenderer)
     request_bounds.cut_texts(TokenizeParams)

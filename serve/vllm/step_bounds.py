@@ -27,6 +27,9 @@ which is done less often too.
 And there it makes text of tokens, together with all before them that have none yet: the whole prompt with the first
 one, and with each further one as long as they are special ones, which are not shown, or bytes of no character, as
 `logit_bias` can ask for. 64 answers to a prompt of 100,000 tokens took 0.7 s for each token of all requests.
+
+With a `thinking_token_budget` its first runner looks for where reasoning begins and ends, at each step, in the whole
+answer, and once in the prompt: 64 answers of 32,000 tokens without reasoning took 0.8 s of each step.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ UNREAD, UNREAD_OF_AN_OWNER = 1 << 16, 1 << 18
 # than the first do so in one of so many moments, all of them together, and may take MOST_BEYOND_S beyond the second.
 READ_S, LONG_READ_S = 0.0005, 0.05
 READ_ONE_OF = 4
+# Tokens of an answer in which the beginning and the end of its reasoning are looked for again: more than are drafted.
+SEARCHED_AGAIN = 64
 # Tokens of a prompt before an answer's first one, and of an answer without a text: a character has four at most.
 BEFORE_ANSWER, WITHOUT_TEXT = 64, 32
 
@@ -309,6 +314,35 @@ def bound_without_text(detokenizer: Any, slow: Any) -> None:
         return text
 
     detokenizer.__init__, detokenizer._protected_step, slow.decode_next = init, bounded, slow_bounded
+
+
+def bound_search(holder: Any) -> None:
+    """holder: vllm.v1.sample.thinking_budget_state.ThinkingBudgetStateHolder, of its first runner."""
+    update = holder._update_think_state
+
+    @functools.wraps(update)
+    def bounded(self: Any, state: dict[str, Any]) -> None:
+        update(self, state)
+        # It has now looked for all that it looks for again, but for what drafts and unfinished steps may still change.
+        state["scan_offset"] = max(state["scan_offset"], len(state["output_tok_ids"]) - SEARCHED_AGAIN)
+
+    holder._update_think_state = bounded
+    holder._find_last_sequence_index = staticmethod(_last_of)
+
+
+def _last_of(tokens: list[int], sequence: list[int]) -> int:
+    """Where the last such sequence begins, -1 if there is none."""
+    if not sequence:
+        return -1
+    turned, ends = tokens[::-1], sequence[::-1]
+    at = -1
+    try:
+        while True:
+            at = turned.index(ends[0], at + 1)
+            if turned[at : at + len(ends)] == ends:
+                return len(tokens) - at - len(ends)
+    except ValueError:
+        return -1
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 import xgrammar
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
@@ -18,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from serve.api.answer_version import Answer
 from serve.vllm import step_bounds
@@ -377,3 +380,60 @@ def test_tokens_without_a_text_are_not_read_again_with_each_further_one(detokeni
         assert bounded.output_text.endswith("end") and len(bounded.output_token_ids) == 1003
         assert bounded.output_text.count("\N{REPLACEMENT CHARACTER}") == (1000 if token == half else 0)
     assert Counting.most <= step_bounds.BEFORE_ANSWER + step_bounds.WITHOUT_TEXT + 1
+
+
+class Looked(list[int]):
+    """Tokens, and how many of them were looked at."""
+
+    many = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.many += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+BEGINS, ENDS = [7], [8, 9]
+
+
+def budgets(bounded: bool) -> Any:
+    holder = type("Holder", (ThinkingBudgetStateHolder,), {})
+    if bounded:
+        step_bounds.bound_search(holder)
+    told = SimpleNamespace(reasoning_start_token_ids=BEGINS, reasoning_end_token_ids=ENDS)
+    return holder(told, 1, 0, torch.device("cpu"), False)
+
+
+def test_the_end_of_reasoning_is_not_looked_for_in_the_whole_answer_at_each_step() -> None:
+    """`thinking_token_budget` had it: of 32,000 tokens 12 ms of each step of all requests, for each answer."""
+    holder, answer = budgets(bounded=True), Looked()
+    state = holder._init_state_entry([1, 2], 10**6)
+    for _ in range(1000):
+        answer.append(1)
+        state["output_tok_ids"] = answer
+        holder._update_think_state(state)
+    assert answer.many <= 1000 * 2 * (step_bounds.SEARCHED_AGAIN + 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reasoning_ends_where_it_did(seed: int) -> None:
+    chance, found = random.Random(seed), []
+    drawn = chance.choices([1, 7, 8, 9], [90, 2, 4, 4], k=600)
+    prompt = chance.choices([1, 7, 8, 9], [9, 1, 1, 1], k=30) + chance.choice([[], BEGINS, ENDS])
+    for bounded in (False, True):
+        holder, said, answer = budgets(bounded), list[Any](), list[int]()
+        state = holder._init_state_entry(prompt, 50)
+        for token in drawn:
+            answer.append(token)
+            state |= {"output_tok_ids": answer, "force_index": []}
+            holder._update_think_state(state)
+            said.append({**state, "output_tok_ids": None, "scan_offset": None})
+        found.append(said)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("sequence", [[1], [1, 2], [1, 1, 2], [3], []])
+def test_the_last_of_a_sequence_is_found(sequence: list[int]) -> None:
+    for tokens in ([], [1], [2, 1], [1, 1, 1, 2, 1], [1, 2, 1, 2, 2], [2, 2, 2]):
+        expected = ThinkingBudgetStateHolder._find_last_sequence_index(tokens, sequence)
+        assert step_bounds._last_of(tokens, sequence) == expected
