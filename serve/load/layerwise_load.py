@@ -8,9 +8,16 @@ GPUs. This module corrects three CPU bugs in it, each reproduced on vLLM 0.32:
 And one on any device: what a whole model makes of its weights once they are loaded (DeepSeek V4) stayed the first
 version's, because the first load alone calls for it (process_weights_after_loading in
 vllm/model_executor/model_loader/utils.py). serve.load.remade_experts mends another.
+And one on GPUs: a parameter of which a kernel makes its form in other memory lies there from then on, while captured
+graphs read where it was. Biases of layers in 4 bits on GPUs before Hopper (Qwen2.5 as AWQ or GPTQ), which the reload
+leaves in their layers: vllm/model_executor/kernels/linear/mixed_precision/marlin.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 
 import torch
 from vllm.config import ModelConfig
@@ -34,20 +41,36 @@ def load_layerwise(
 ) -> None:
     """Load every tensor of `source` (mapped) into `model`. After an error the old tensors are back in place, but some
     may already hold new values: load a whole version again before serving."""
+    on_host = of_torch(device).on_host
+    with nullcontext() if on_host else _where_it_was(model):
+        try:
+            with with_experts(model, model_config.dtype, device):
+                initialize_layerwise_reload(model)
+                with disable_mtp_completeness_check(), torch.no_grad():
+                    model.load_weights(source.tensors())
+                finalize_layerwise_reload(model, model_config)
+        except BaseException:
+            _put_back(model)
+            raise
+        if on_host:
+            _repack(model)
+        if hasattr(model, "process_weights_after_loading"):
+            with torch.no_grad():
+                model.process_weights_after_loading()
+
+
+@contextmanager
+def _where_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """After it, also after an error, every parameter and buffer lies where it lay before, with what it holds now."""
+    before = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
     try:
-        with with_experts(model, model_config.dtype, device):
-            initialize_layerwise_reload(model)
-            with disable_mtp_completeness_check(), torch.no_grad():
-                model.load_weights(source.tensors())
-            finalize_layerwise_reload(model, model_config)
-    except BaseException:
-        _put_back(model)
-        raise
-    if of_torch(device).on_host:
-        _repack(model)
-    if hasattr(model, "process_weights_after_loading"):
+        yield
+    finally:
         with torch.no_grad():
-            model.process_weights_after_loading()
+            for tensor, first in before:
+                if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
+                    first.copy_(tensor.data)
+                    tensor.data = first
 
 
 def _put_back(model: torch.nn.Module) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from vllm import device_allocator
 from vllm.device_allocator import AllocationData
+from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
 from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEKernelModularImpl
@@ -24,6 +26,7 @@ from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
+from vllm.scalar_type import scalar_types
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import buffer_utils
@@ -320,6 +323,41 @@ def test_a_reload_writes_parameters_where_captured_graphs_read_them_and_nothing_
     load_layerwise(layer, SimpleNamespace(dtype=torch.float32), version, torch.device("cuda"))
     assert layer.weight.data.unique() == 6
     assert graphs_read.unique() == (2 if wrapped else 6), "if vLLM follows these too, prefer_experts_in_parameters goes"
+
+
+class InFourBits(LaidOut):
+    """A layer in 4 bits of AWQ or GPTQ, of which vLLM's kernel for GPUs before Hopper lays out the bias here alone."""
+
+    def __init__(self, monkeypatch, out, into):
+        monkeypatch.setattr(MarlinLinearKernel, "_transform_param", lambda *_: None)
+        self.kernel = object.__new__(MarlinLinearKernel)
+        self.kernel.config = MPLinearLayerConfig((into, out), (into, out), scalar_types.uint4b8, None, -1, False)
+        self.kernel.w_q_name, self.kernel.w_s_name, self.kernel.w_zp_name = "weight", "weight", None
+
+    def process_weights_after_loading(self, layer):
+        self.kernel.process_weights_after_loading(layer)
+
+
+def test_a_bias_that_a_kernel_lays_out_elsewhere_is_where_captured_graphs_read_it(monkeypatch):
+    """Qwen2.5 in 4 bits: they went on reading the first one's memory, with the new bias in it as it is stored."""
+    layer = torch.nn.Linear(128, 64).requires_grad_(False)
+    record_metadata_for_reloading(layer)
+    layer.quant_method = InFourBits(monkeypatch, 64, 128)
+    layer.quant_method.process_weights_after_loading(layer)
+    graphs_read, parameter = layer.bias.data, layer.bias
+    layer.load_weights = lambda named: [
+        getattr(tensor_of, "weight_loader", default_weight_loader)(tensor_of, tensor)
+        for tensor_of, tensor in ((getattr(layer, name), tensor) for name, tensor in named)
+    ]
+    for _ in range(2):
+        weight, bias = torch.rand(64, 128), torch.rand(64)
+        version = SimpleNamespace(tensors=lambda weight=weight, bias=bias: iter([("weight", weight), ("bias", bias)]))
+        load_layerwise(layer, SimpleNamespace(dtype=torch.float32), version, torch.device("cuda"))
+        laid_out = marlin_utils.marlin_permute_bias(bias)
+        assert not torch.equal(laid_out, bias)
+        assert torch.equal(graphs_read, laid_out)
+        assert layer.bias is parameter and parameter.data_ptr() == graphs_read.data_ptr()
+        assert torch.equal(layer.weight, weight)
 
 
 def test_what_a_model_makes_of_all_its_weights_is_made_again_after_each_load():
