@@ -26,11 +26,13 @@ class DeviceReadings:
         self._watches = [watch for watch in watches if watch is not None]
         self._reading: asyncio.Task[tuple[Reading, ...]] | None = None
         self._waits = False
+        self._raised = ""  # by the last look's drivers
 
     async def look(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:
         """As `read`, beside the event loop and one at a time. Empty while a driver does not answer: a call about a GPU
         that hangs may never end, and each would keep a thread. What it tells too late is for the next look, because
-        a driver tells an error once."""
+        a driver tells an error once. Raises what the driver did, which is logged here: the box takes a node
+        that raises for one that does not answer."""
         if self._reading is None:
             self._reading = asyncio.create_task(asyncio.to_thread(self.read, let_go))
         reading = self._reading
@@ -42,6 +44,10 @@ class DeviceReadings:
             return ()
         if self._reading is reading:
             self._reading, self._waits = None, False
+        raised = "" if (error := reading.exception()) is None else f"{type(error).__name__}: {error}"
+        if raised and raised != self._raised:
+            log.warning("a driver raised %s; this node's devices are not watched meanwhile", raised)
+        self._raised = raised
         return tuple(one for one in reading.result() if one.device_id not in let_go)
 
     def read(self, let_go: Collection[str] = ()) -> tuple[Reading, ...]:

@@ -158,6 +158,26 @@ def test_a_gpu_lost_before_the_watch_began_keeps_no_other_from_being_read(monkey
     assert "MIG" in told[6].unfit and not told[5].unfit
 
 
+async def test_a_driver_that_raises_as_a_whole_is_logged_once_and_asked_again(monkeypatch, caplog):
+    """The box hears of a node whose reading raises no more than of one that does not answer."""
+    eight_h100().install(monkeypatch)
+    readings = DeviceReadings((Device("n0/0", "n0", 0, "cuda"),))
+
+    def fails():
+        raise pynvml.NVMLError_DriverNotLoaded()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pynvml, "nvmlEventSetCreate", fails)
+        for _ in range(2):
+            with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
+                await readings.look()
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "a driver raised NVMLError_DriverNotLoaded: Driver Not Loaded"
+    ]
+    (reading,) = await readings.look()
+    assert reading.device_id == "n0/0" and not reading.lost
+
+
 def test_a_gpu_that_is_let_go_is_not_held_open_and_no_xid_of_the_others_is_missed(monkeypatch):
     """`nvidia-smi --gpu-reset` refuses a GPU that any process has open, a monitoring one too."""
     machine = eight_h100().install(monkeypatch)
