@@ -8,9 +8,12 @@ GPUs. This module corrects three CPU bugs in it, each reproduced on vLLM 0.32:
 And one on any device: what a whole model makes of its weights once they are loaded (DeepSeek V4) stayed the first
 version's, because the first load alone calls for it (process_weights_after_loading in
 vllm/model_executor/model_loader/utils.py). serve.load.remade_experts mends another.
-And one on GPUs: a parameter of which a kernel makes its form in other memory lies there from then on, while captured
-graphs read where it was. Biases of layers in 4 bits on GPUs before Hopper (Qwen2.5 as AWQ or GPTQ), which the reload
-leaves in their layers: vllm/model_executor/kernels/linear/mixed_precision/marlin.py.
+And two on GPUs, of biases, which the reload leaves in their layers as Marlin's kernels laid them out:
+- those of layers in 4 bits (Qwen2.5 as AWQ or GPTQ before Hopper) lie in other memory after it, while captured graphs
+  read where they were: vllm/model_executor/kernels/linear/mixed_precision/marlin.py;
+- those of layers in FP8 before Ada and in FP4 before Blackwell are replaced by parameters that do not know which part
+  of them a stored one is, so that no version can be loaded: marlin_utils_fp8.py and marlin_utils_fp4.py in
+  vllm/model_executor/layers/quantization/utils.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from itertools import chain
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -45,6 +49,7 @@ def load_layerwise(
     with nullcontext() if on_host else _where_it_was(model):
         try:
             with with_experts(model, model_config.dtype, device):
+                _make_biases_loadable(model)
                 initialize_layerwise_reload(model)
                 with disable_mtp_completeness_check(), torch.no_grad():
                     model.load_weights(source.tensors())
@@ -57,6 +62,17 @@ def load_layerwise(
         if hasattr(model, "process_weights_after_loading"):
             with torch.no_grad():
                 model.process_weights_after_loading()
+
+
+def _make_biases_loadable(model: torch.nn.Module) -> None:
+    """Tell biases that replaced a layer's first ones what the layer told those."""
+    for layer in model.modules():
+        if (
+            isinstance(layer, LinearBase)
+            and (bias := getattr(layer, "bias", None)) is not None
+            and not hasattr(bias, "output_dim")
+        ):
+            bias.output_dim, bias.weight_loader = 0, layer.weight_loader
 
 
 @contextmanager

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from vllm import device_allocator
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import AllocationData
+from vllm.distributed import parallel_state
 from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
@@ -19,10 +21,11 @@ from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import Trit
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEKernelModularImpl
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, make_nvfp4_moe_quant_config
+from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
-from vllm.model_executor.layers.quantization.utils import marlin_utils
+from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp8
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
@@ -358,6 +361,49 @@ def test_a_bias_that_a_kernel_lays_out_elsewhere_is_where_captured_graphs_read_i
         assert torch.equal(graphs_read, laid_out)
         assert layer.bias is parameter and parameter.data_ptr() == graphs_read.data_ptr()
         assert torch.equal(layer.weight, weight)
+
+
+class InEightBits(LaidOut):
+    """A layer in FP8 as vLLM's kernel for GPUs before Ada lays it out, its bias too; `in_four`: as in FP4."""
+
+    def __init__(self, monkeypatch, *, in_four):
+        self.in_four = in_four
+        monkeypatch.setattr(marlin_utils_fp8.ops, "gptq_marlin_repack", lambda b_q_weight, **_: b_q_weight)
+
+    def process_weights_after_loading(self, layer):
+        layer.orig_dtype, layer.weight_scale = torch.bfloat16, torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        stored = layer.bias
+        marlin_utils_fp8.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
+        if self.in_four:  # as prepare_fp4_layer_for_marlin has it
+            layer.bias = torch.nn.Parameter(marlin_utils.marlin_permute_bias(stored), requires_grad=False)
+
+
+@pytest.mark.parametrize("in_four", [False, True])
+def test_a_version_is_loaded_where_a_kernel_replaced_the_bias_of_a_layer(monkeypatch, in_four):
+    """Qwen2.5 in FP8 on an A100, in NVFP4 on Hopper: a wake failed at the first stored bias."""
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
+    with set_current_vllm_config(VllmConfig()):
+        layer = QKVParallelLinear(64, 64, 2, 1, params_dtype=torch.bfloat16, disable_tp=True)
+    layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
+    record_metadata_for_reloading(layer)
+    layer.quant_method = InEightBits(monkeypatch, in_four=in_four)
+    layer.quant_method.process_weights_after_loading(layer)
+    graphs_read = layer.bias.data
+    model = torch.nn.ModuleDict({"qkv": layer})
+    model.load_weights = lambda named: [
+        (tensor_of := getattr(layer, name)).weight_loader(tensor_of, tensor, shard) for name, shard, tensor in named
+    ]
+    for _ in range(2):
+        rows = {"q": 128, "k": 64, "v": 64}
+        biases = {shard: torch.rand(size).bfloat16() for shard, size in rows.items()}
+        stored = [
+            *(("weight", shard, torch.rand(size, 64).to(torch.float8_e4m3fn)) for shard, size in rows.items()),
+            *(("bias", shard, bias) for shard, bias in biases.items()),
+        ]
+        version = SimpleNamespace(tensors=lambda stored=stored: iter(stored))
+        load_layerwise(model, SimpleNamespace(dtype=torch.bfloat16), version, torch.device("cuda"))
+        assert torch.equal(graphs_read, marlin_utils.marlin_permute_bias(torch.cat([*biases.values()])))
+        assert layer.bias.data_ptr() == graphs_read.data_ptr()
 
 
 def test_what_a_model_makes_of_all_its_weights_is_made_again_after_each_load():
