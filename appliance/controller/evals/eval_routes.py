@@ -59,8 +59,9 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         check_metadata(body.metadata)
         if not isinstance(body.data_source_config, CustomConfig):
             raise BadRequest(
-                f"The data source {body.data_source_config.type!r} is not kept on this box; describe your items with "
-                "the type 'custom' and give them to each run.",
+                f"Evals on this box read no data source {body.data_source_config.type!r}: no chat completions are "
+                "kept, and kept responses are not looked through; describe your items with the type 'custom' and give "
+                "them to each run.",
                 param="data_source_config.type",
                 code="unsupported_data_source",
             )

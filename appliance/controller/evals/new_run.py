@@ -88,7 +88,8 @@ def check_given(
     """known: an engine takes its sampling parameters. Raises BadRequest, NotFound."""
     if isinstance(given.source, StoredSource):
         raise BadRequest(
-            f"The source {given.source.type!r} is not kept on this box; give the items as 'file_content' or 'file_id'.",
+            f"Runs on this box read no source {given.source.type!r}: no chat completions are kept, and kept responses "
+            "are not looked through; give the items as 'file_content' or 'file_id'.",
             param=f"{param}.source.type",
             code="unsupported_data_source",
         )
