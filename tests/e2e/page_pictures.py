@@ -81,7 +81,7 @@ def _job(front: Front) -> str:
             speed = 5200.0 * devices + drawn.gauss(0, 300)
             told = {"step": step, "total_steps": STEPS, "loss": loss, "tokens_per_s": speed, "devices": devices}
             told |= {"learning_rate": 2e-4 * (1 - step / STEPS), "grad_norm": 0.4 + loss / 3 + drawn.gauss(0, 0.05)}
-            events.ingest(job_id, {"event": "metrics", "trained_tokens": step * 65_536, **told})
+            events.ingest(job_id, {"event": "metrics", "tokens": 65_536, **told})
         jobs.update(db, job_id, eta_s=74.0)
         usage.devices_held(db, job_id, 1, 0.0)
         usage.devices_held(db, job_id, 0, 280.0)

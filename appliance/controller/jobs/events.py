@@ -208,6 +208,8 @@ class JobEvents:
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, now_s = self._db, int(event["step"]), time.time()
+        # One that is done again, after the death of a rank, say, counts once.
+        again = job_records.metric_at(db, row.id, step) is not None
         job_records.upsert_metric(
             db,
             JobMetricRow(
@@ -231,8 +233,8 @@ class JobEvents:
             "tokens_per_s": event.get("tokens_per_s"),
             "eta_s": self._eta_s(row.id, step, total),
         }
-        if event.get("trained_tokens") is not None:
-            changes["trained_tokens"] = int(event["trained_tokens"])
+        if not again:
+            changes["trained_tokens"] = (row.trained_tokens or 0) + int(event.get("tokens") or 0)
         jobs.update(db, row.id, **changes)
         loss = event.get("loss")
         reward = event.get("train_mean_reward")
@@ -439,9 +441,7 @@ class JobEvents:
         add_message(self._db, row.id, str(event.get("text", "")), level=level)
 
     def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
-        # The rank is done; the job is done when its group reports it (`succeeded`), after all ranks have left.
-        if event.get("trained_tokens") is not None:
-            jobs.update(self._db, row.id, trained_tokens=int(event["trained_tokens"]))
+        """The rank is done; the job is done when its group reports it (`succeeded`), after all ranks have left."""
 
     def _losses_at(self, job_id: str, step: int) -> dict[str, float]:
         row = job_records.metric_at(self._db, job_id, step)

@@ -33,6 +33,7 @@ def metrics(step: int, loss: float, total: int = 20) -> dict:
         "step": step,
         "total_steps": total,
         "epoch": step / total,
+        "tokens": 600,
         "loss": loss,
         "grad_norm": 1.0,
         "learning_rate": 1e-4,
@@ -84,11 +85,12 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     for step in range(12, 21):
         events.ingest(job_id, metrics(step, 3.0 - step / 10))
     events.ingest(job_id, published(20))
-    events.ingest(job_id, {"event": "finished", "trained_tokens": 12345})
+    events.ingest(job_id, metrics(20, 1.0))  # done again: it counts once
+    events.ingest(job_id, {"event": "finished"})
     events.succeeded(job_id)
 
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.status == "succeeded" and job.fine_tuned_model == row.output_model and job.trained_tokens == 12345
+    assert job.status == "succeeded" and job.fine_tuned_model == row.output_model and job.trained_tokens == 19 * 600
     assert job.finished_at is not None
     model = models.find(control.db, row.output_model)
     assert model is not None and (model.active_version, model.base, model.kind) == ("step-20", "starter", "fine-tuned")
@@ -100,7 +102,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     assert lines[9]["valid_loss"] == "2.5"
     assert (await control.sdk.files.retrieve(job.result_files[0])).purpose == "fine-tune-results"
     kinds = [event.type async for event in control.sdk.fine_tuning.jobs.list_events(job_id, limit=7)]
-    assert kinds.count("metrics") == 20
+    assert kinds.count("metrics") == 21
 
 
 async def test_steps_run_again_after_a_resume_replace_their_rows(control: Control, events: JobEvents):
