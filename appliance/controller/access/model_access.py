@@ -14,6 +14,9 @@ from appliance.store.objects import jobs, models
 from appliance.store.records import keys, model_settings
 from appliance.store.rows import JobRow, KeyRow, ModelRow
 
+_NAMED = 20
+"""Versions of a model that an error names."""
+
 
 def unknown_model(name: str) -> NotFound:
     return NotFound(
@@ -29,6 +32,17 @@ def absent_model(name: str) -> NotFound:
         f"The model {shown(name)} does not exist on this box; `appliance model list` shows those that do.",
         param="model",
         code="model_not_found",
+    )
+
+
+def no_version(db: Database, model: str, asked: str) -> NotFound:
+    """For callers who may see the model."""
+    have = models.names_of_versions(db, model, _NAMED + 1)
+    more = " and older ones" if len(have) > _NAMED else ""
+    return NotFound(
+        f"{model} has no version {shown(asked)}; it has {', '.join(have[:_NAMED])}{more}.",
+        param="version",
+        code="version_not_found",
     )
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from appliance.controller.access.model_access import stored_model
+from appliance.controller.access.model_access import no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -74,12 +74,7 @@ class Canaries:
         model = stored_model(self._context.db, row.model)
         version = models.find_version(db, row.model, row.version)
         if version is None:
-            have = ", ".join(known.version for known in models.list_versions(db, row.model))
-            raise NotFound(
-                f"{row.model} has no version {shown(row.version)}; it has {have}.",
-                param="version",
-                code="version_not_found",
-            )
+            raise no_version(db, row.model, row.version)
         running = canaries.find_running(db, row.model)
         if running is not None and running.version != row.version:
             raise Conflict(

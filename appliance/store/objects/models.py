@@ -172,6 +172,11 @@ def list_versions(db: Database, model: str) -> list[VersionRow]:
     return db.all(VersionRow, "SELECT * FROM versions WHERE model = ? ORDER BY seq", [model])
 
 
+def names_of_versions(db: Database, model: str, most: int) -> list[str]:
+    """Of the newest, newest first."""
+    return db.column("SELECT version FROM versions WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, most])
+
+
 def versions_made_by(db: Database, model: str, job_id: str) -> list[VersionRow]:
     """Those of this job, oldest first: jobs under one name have made ten thousands."""
     return db.all(

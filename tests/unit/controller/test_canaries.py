@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from appliance.controller.access import model_access
 from appliance.controller.bus.load import Load, VersionLoad
 from appliance.controller.models.activation import Activations
 from appliance.gateway.routing.canary_comparison import bucket
@@ -75,9 +76,17 @@ async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control)
     assert (entry.action, entry.detail["version"]) == ("model.canary", "v2")
 
 
+async def test_an_error_names_the_newest_versions(served: Control, monkeypatch: pytest.MonkeyPatch):
+    """All of 20,000 held the loop for a second."""
+    monkeypatch.setattr(model_access, "_NAMED", 1)
+    for path, verb in (("canary", "PUT"), ("rollback", "POST")):
+        said = await ask(served, verb, f"/admin/v1/models/m/{path}", 404, version="v9")
+        assert said["error"]["message"].endswith("it has v1 and older ones.")
+
+
 async def test_what_cannot_be_is_refused_in_words(served: Control):
     assert (await ask(served, "GET", status=404))["error"]["code"] == "no_canary"
-    assert "it has v2, v1" in (await ask(served, "PUT", status=404, version="v9"))["error"]["message"]
+    assert "it has v1, v2" in (await ask(served, "PUT", status=404, version="v9"))["error"]["message"]
     assert (await ask(served, "PUT", status=400, version="v1"))["error"]["code"] == "invalid_value"
     await ask(served, "PUT", status=400, version="v2", share=0.95)
     assert (await ask(served, "POST", "/admin/v1/models/m/promote", 409))["error"]["code"] == "no_canary"

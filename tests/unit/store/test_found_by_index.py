@@ -93,3 +93,6 @@ def test_what_belongs_to_a_job_is_found_without_all_that_stands_beside_it(db: Da
     plans.clear()
     assert not models.versions_made_by(db, "boxer", "ftjob-1")
     assert any("USING INDEX versions_of_job" in step for step in plans), plans
+    plans.clear()
+    assert not models.names_of_versions(db, "boxer", 20)
+    assert any("versions USING COVERING INDEX" in step for step in plans), plans

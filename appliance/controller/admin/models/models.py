@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, StringConstraints
 
-from appliance.controller.access.model_access import stored_model
+from appliance.controller.access.model_access import no_version, stored_model
 from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
 from appliance.controller.admin import views
 from appliance.controller.context import operations
@@ -217,7 +217,7 @@ def routes(
     async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
         row = stored_model(db, name)
         if models.find_version(db, row.id, body.version) is None:
-            raise _no_version(db, row, body.version)
+            raise no_version(db, row.id, body.version)
         models.update_version(db, row.id, body.version, pinned=int(body.pinned))
         context.tiers.nudge()
         record(context, caller, "model.pin", row.id, version=body.version, pinned=body.pinned)
@@ -293,7 +293,7 @@ async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFou
 def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
     if asked is not None:
         if models.find_version(db, row.id, asked) is None:
-            raise _no_version(db, row, asked)
+            raise no_version(db, row.id, asked)
         return asked
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
@@ -301,10 +301,3 @@ def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
             f"{row.id} has no version before {row.active_version}.", param="version", code="no_older_version"
         )
     return older.version
-
-
-def _no_version(db: Database, row: ModelRow, asked: str) -> NotFound:
-    have = ", ".join(version.version for version in models.list_versions(db, row.id))
-    return NotFound(
-        f"{row.id} has no version {shown(asked)}; it has {have}.", param="version", code="version_not_found"
-    )
