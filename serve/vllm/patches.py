@@ -75,6 +75,7 @@ from serve.api import (
     legacy_functions,
     request_faults,
     stream_chunks,
+    unfit_requests,
 )
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
@@ -180,6 +181,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     owner_places.apply()
     # After it: room is made for what the step may load alone.
     adapter_steps.apply()
+    unfit_requests.apply()
     request_faults.apply()
     forced_calls.apply()
     # Reads `tools` alone: `functions` of a client were ignored without a word.

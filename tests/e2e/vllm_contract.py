@@ -107,6 +107,18 @@ def _claims():
         and "await self.engine_client.add_lora(lora_request)" in found,
     )
     yield (
+        "memory of a request that waits is asked for by these words, and it is not looked further where there is none",
+        all(
+            words in inspect.getsource(plain_schedule)
+            for words in (
+                "new_blocks = self.kv_cache_manager.allocate_slots(\n",
+                "reserved_blocks=reserved_blocks,",
+                "if new_blocks is None:",
+            )
+        ),
+    )
+    yield from has(Scheduler, "_inflight_prefill_reserved_blocks")
+    yield (
         "a step asks of each request that waits whether it is ready",
         "ready_to_schedule = self._handle_blocked_waiting_request(request)" in inspect.getsource(plain_schedule),
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve.api import adapter_steps
+from serve.api import adapter_steps, unfit_requests
 from serve.api.turns import Turns, mark_of, number
 from serve.cpu import finishing_scheduler
 from serve.cpu.finishing_scheduler import FinishingScheduler
@@ -34,7 +34,16 @@ class Clock:
 class Engine:
     """One scheduler, and the times at which each request got its tokens. paced: as this project has it, or as vLLM."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, paced: bool, bounds_loads: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        paced: bool,
+        bounds_loads: bool = True,
+        blocks: int = 4000,
+        passes: bool = True,
+    ) -> None:
         import torch
         from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -42,7 +51,7 @@ class Engine:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.clock, self.turns, self.paced, self.makes_room = Clock(), Turns(), paced, True
-        for module in (finishing_scheduler, owner_places, adapter_steps):
+        for module in (finishing_scheduler, owner_places, adapter_steps, unfit_requests):
             monkeypatch.setattr(module, "time", self.clock)
         (root / "config.json").write_text(
             json.dumps(
@@ -72,15 +81,15 @@ class Engine:
                 policy="priority" if paced else "fcfs",
             ),
         )
-        config.cache_config.num_gpu_blocks = 4000
+        config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        blocks = KVCacheConfig(
-            num_blocks=4000, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        memory = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
         made = FinishingScheduler if paced else Scheduler
         self.scheduler = made(
             vllm_config=config,
-            kv_cache_config=blocks,
+            kv_cache_config=memory,
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             log_stats=False,
@@ -92,6 +101,9 @@ class Engine:
                 ("_handle_blocked_waiting_request", adapter_steps.held_back),
             ):
                 setattr(self.scheduler, name, MethodType(changed(self._with_room(name)), self.scheduler))
+        if paced and passes:
+            manager: Any = self.scheduler.kv_cache_manager
+            manager.allocate_slots = MethodType(unfit_requests.noted(type(manager).allocate_slots), manager)
         self.tokens: dict[str, list[float]] = {}
         self.places: dict[str, int] = {}
         self.loaded: list[int] = []  # adapters, the one that was used last at the end
@@ -140,6 +152,10 @@ class Engine:
     def _with_room(self, name: str) -> Any:
         """A method of the scheduler; its schedule makes room first, if wanted."""
         plain = getattr(FinishingScheduler, name)
+        if name == "schedule":
+            plain = unfit_requests.looked_anew(plain)
+        if name == "_handle_blocked_waiting_request":
+            return unfit_requests.let_pass(plain)
         makes = owner_places._with_room(plain)
         return plain if name != "schedule" else lambda scheduler: (makes if self.makes_room else plain)(scheduler)
 
@@ -294,3 +310,37 @@ def test_nobodys_adapters_keep_an_engine_from_its_steps(tmp_path: Path, monkeypa
     gap_s, tokens, first_s = adapters_come_and_go(Engine(tmp_path, monkeypatch, paced=True))
     assert gap_s < 1.5 * LOAD_S and tokens > 80, (gap_s, tokens)
     assert first_s < 4 * LOAD_S, first_s
+
+
+def one_asks_for_all_memory(engine: Engine) -> float:
+    """First token of a short request while another owner's prompt is longer than what two small answers of theirs leave
+    of the KV memory."""
+    engine.ask("neighbour", "before", 200, 2)
+    for one in range(2):
+        engine.ask("many", f"answer {one}", 1, 500)
+    for _ in range(20):
+        engine.step()
+    engine.ask("many", "long", 4080, 2)
+    engine.step()
+    began_s = engine.clock.now_s
+    engine.ask("neighbour", "short", 20, 2)
+    while not engine.tokens["short"]:
+        engine.step()
+    return engine.tokens["short"][0] - began_s
+
+
+def test_a_prompt_that_finds_no_memory_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 4096 // BLOCK + 2
+    assert one_asks_for_all_memory(Engine(tmp_path, monkeypatch, paced=True, blocks=memory, passes=False)) > 15
+    engine = Engine(tmp_path, monkeypatch, paced=True, blocks=memory)
+    assert one_asks_for_all_memory(engine) < 1
+    # It finds memory, however many short ones of others come meanwhile.
+    began_s, asked = engine.clock.now_s, 0
+    while not engine.tokens["long"]:
+        if not asked or len(engine.tokens[f"more {asked - 1}"]) == 20:
+            engine.ask("neighbour", f"more {asked}", 20, 20)
+            asked += 1
+        engine.step()
+    assert asked > 10 and engine.clock.now_s - began_s < 120

@@ -1,0 +1,94 @@
+"""Lets others pass a request that waits and finds no KV memory.
+
+vLLM admits no request while the next one in its queue finds none. So whoever had an answer written and asked with a
+prompt as long as the memory kept everybody from an engine that was nearly empty, until that answer ended.
+
+Here others pass such a request; where it is the only one of its owner not all the time, or it might never find any.
+Where answers fill the memory, all wait as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from serve.api.turns import owner_in
+
+PASSED_S, HELD_S = 25.0, 5.0
+"""How long others pass it, and then wait for it: as long as most short answers take."""
+UNFIT = "shm_unfit"  # attribute of a request: an _Unfit
+FREE = "shm_free_blocks"  # attribute of a scheduler: those that were nobody's when its step began
+
+
+def apply() -> None:
+    """Call once per process, before it makes its engine."""
+    Scheduler.schedule = looked_anew(Scheduler.schedule)
+    Scheduler._handle_blocked_waiting_request = let_pass(Scheduler._handle_blocked_waiting_request)
+    KVCacheManager.allocate_slots = noted(KVCacheManager.allocate_slots)
+
+
+@dataclass(slots=True)
+class _Unfit:
+    """A request that waits and found no memory. blocks: how many were nobody's then."""
+
+    blocks: int
+    since_s: float
+
+
+def looked_anew(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule)
+    def run(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.pop(FREE, None)
+        return schedule(self, *args, **kwargs)
+
+    return run
+
+
+def noted(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """allocate: KVCacheManager.allocate_slots. Where it finds none vLLM looks at no others that wait in this step."""
+
+    @functools.wraps(allocate)
+    def run(self: KVCacheManager, request: Request, *args: Any, **kwargs: Any) -> Any:
+        found = allocate(self, request, *args, **kwargs)
+        before: _Unfit | None = getattr(request, UNFIT, None)
+        if found is None and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            blocks = self.block_pool.get_num_free_blocks() - kwargs.get("reserved_blocks", 0)
+            setattr(request, UNFIT, _Unfit(blocks, before.since_s if before else time.monotonic()))
+        elif before is not None:
+            setattr(request, UNFIT, None)
+        return found
+
+    return run
+
+
+def let_pass(ready: Callable[[Scheduler, Request], bool]) -> Callable[[Scheduler, Request], bool]:
+    """ready: whether a request that waits may be scheduled."""
+
+    @functools.wraps(ready)
+    def run(self: Scheduler, request: Request) -> bool:
+        return ready(self, request) and not _is_passed(self, request, time.monotonic())
+
+    return run
+
+
+def _is_passed(scheduler: Scheduler, request: Request, now_s: float) -> bool:
+    """Whether others pass it: it found no memory, and no more is free now."""
+    found: _Unfit | None = getattr(request, UNFIT, None)
+    if found is None or not scheduler.running:
+        return False
+    if (free := scheduler.__dict__.get(FREE)) is None:
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        free = scheduler.__dict__[FREE] = free - scheduler._inflight_prefill_reserved_blocks()
+    if free > found.blocks:
+        return False
+    mark = owner_in(request.priority)
+    if any(owner_in(one.priority) == mark for one in scheduler.running):
+        return True
+    return (now_s - found.since_s) % (PASSED_S + HELD_S) < PASSED_S
