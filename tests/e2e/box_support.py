@@ -207,7 +207,7 @@ class WholeBox:
         """Returns when the next one answers."""
         (controller,) = [pid for pid, command in self.running().items() if "appliance.controller.main" in command]
         os.kill(controller, signal.SIGKILL)
-        wait_for(lambda: self.tried("status"), "the next controller", 120)
+        wait_for(lambda: self.tried("status"), "the next controller", 300)
 
     def destroy(self) -> None:
         subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
