@@ -18,10 +18,10 @@ _NAMED = 20
 """Versions of a model that an error names."""
 
 
-def unknown_model(name: str) -> NotFound:
+def unknown_model(name: str, param: str = "model") -> NotFound:
     return NotFound(
         f"The model {shown(name)} does not exist or you do not have access to it.",
-        param="model",
+        param=param,
         code="model_not_found",
     )
 
@@ -105,16 +105,16 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
     return _may(db, caller.key_id, caller.viewer, name)
 
 
-def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = True) -> None:
+def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = True, param: str = "model") -> None:
     """Whoever makes the box ask a model needs the scope of inference, whatever route it is done by. chats: it is asked
-    for a chat completion. Raises Forbidden, NotFound for a model that the caller may not use, and BadRequest for one
-    that does not chat."""
+    for a chat completion. param: of the request, that names the model. Raises Forbidden, NotFound for a model that the
+    caller may not use, and BadRequest for one that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     if not caller_may_use(db, caller, name) or not _has_version(db, name):
-        raise unknown_model(name)
+        raise unknown_model(name, param)
     if chats and (why := why_no_chat(db, name)):
-        raise BadRequest(f"{why}.", param="model", code="model_not_supported")
+        raise BadRequest(f"{why}.", param=param, code="model_not_supported")
 
 
 def caller_of(db: Database, key_id: str | None) -> Principal:

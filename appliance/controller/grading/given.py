@@ -38,7 +38,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
             if leaf.model not in models:
-                check_may_ask(context.db, caller, leaf.model)
+                check_may_ask(context.db, caller, leaf.model, param=param)
                 models.add(leaf.model)
             if (form := orjson.dumps(leaf.answers_by)) not in forms:
                 check_asked({"response_format": leaf.answers_by}, param)

@@ -23,10 +23,10 @@ def teacher_of(
         raise InvalidValue(
             f"Invalid '{param}': {shown(name)} was given, expected the name of a model (MODEL, MODEL@VERSION).", param
         )
-    check_may_ask(context.db, caller, name, chats=False)
+    check_may_ask(context.db, caller, name, chats=False, param=param)
     teacher = resolve(context.db, name)
     if teacher is None:
-        raise unknown_model(name)
+        raise unknown_model(name, param)
     if why := _why_not(context, teacher, student, longest):
         raise BadRequest(
             f"{shown(name)} cannot teach {shown(student.name)}: {why}.", param=param, code="invalid_teacher"

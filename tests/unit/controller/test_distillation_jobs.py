@@ -97,9 +97,9 @@ async def test_a_job_of_a_teacher_is_validated_and_shows_it(taught: Control):
     [
         (None, {}, "method.distillation.teacher", "Missing required parameter: 'method.distillation.teacher'"),
         (["teacher"], {}, "method.distillation.teacher", "expected the name of a model"),
-        ("nobody", {}, "model", "'nobody' does not exist"),
-        ("teacher@v9", {}, "model", "'teacher@v9' does not exist"),
-        ("anns", {}, "model", "does not exist or you do not have access"),
+        ("nobody", {}, "method.distillation.teacher", "'nobody' does not exist"),
+        ("teacher@v9", {}, "method.distillation.teacher", "'teacher@v9' does not exist"),
+        ("anns", {}, "method.distillation.teacher", "does not exist or you do not have access"),
         ("embedder", {}, "method.distillation.teacher", "makes embeddings"),
         ("teacher", {"max_length": 2048}, "method.distillation.teacher", "at most 1,023 tokens .* is 2,048"),
         ("teacher", {"samples": 65}, "method.distillation.hyperparameters.samples", "samples"),

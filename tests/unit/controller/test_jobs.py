@@ -693,7 +693,7 @@ async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read
                 training_file=await control.upload(prompts()),
                 method={"type": "reinforcement", "reinforcement": {"grader": grader}},
             )
-        assert refused.value.code == "model_not_found"
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "method.reinforcement.grader")
     assert jobs.list_unfinished(control.db) == []
 
 
