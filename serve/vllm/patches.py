@@ -30,11 +30,14 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.parser.engine.incremental_lexer import IncrementalLexer
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
+from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.tracing import otel
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
@@ -167,6 +170,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     step_bounds.slice_prompt_logprobs(GPUModelRunner)
     step_bounds.bound_unread(RequestOutputCollector)
     step_bounds.bound_reading(DelegatingParser)
+    step_bounds.bound_pieces(IncrementalLexer)
+    step_bounds.bound_unended(Phi4MiniJsonToolParser, "]")
+    step_bounds.bound_unended(JambaToolParser, "</tool_calls>")
     step_bounds.bound_without_text(FastIncrementalDetokenizer, SlowIncrementalDetokenizer)
     step_bounds.bound_search(ThinkingBudgetStateHolder)
     request_bounds.bound_forbidden(SamplingParams)

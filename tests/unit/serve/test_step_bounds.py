@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ import xgrammar
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.parser.engine.incremental_lexer import IncrementalLexer, terminals_from_literals
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
+from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -437,3 +441,65 @@ def test_the_last_of_a_sequence_is_found(sequence: list[int]) -> None:
     for tokens in ([], [1], [2, 1], [1, 1, 1, 2, 1], [1, 2, 1, 2, 2], [2, 2, 2]):
         expected = ThinkingBudgetStateHolder._find_last_sequence_index(tokens, sequence)
         assert step_bounds._last_of(tokens, sequence) == expected
+
+
+class Marks(IncrementalLexer):
+    """Counts the characters that are copied."""
+
+    copied = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "buffer":
+            self.copied += len(value)
+        super().__setattr__(name, value)
+
+
+def lexer(bounded: bool) -> Marks:
+    kind = type("Lexer", (Marks,), {})
+    if bounded:
+        step_bounds.bound_pieces(kind)
+    return kind(terminals_from_literals({"BEGIN": "<think>", "END": "</think>"}))
+
+
+def test_an_answer_of_many_marks_is_not_copied_with_each() -> None:
+    """32,000 of them held an engine's loop for 2 s."""
+    one, many = lexer(bounded=True), 20_000
+    assert [token.terminal for token in one.feed("<think>" * many) + one.flush()] == ["BEGIN"] * many
+    assert one.copied <= many * step_bounds.PIECE
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 50])
+def test_marks_are_found_in_pieces_as_in_the_whole(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_bounds, "PIECE", piece)
+    text, found = "a <th < <think>b</think> </thi <<think>" * 5 + "<thin", []
+    for one in (lexer(bounded=False), lexer(bounded=True)):
+        tokens = one.feed(text, ("a <th", " < ", "<think>"), 9) + one.flush()
+        marks = [token.terminal for token in tokens if token.terminal in ("BEGIN", "END")]
+        found.append(("".join(token.value for token in tokens), marks, sum(token.token_count for token in tokens)))
+    assert marks == ["BEGIN", "END", "BEGIN"] * 5
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "parser, begin, end",
+    [(Phi4MiniJsonToolParser, "functools[", "]"), (JambaToolParser, "<tool_calls>", "</tool_calls>")],
+)
+def test_the_end_of_a_call_is_looked_for_where_there_is_one(parser: Any, begin: str, end: str) -> None:
+    """Of 50,000 calls without one an expression held an engine's loop for a minute."""
+    kind, looked = type("Parser", (parser,), {}), list[str]()
+    extract = kind.extract_tool_calls
+
+    def seen(self: Any, model_output: str, request: Any) -> Any:
+        looked.append(model_output)
+        return extract(self, model_output, request)
+
+    kind.extract_tool_calls = seen
+    step_bounds.bound_unended(kind, end)
+    one = kind.__new__(kind)
+    vars(one).update(tool_calls_start_token=begin, tool_calls_regex=re.compile(f"{begin}(.*?){end}", re.DOTALL))
+    for text in (begin * 9, "", "no call"):
+        found = one.extract_tool_calls(text, None)
+        assert (found.tools_called, found.content) == (False, text) and looked[-1] == ""
+    call = json.dumps({"name": "f", "arguments": {"a": 1}})
+    call = f"{begin}{call}{end}" if end == "]" else f"{begin}[{call}]{end}"
+    assert one.extract_tool_calls(call + begin * 9, None).tools_called and looked[-1] == call
