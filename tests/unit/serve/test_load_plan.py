@@ -178,7 +178,7 @@ def test_a_head_that_is_tied_once_it_is_loaded_is_filled_by_its_embedding_alone(
 
 
 def test_what_a_kernel_let_go_of_is_tied_to_nothing(tmp_path):
-    """Scales of activations under Marlin in FP8, weights in INT8 on processors: no version was equal in all of them."""
+    """Weights in INT8 on processors: no version was taken in which two layers differ."""
     source, model = write(tmp_path / "a", twice(1)), Twice()
     plan = record(model, source)
     model.head.weight = model.embedding = None
