@@ -90,7 +90,7 @@ def see_every_page(page: Any, box: WholeBox, job: str, pictures: Path) -> None:
 
 def test_a_whole_box_by_mouse_and_over_the_death_of_its_controller(tmp_path: Path) -> None:
     data, home, pictures, faults = tmp_path / "train.jsonl", tmp_path / "box", tmp_path / "pictures", list[str]()
-    data.write_bytes(gsm8k("train", 60))
+    data.write_bytes(gsm8k("train", 24))
     home.mkdir()
     pictures.mkdir()
     with whole_box(home, SETTINGS) as box, playwright.sync_playwright() as driver:
