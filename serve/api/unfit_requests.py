@@ -3,7 +3,8 @@
 vLLM admits no request while the next one in its queue finds none. So whoever had an answer written and asked with a
 prompt as long as the memory kept everybody from an engine that was nearly empty, until that answer ended.
 
-Here others pass such a request; where it is the only one of its owner not all the time, or it might never find any.
+Here other owners' requests pass such a one; where its owner has none running not all the time, or it might never find
+any. Those of its owner wait for it as before.
 Where answers fill the memory, all wait as before.
 """
 
@@ -24,7 +25,7 @@ from serve.api.turns import owner_in
 PASSED_S, HELD_S = 25.0, 5.0
 """How long others pass it, and then wait for it: as long as most short answers take."""
 UNFIT = "shm_unfit"  # attribute of a request: an _Unfit
-FREE = "shm_free_blocks"  # attribute of a scheduler: those that were nobody's when its step began
+PASSED = "shm_passed"  # attribute of a scheduler: marks of owners one of whose requests is passed in its step
 
 
 def apply() -> None:
@@ -45,7 +46,7 @@ class _Unfit:
 def looked_anew(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def run(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__.pop(FREE, None)
+        setattr(self, PASSED, set())
         return schedule(self, *args, **kwargs)
 
     return run
@@ -59,7 +60,7 @@ def noted(allocate: Callable[..., Any]) -> Callable[..., Any]:
         found = allocate(self, request, *args, **kwargs)
         before: _Unfit | None = getattr(request, UNFIT, None)
         if found is None and request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            blocks = self.block_pool.get_num_free_blocks() - kwargs.get("reserved_blocks", 0)
+            blocks = self.block_pool.get_num_free_blocks()
             setattr(request, UNFIT, _Unfit(blocks, before.since_s if before else time.monotonic()))
         elif before is not None:
             setattr(request, UNFIT, None)
@@ -73,22 +74,23 @@ def let_pass(ready: Callable[[Scheduler, Request], bool]) -> Callable[[Scheduler
 
     @functools.wraps(ready)
     def run(self: Scheduler, request: Request) -> bool:
-        return ready(self, request) and not _is_passed(self, request, time.monotonic())
+        if not ready(self, request):
+            return False
+        passed, mark = getattr(self, PASSED), owner_in(request.priority)
+        if mark not in passed and _is_passed(self, request, mark, time.monotonic()):
+            passed.add(mark)
+        return mark not in passed
 
     return run
 
 
-def _is_passed(scheduler: Scheduler, request: Request, now_s: float) -> bool:
+def _is_passed(scheduler: Scheduler, request: Request, mark: int, now_s: float) -> bool:
     """Whether others pass it: it found no memory, and no more is free now."""
     found: _Unfit | None = getattr(request, UNFIT, None)
     if found is None or not scheduler.running:
         return False
-    if (free := scheduler.__dict__.get(FREE)) is None:
-        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        free = scheduler.__dict__[FREE] = free - scheduler._inflight_prefill_reserved_blocks()
-    if free > found.blocks:
+    if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > found.blocks:
         return False
-    mark = owner_in(request.priority)
     if any(owner_in(one.priority) == mark for one in scheduler.running):
         return True
     return (now_s - found.since_s) % (PASSED_S + HELD_S) < PASSED_S

@@ -112,12 +112,10 @@ def _claims():
             words in inspect.getsource(plain_schedule)
             for words in (
                 "new_blocks = self.kv_cache_manager.allocate_slots(\n",
-                "reserved_blocks=reserved_blocks,",
                 "if new_blocks is None:",
             )
         ),
     )
-    yield from has(Scheduler, "_inflight_prefill_reserved_blocks")
     yield (
         "a step asks of each request that waits whether it is ready",
         "ready_to_schedule = self._handle_blocked_waiting_request(request)" in inspect.getsource(plain_schedule),

@@ -336,11 +336,30 @@ def test_a_prompt_that_finds_no_memory_keeps_nobody_else_waiting(
     assert one_asks_for_all_memory(Engine(tmp_path, monkeypatch, paced=True, blocks=memory, passes=False)) > 15
     engine = Engine(tmp_path, monkeypatch, paced=True, blocks=memory)
     assert one_asks_for_all_memory(engine) < 1
-    # It finds memory, however many short ones of others come meanwhile.
+    # It finds memory, however many short ones of others come meanwhile; those of its owner wait for it.
     began_s, asked = engine.clock.now_s, 0
-    while not engine.tokens["long"]:
+    while "long" not in {one.request_id for one in engine.scheduler.running}:
         if not asked or len(engine.tokens[f"more {asked - 1}"]) == 20:
             engine.ask("neighbour", f"more {asked}", 20, 20)
+            engine.ask("many", f"mine {asked}", 20, 20)
             asked += 1
         engine.step()
-    assert asked > 10 and engine.clock.now_s - began_s < 120
+    assert asked > 10 and engine.clock.now_s - began_s < 120 and len(engine.tokens["mine 0"]) < 2
+
+
+def test_a_request_that_found_no_memory_is_taken_as_soon_as_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while other prompts are computed, which will need more than they have."""
+    engine = Engine(tmp_path, monkeypatch, paced=True, blocks=4096 // BLOCK + 2)
+    engine.ask("many", "answer", 1500, 20)
+    while not engine.tokens["answer"]:
+        engine.step()
+    engine.ask("many", "long", 2700, 2)
+    engine.ask("neighbour", "prompt", 1200, 2)
+    while len(engine.tokens["answer"]) < 20:
+        engine.step()
+    assert not engine.tokens["prompt"], "it is still computed"
+    engine.step()
+    engine.step()
+    assert "long" in {one.request_id for one in engine.scheduler.running}
