@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,9 @@ class Flip:
 
 
 class FinishingScheduler(Scheduler):
-    """Owns the assignment of requests to weights."""
+    """Owns the assignment of requests to weights. owner_of: whose a request is; serve.vllm.owner_places knows."""
+
+    owner_of: Callable[[Request], int] = staticmethod(lambda request: 0)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -171,14 +173,22 @@ class FinishingScheduler(Scheduler):
 
     def _share_the_step(self, pace: PrefillPace) -> None:
         """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. Of the
-        rest a prompt gets a half if another request waits, so that a short one need not wait for the end of a long."""
+        rest a prompt gets a half if another request waits, so that a short one need not wait for the end of a long; and
+        all prompts that are being computed leave a third to who waits and has none among them. vLLM takes those that
+        wait last: two long prompts of one owner had all tokens of each step until one of them ended."""
         writing = [request for request in self.running if request.num_tokens - request.num_computed_tokens <= 1]
         if 0 < len(writing) < len(self.running):
             others = [request for request in self.running if request.num_tokens - request.num_computed_tokens > 1]
             self.running = [*writing, *others]
         budget = self.max_num_scheduled_tokens = pace.budget(len(writing))
         prompts = budget - len(writing)
-        self.scheduler_config.long_prefill_token_threshold = -(-prompts // 2) if self.waiting else 0
+        most = -(-prompts // 2) if self.waiting else 0
+        reading = [request for request in self.running if request.num_tokens - request.num_computed_tokens > 1]
+        if len(reading) > 1 and self.waiting:
+            owners = {self.owner_of(request) for request in reading}
+            if any(self.owner_of(request) not in owners for request in self.waiting):
+                most = max(1, min(most, (prompts - prompts // 3) // len(reading)))
+        self.scheduler_config.long_prefill_token_threshold = most
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         freed = super()._free_request(request, delay_free_blocks)

@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from serve.api.adapter_steps import loads_of
 from serve.api.turns import ROLLOUTS, mark_of, number, owner_in, place_in
-from serve.cpu.finishing_scheduler import may_run
+from serve.cpu.finishing_scheduler import FinishingScheduler, may_run
 
 AGAIN_S = 0.5
 """Room is made for one owner at most this often. Otherwise an owner who asks one short question after the other would
@@ -42,6 +42,11 @@ LOOK_S = 0.1
 def apply() -> None:
     """Call once per process, before it makes its engine."""
     Scheduler.schedule = _with_room(Scheduler.schedule)
+    FinishingScheduler.owner_of = staticmethod(owner_of)
+
+
+def owner_of(request: Request) -> int:
+    return owner_in(request.priority)
 
 
 def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,6 +53,7 @@ class Engine:
         self.clock, self.turns, self.paced, self.makes_room = Clock(), Turns(), paced, True
         for module in (finishing_scheduler, owner_places, adapter_steps, unfit_requests):
             monkeypatch.setattr(module, "time", self.clock)
+        monkeypatch.setattr(FinishingScheduler, "owner_of", staticmethod(owner_places.owner_of))
         (root / "config.json").write_text(
             json.dumps(
                 {
@@ -192,6 +193,23 @@ def test_a_neighbour_of_many_long_prompts_goes_on(tmp_path: Path, monkeypatch: p
     assert gap_s < 1 and first_s < 1.5, (gap_s, first_s)
     # The stream goes on meanwhile, and its tokens are computed too.
     assert rate > 0.95 * rate_before, (rate, rate_before)
+
+
+def test_who_comes_while_two_long_prompts_are_computed_waits_for_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had all tokens of each step: the first token of a short request came after 24 s."""
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    for place in range(PROMPTS):
+        engine.ask("many", f"long {place}", LONG, 2)
+    for late in range(5):
+        for _ in range(7):
+            engine.step()
+        began_s = engine.clock.now_s
+        engine.ask(f"late {late}", f"short {late}", 20, 2)
+        while not engine.tokens[f"short {late}"]:
+            engine.step()
+        assert engine.clock.now_s - began_s < 2.5
 
 
 def crowded(engine: Engine, *, makes_room: bool) -> float:
