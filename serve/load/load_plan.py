@@ -148,7 +148,7 @@ class LoadPlan:
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 target = self.targets.get((id(module), name))
-                if target is None or tensor is None:  # None: a kernel made something else of it, and let it go
+                if target is None:
                     continue
                 first = kept.setdefault(id(tensor), target)
                 if first is not target:

@@ -177,15 +177,6 @@ def test_a_head_that_is_tied_once_it_is_loaded_is_filled_by_its_embedding_alone(
     assert plan.alike == [("embedding", "head")]
 
 
-def test_what_a_kernel_let_go_of_is_tied_to_nothing(tmp_path):
-    """Weights in INT8 on processors: no version was taken in which two layers differ."""
-    source, model = write(tmp_path / "a", twice(1)), Twice()
-    plan = record(model, source)
-    model.head.weight = model.embedding = None
-    plan.follow_ties(model)
-    assert plan.alike == [] and plan.bytes_read(source) == source.nbytes
-
-
 def test_an_engine_that_keeps_both_once_takes_no_version_in_which_they_differ(tmp_path):
     write(tmp_path / "a", twice(2)).close()
     check_alike(tmp_path / "a", [("embedding", "head")])
