@@ -429,7 +429,7 @@ async def test_many_judges_are_looked_at_one_grader_after_the_other_and_once(
     may_ask, check = given_.check_may_ask, given_.check_asked
 
     def noted(real: Any) -> Any:
-        return lambda *asked: (asked_in.append(turn), real(*asked))[1]
+        return lambda *asked, **named: (asked_in.append(turn), real(*asked, **named))[1]
 
     monkeypatch.setattr(given_, "check_may_ask", noted(may_ask))
     monkeypatch.setattr(given_, "check_asked", noted(check))
