@@ -143,6 +143,9 @@ class LoadPlan:
 
         vLLM ties a head to the embedding again where a checkpoint has both and they are equal
         (vllm/model_executor/model_loader/weight_tying.py). Each would be written in turn, and the last one would stay.
+        What a kernel let go of is None, and so held for tied: weights in INT8 on processors. That refuses their models
+        every other version, which is as well, because vLLM's kernel reads the scales where only the first load had them
+        (vllm/model_executor/kernels/linear/scaled_mm/cpu.py).
         """
         kept: dict[int, Target] = {}
         for module in model.modules():
