@@ -36,9 +36,6 @@ class MaskedEngine(Engine):
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, turns: bool) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        super().__init__(root, monkeypatch, paced=True)
-        monkeypatch.setattr(mask_turns, "time", self.clock)
-        self.most_s = 0.0
         made, ready = Scheduler.schedule, Scheduler._handle_blocked_waiting_request
         if turns:
             made, ready = mask_turns._in_turns(made), mask_turns._unless_later(ready)
@@ -51,8 +48,12 @@ class MaskedEngine(Engine):
             self.most_s = max(self.most_s, masks_s)
             return output
 
+        # Before the scheduler is made, which then has what others wrap around it.
         monkeypatch.setattr(Scheduler, "schedule", schedule)
         monkeypatch.setattr(Scheduler, "_handle_blocked_waiting_request", ready)
+        super().__init__(root, monkeypatch, paced=True)
+        monkeypatch.setattr(mask_turns, "time", self.clock)
+        self.most_s = 0.0
 
     def ask_form(self, owner: str, name: str, most: int, cost_s: float, adapter: int = 0) -> None:
         self.ask(owner, name, 20, most, adapter)
@@ -103,15 +104,17 @@ def test_whose_own_form_takes_long_has_a_turn_among_those_of_others(
 def test_who_waits_for_his_turn_keeps_his_adapters_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler asserts that what runs needs no more adapters than a batch has, which ended the engine."""
     engine = MaskedEngine(tmp_path, monkeypatch, turns=True)
-    engine.scheduler.lora_config = SimpleNamespace(max_loras=2)
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=2, max_cpu_loras=4)
     for adapter in (1, 2):
         engine.ask_form("many", f"form {adapter}", 40, COST_S, adapter)
-    for _ in range(10):
+    forms = [engine.tokens[f"form {adapter}"] for adapter in (1, 2)]
+    while not all(forms):  # their adapters are loaded one after the other
         engine.step()
+    began = [len(tokens) for tokens in forms]
     engine.ask("other", "short", 20, 40, adapter=3)
-    for _ in range(6):
+    for _ in range(16):
         engine.step()
-    assert 0 < len(engine.tokens["form 1"]) < 14 and 0 < len(engine.tokens["form 2"]) < 14, "one in each step"
+    assert all(0 < len(tokens) - before < 14 for tokens, before in zip(forms, began, strict=True)), "one in each step"
     for adapter in (1, 2):
         setattr(engine.scheduler.requests[f"form {adapter}"].structured_output_request.grammar, MASK, 0.0)
     while not all(len(tokens) == 40 for tokens in engine.tokens.values()):
