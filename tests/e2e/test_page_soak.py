@@ -1,4 +1,4 @@
-"""The page of a whole box in a real browser: a model, a job from its file to the chat by mouse alone, a switch of the
+"""The page of a whole box in a real browser: a job from its file to the chat by mouse alone, a switch of the
 mode, every page, and a page that stays open while the controller is killed.
 
 It prints where the pictures of each page are, and how long the page of a job stood still after the kill.
