@@ -176,14 +176,15 @@ class FinishingScheduler(Scheduler):
         rest a prompt gets a half if another request waits, so that a short one need not wait for the end of a long; and
         all prompts that are being computed leave a third to who waits and has none among them. vLLM takes those that
         wait last: two long prompts of one owner had all tokens of each step until one of them ended."""
-        writing = [request for request in self.running if request.num_tokens - request.num_computed_tokens <= 1]
-        if 0 < len(writing) < len(self.running):
-            others = [request for request in self.running if request.num_tokens - request.num_computed_tokens > 1]
-            self.running = [*writing, *others]
+        writing, reading = list[Request](), list[Request]()
+        for request in self.running:
+            left = request.num_tokens - request.num_computed_tokens
+            (writing if left <= 1 else reading).append(request)
+        if writing and reading:
+            self.running = [*writing, *reading]
         budget = self.max_num_scheduled_tokens = pace.budget(len(writing))
         prompts = budget - len(writing)
         most = -(-prompts // 2) if self.waiting else 0
-        reading = [request for request in self.running if request.num_tokens - request.num_computed_tokens > 1]
         if len(reading) > 1 and self.waiting:
             owners = {self.owner_of(request) for request in reading}
             if any(self.owner_of(request) not in owners for request in self.waiting):

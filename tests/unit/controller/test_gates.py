@@ -389,6 +389,19 @@ async def test_a_revoked_key_judges_nothing(control: Control, events: JobEvents,
     assert found.verdict == "undecided" and "revoked" in found.reason and answers.asked == []
 
 
+def lengths_parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the length of each JSON text that is read from now on."""
+    parsed: list[int] = []
+    loads = json.loads
+
+    def counting(text: str) -> Any:
+        parsed.append(len(text))
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counting)
+    return parsed
+
+
 async def test_a_look_reads_no_more_of_a_gate_than_it_needs(
     control: Control, events: JobEvents, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ):
@@ -399,14 +412,7 @@ async def test_a_look_reads_no_more_of_a_gate_than_it_needs(
         "template": [{"role": "user", "content": "0" * 5000}],
     }
     job_id, gate_id = await gated(control, asked, {**asked}, then="hold")
-    parsed: list[int] = []
-    loads = json.loads
-
-    def counting(text: str) -> Any:
-        parsed.append(len(text))
-        return loads(text)
-
-    monkeypatch.setattr(json, "loads", counting)
+    parsed = lengths_parsed(monkeypatch)
     await looked(control)
     assert max(parsed) < 1000, "while it waits for its job"
     run(control, events, job_id)
@@ -433,14 +439,7 @@ async def test_nor_of_one_whose_canary_runs_or_waits_for_another(
     v2 = run(control, events, second)
     canaries.put(control.db, CanaryRow("fraud", "another", v1, 0.1, 1.0))
     gates.update(control.db, gate_id, state="passed", verdict="passed", version=v2, before=v1, reason="better")
-    parsed: list[int] = []
-    loads = json.loads
-
-    def counting(text: str) -> Any:
-        parsed.append(len(text))
-        return loads(text)
-
-    monkeypatch.setattr(json, "loads", counting)
+    parsed = lengths_parsed(monkeypatch)
     await looked(control)
     assert (gates.outline(control.db, gate_id) or GateRow("", 0, "", "")).state == "passed"
     canaries.end(control.db, "fraud", "rolled_back", "asked for", now_s=2.0, compared={})

@@ -130,6 +130,14 @@ class Engine:
             )
         )
 
+    def first_s(self, owner: str, name: str) -> float:
+        """Seconds until a short request that is made now has its first token."""
+        began_s = self.clock.now_s
+        self.ask(owner, name, 20, 2)
+        while not self.tokens[name]:
+            self.step()
+        return self.tokens[name][0] - began_s
+
     def step(self) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
 
@@ -205,11 +213,7 @@ def test_who_comes_while_two_long_prompts_are_computed_waits_for_neither(
     for late in range(5):
         for _ in range(7):
             engine.step()
-        began_s = engine.clock.now_s
-        engine.ask(f"late {late}", f"short {late}", 20, 2)
-        while not engine.tokens[f"short {late}"]:
-            engine.step()
-        assert engine.clock.now_s - began_s < 2.5
+        assert engine.first_s(f"late {late}", f"short {late}") < 2.5
 
 
 def crowded(engine: Engine, *, makes_room: bool) -> float:
@@ -219,11 +223,7 @@ def crowded(engine: Engine, *, makes_room: bool) -> float:
         engine.ask("many", f"long {one}", 20, 400)
     for _ in range(80):
         engine.step()
-    began_s = engine.clock.now_s
-    engine.ask("neighbour", "short", 20, 2)
-    while not engine.tokens["short"]:
-        engine.step()
-    return engine.tokens["short"][0] - began_s
+    return engine.first_s("neighbour", "short")
 
 
 def test_nobody_has_all_places_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,11 +340,7 @@ def one_asks_for_all_memory(engine: Engine) -> float:
         engine.step()
     engine.ask("many", "long", 4080, 2)
     engine.step()
-    began_s = engine.clock.now_s
-    engine.ask("neighbour", "short", 20, 2)
-    while not engine.tokens["short"]:
-        engine.step()
-    return engine.tokens["short"][0] - began_s
+    return engine.first_s("neighbour", "short")
 
 
 def test_a_prompt_that_finds_no_memory_keeps_nobody_else_waiting(
