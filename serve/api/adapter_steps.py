@@ -21,7 +21,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from serve.api.turns import owner_in
+from serve.api.turns import ROLLOUTS, mark_of, owner_in
+from serve.api.unfit_requests import kept_waiting
 
 BEGAN = "shm_load_began_s"  # attribute of a SchedulerOutput whose step loads an adapter
 
@@ -54,8 +55,10 @@ class Loads:
             return
         running = [one for one in scheduler.running if one.lora_request]
         full = len({one.lora_request.lora_int_id for one in running}) >= scheduler.lora_config.max_loras
-        # Where all places are taken, room is made for who has none (serve.vllm.owner_places).
-        have = {owner_in(one.priority) for one in running} if full else set()
+        # Where all places are taken, room is made for who has none (serve.vllm.owner_places), and not for rollouts.
+        have = {mark_of(ROLLOUTS), *(owner_in(one.priority) for one in running)} if full else set()
+        # Nor is one chosen that no step takes: nobody else's was loaded as long as it was.
+        kept = kept_waiting(scheduler, now_s)
         waiting = [
             (self._of_owners.get(mark, 0), request)
             for request in scheduler.waiting._heap
@@ -63,6 +66,7 @@ class Loads:
             and request.lora_request.lora_int_id not in self.there
             and (mark := owner_in(request.priority)) not in have
             and not Scheduler._is_blocked_waiting_status(request.status)
+            and not kept(request)
         ]
         if waiting:
             self._chosen = min(waiting)[1].lora_request.lora_int_id

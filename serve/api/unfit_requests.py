@@ -84,6 +84,22 @@ def let_pass(ready: Callable[[Scheduler, Request], bool]) -> Callable[[Scheduler
     return run
 
 
+def kept_waiting(scheduler: Scheduler, now_s: float) -> Callable[[Request], bool]:
+    """Whether a request is passed by others now, or waits behind one of its owner that is: nothing that is done for it
+    has it taken. now_s: monotonic."""
+    first = dict[int, Request]()  # by owner's mark
+    for request in getattr(scheduler.waiting, "_heap", scheduler.waiting):  # in whatever order
+        mark = owner_in(request.priority)
+        if (mark not in first or request < first[mark]) and _is_passed(scheduler, request, mark, now_s):
+            first[mark] = request
+
+    def kept(request: Request) -> bool:
+        passed = first.get(owner_in(request.priority))
+        return passed is not None and not request < passed
+
+    return kept
+
+
 def _is_passed(scheduler: Scheduler, request: Request, mark: int, now_s: float) -> bool:
     """Whether others pass it: it found no memory, and no more is free now."""
     found: _Unfit | None = getattr(request, UNFIT, None)

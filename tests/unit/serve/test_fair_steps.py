@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve.api import adapter_steps, unfit_requests
-from serve.api.turns import Turns, mark_of, number
+from serve.api.turns import ROLLOUTS, Turns, behind, mark_of, number
 from serve.cpu import finishing_scheduler
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.vllm import owner_places
@@ -115,7 +115,7 @@ class Engine:
         from vllm.v1.request import Request
 
         self.places[name] = self.turns.enter(owner, prompt) if self.paced else 0
-        priority = number(self.places[name], mark_of(owner)) if self.paced else 0
+        priority = number(behind(owner, self.places[name]), mark_of(owner)) if self.paced else 0
         params = SamplingParams(max_tokens=most, ignore_eos=True)
         self.tokens[name] = []
         self.scheduler.add_request(
@@ -359,6 +359,36 @@ def test_a_prompt_that_finds_no_memory_keeps_nobody_else_waiting(
             asked += 1
         engine.step()
     assert asked > 10 and engine.clock.now_s - began_s < 120 and len(engine.tokens["mine 0"]) < 2
+
+
+def first_with_an_adapter(engine: Engine, owner: str, waits: int, prompt: int, answers: int = 0) -> float:
+    """First token of a neighbour's adapter that is to be loaded while this owner's request waits with another one."""
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=4, max_cpu_loras=RESIDENT)
+    engine.ask("neighbour", "before", 20, 1, adapter=RESIDENT)
+    while not engine.tokens["before"]:
+        engine.step()
+    for one in range(2):
+        for adapter in range(4):
+            engine.ask("many", f"answer {one} {adapter}", 1, 500, adapter=answers and adapter + 1)
+    for _ in range(40):
+        engine.step()
+    engine.ask(owner, "waits", prompt, 2, adapter=waits)
+    engine.step()
+    began_s = engine.clock.now_s
+    engine.ask("neighbour", "short", 20, 2, adapter=9)
+    while not engine.tokens["short"]:
+        engine.step()
+    return engine.tokens["short"][0] - began_s
+
+
+def test_an_adapter_that_no_step_takes_keeps_nobody_elses_from_being_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the one that each step might load for as long as it waited: for memory, or for a place beside those of
+    others where no room is made for rollouts."""
+    engine = Engine(tmp_path, monkeypatch, paced=True, blocks=4096 // BLOCK + 10)
+    assert first_with_an_adapter(engine, "many", 5, 4080) < 1
+    assert first_with_an_adapter(Engine(tmp_path, monkeypatch, paced=True), ROLLOUTS, 5, 20, answers=1) < 1.5
 
 
 def test_a_request_that_found_no_memory_is_taken_as_soon_as_there_is_some(
