@@ -55,7 +55,7 @@ class Limits:
     input_items: int = 1024
     # Total of all schemas, regular expressions and tools in one request that an engine compiles to a grammar.
     schema_nodes: int = 2000
-    schema_repeats: int = 1000
+    schema_repeats: int = 2000
     n: int = 64
     sequences: int = 256
     max_tokens: int = 1 << 20

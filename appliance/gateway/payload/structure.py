@@ -256,11 +256,12 @@ class _Budget:
         self._spend(name, repeats)
 
     def _length(self, name: str, node: dict[str, Any]) -> None:
-        """`minLength` and `maxLength`: texts with equal bounds share grammar rules."""
+        """`minLength` and `maxLength`: texts with equal bounds share grammar rules. Those of 200 and of 201 do not: 30
+        such lengths took 87 s."""
         low, high = _bound(node.get("minLength")), _bound(node.get("maxLength"))
         if (low or high) and (low, high) not in self._lengths:
             self._lengths.add((low, high))
-            self._spend(name, max(low, high))
+            self._spend(name, min(max(low, high), _LONG_TEXT))
 
     def _list(self, name: str, node: dict[str, Any]) -> None:
         """`minItems`, `maxItems`: each item up to them is a rule of the grammar."""
@@ -356,7 +357,7 @@ def _digits(multiple: Any) -> int:
 def _bound(value: Any) -> int:
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         return 0
-    return int(min(value, _LONG_TEXT))
+    return int(value)
 
 
 def measure_regex(name: str, pattern: str) -> tuple[int, int]:

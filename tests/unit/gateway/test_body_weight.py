@@ -357,6 +357,7 @@ EVIL: dict[str, dict[str, Any]] = {
     "a large enum": schema_of({"enum": ["x" * 1000] * 40}),
     "deep": schema_of(nested(30)),
     "many texts of bounded length": schema_of(lengths(20, 150)),
+    "texts of many long lengths": schema_of(lengths(20, 10_000)),
     "a pattern that repeats": schema_of({"type": "string", "pattern": "^(.{100}){100}$"}),
     "names by patterns": schema_of({"type": "object", "patternProperties": {"(a{100}){100}": {}}}),
     "deep in definitions": schema_of({"$defs": {"a": {"$defs": {"b": {"pattern": ".{1000}"}}}}}),

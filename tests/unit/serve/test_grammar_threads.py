@@ -1,4 +1,4 @@
-"""Threads that compile grammars give way, and those that they start do too."""
+"""Threads that compile grammars give way, and those that they start do too; owners take turns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
-from serve.api.grammar_threads import NICENESS, give_way
+from serve.api.grammar_threads import NICENESS, GrammarThreads, give_way
+from serve.api.turns import mark_of, number
+
+
+def form(owner: str, name: str = "", *, left: bool = False) -> Any:
+    """A request of vLLM's with a form."""
+    return SimpleNamespace(name=name, priority=number(7, mark_of(owner)), is_finished=lambda: left)
 
 
 def niceness() -> int:
@@ -20,15 +27,14 @@ def test_threads_of_the_pool_and_theirs_have_the_lowest_priority_and_nobody_else
     give_way(manager)
     inherited: list[int] = []
 
-    def compile_grammar() -> int:
+    def compile_grammar(request: Any) -> int:
         helper = threading.Thread(target=lambda: inherited.append(niceness()))
         helper.start()
         helper.join()
         return niceness()
 
     with manager.executor as pool:
-        assert pool._max_workers == 2
-        assert pool.submit(compile_grammar).result() == NICENESS and inherited == [NICENESS]
+        assert pool.submit(compile_grammar, form("ann")).result() == NICENESS and inherited == [NICENESS]
     assert niceness() == before
 
 
@@ -36,3 +42,35 @@ def test_a_model_without_structured_outputs_is_left_alone():
     manager = SimpleNamespace()
     give_way(manager)
     assert not hasattr(manager, "executor")
+
+
+def test_forms_of_one_owner_keep_nobody_elses_from_being_compiled() -> None:
+    """They were compiled in the order in which they came, those that nobody waited for any more too."""
+    begun, go = list[str](), threading.Event()
+
+    def compile_grammar(request: Any) -> str:
+        begun.append(request.name)
+        assert go.wait(30)
+        return request.name
+
+    pool = GrammarThreads(4)
+    many = [pool.submit(compile_grammar, form("ann", f"ann {number}")) for number in range(20)]
+    left = pool.submit(compile_grammar, form("ann", "left", left=True))
+    fails = pool.submit(lambda request: 1 // 0, form("ben", "ben 0"))
+    assert isinstance(fails.exception(timeout=30), ZeroDivisionError), "with half of the threads at somebody else's"
+    ben = [pool.submit(compile_grammar, form("ben", f"ben {number}")) for number in range(1, 4)]
+    late = pool.submit(compile_grammar, form("cyn", "cyn"))
+    go.set()
+    assert [one.result(timeout=30) for one in (*many, *ben, late)]
+    assert left.cancelled() and "left" not in begun
+    assert begun.index("cyn") < 8 and begun.index("ben 3") < 12, begun
+    pool.shutdown()
+    assert not pool._waiting and not pool._at_work and not pool._served
+
+
+def test_forms_that_wait_are_not_compiled_where_an_engine_ends() -> None:
+    go, pool = threading.Event(), GrammarThreads(4)
+    futures = [pool.submit(lambda request: go.wait(30), form("ann")) for _ in range(5)]
+    pool.shutdown(wait=False, cancel_futures=True)
+    go.set()
+    assert [one.cancelled() for one in futures[2:]] == [True] * 3
