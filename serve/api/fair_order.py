@@ -12,11 +12,13 @@ preempts the largest number first.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 from serve.api import answer_version
 from serve.api.turns import Turns, behind, mark_of, number
@@ -26,6 +28,33 @@ def apply() -> None:
     """Call once per process, before it makes its engine."""
     AsyncLLM.generate = _in_turn(AsyncLLM.generate)
     AsyncLLM.encode = _in_turn(AsyncLLM.encode)
+    OutputProcessor.add_request = _noted(OutputProcessor.add_request)
+    OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
+    RequestState.shm_turn = None
+
+
+@dataclass(slots=True)
+class Turn:
+    """That of one request. tokens: of its prompt; unserved: how many of its choices have no token yet."""
+
+    turns: Turns
+    owner: str
+    place: int
+    tokens: int
+    unserved: int
+
+    def computed(self, tokens: int, *, first: bool) -> None:
+        """A step has written these of one choice. first: its first ones."""
+        if first:
+            self.unserved -= 1
+            self.turns.served(self.place)
+        self.turns.took(self.owner, tokens)
+
+    def ended(self) -> None:
+        self.turns.took(self.owner, -self.tokens * self.unserved)
+
+
+_TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
 def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,21 +74,40 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
 async def _placed(
     answer: Callable[..., AsyncGenerator[Any, None]], turns: Turns, owner: str, tokens: int, params: Any
 ) -> AsyncGenerator[Any, None]:
-    place = turns.enter(owner, tokens)
-    cumulative = getattr(params, "output_kind", None) is RequestOutputKind.CUMULATIVE
-    served, written = False, 0
-    outputs = answer(priority=number(behind(owner, place), mark_of(owner)))
+    choices = getattr(params, "n", 1) or 1
+    turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices)
+    outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))
+    _TURN.set(turn)  # for _noted, which this task comes to before it calls for another answer
     try:
         async for output in outputs:
-            if not served:
-                served = True
-                turns.served(place)
-            new = sum(len(one.token_ids) for one in output.outputs) if isinstance(output.outputs, list) else 0
-            written = new if cumulative else written + new
             yield output
     finally:
         await outputs.aclose()
-        turns.left(owner, written if served else -tokens)
+        turn.ended()
+
+
+def _noted(add_request: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add_request)
+    def run(self: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> None:
+        add_request(self, request, *args, **kwargs)
+        self.request_states[request.request_id].shm_turn = _TURN.get()
+
+    return run
+
+
+def _counted(process: Callable[..., Any]) -> Callable[..., Any]:
+    """process: OutputProcessor.process_outputs, of each step. What a client gets in one piece, or leaves before, counts
+    as it is written, too: otherwise who leaves early owed nothing, and was next before who had paid for all."""
+
+    @functools.wraps(process)
+    def run(self: OutputProcessor, outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.shm_turn is not None:
+                state.shm_turn.computed(len(output.new_token_ids), first=state.is_prefilling)
+        return process(self, outputs, *args, **kwargs)
+
+    return run
 
 
 def _tokens(prompt: Any) -> int:

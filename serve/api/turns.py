@@ -54,8 +54,8 @@ class Turns:
             self._now = place
             self._ends = {owner: end for owner, end in self._ends.items() if end > place}
 
-    def left(self, owner: str, tokens: int) -> None:
-        """A request has ended, and took this many tokens more than it entered with; below 0 if it was not served."""
+    def took(self, owner: str, tokens: int) -> None:
+        """The owner's requests take this many tokens more than they entered with; below 0 if they were not served."""
         end = max(self._now, self._ends.get(owner, 0)) + tokens
         if end > self._now:
             self._ends[owner] = end

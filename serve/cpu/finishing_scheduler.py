@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -80,6 +82,8 @@ class FinishingScheduler(Scheduler):
         chunks = self.scheduler_config.enable_chunked_prefill
         self._pace = PrefillPace(self.max_num_scheduled_tokens) if chunks else None
         self._step_began_s = 0.0
+        self._reading: Collection[int] = ()  # owners whose prompts are being computed
+        self._left_to_others = False  # a part of the step
 
     def can_finish(self) -> bool:
         """Whether current requests can finish on the old weights. Encoder outputs and connector caches are not salted,
@@ -175,21 +179,38 @@ class FinishingScheduler(Scheduler):
         """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. Of the
         rest a prompt gets a half if another request waits, so that a short one need not wait for the end of a long; and
         all prompts that are being computed leave a third to who waits and has none among them. vLLM takes those that
-        wait last: two long prompts of one owner had all tokens of each step until one of them ended."""
-        writing, reading = list[Request](), list[Request]()
+        wait last: two long prompts of one owner had all tokens of each step until one of them ended. Each owner whose
+        prompts are being computed gets as much as the others, of which they would otherwise have what came first."""
+        writing, prompts = list[Request](), list[tuple[int, Request]]()
+        of_owners = Counter[int]()
         for request in self.running:
-            left = request.num_tokens - request.num_computed_tokens
-            (writing if left <= 1 else reading).append(request)
-        if writing and reading:
+            if request.num_tokens - request.num_computed_tokens <= 1:
+                writing.append(request)
+            else:
+                owner = self.owner_of(request)
+                prompts.append((of_owners[owner], request))
+                of_owners[owner] += 1
+        reading = [request for _, request in sorted(prompts, key=itemgetter(0))]
+        if reading:
             self.running = [*writing, *reading]
         budget = self.max_num_scheduled_tokens = pace.budget(len(writing))
-        prompts = budget - len(writing)
-        most = -(-prompts // 2) if self.waiting else 0
-        if len(reading) > 1 and self.waiting:
-            owners = {self.owner_of(request) for request in reading}
-            if any(self.owner_of(request) not in owners for request in self.waiting):
-                most = max(1, min(most, (prompts - prompts // 3) // len(reading)))
+        left = budget - len(writing)
+        shares = max(2 if self.waiting else 1, len(of_owners))
+        most = -(-left // shares) if shares > 1 else 0
+        self._left_to_others = len(reading) > 1 and any(
+            self.owner_of(request) not in of_owners for request in self.waiting
+        )
+        if self._left_to_others:
+            most = max(1, min(most, (left - left // 3) // len(reading)))
+        self._reading = of_owners.keys()
         self.scheduler_config.long_prefill_token_threshold = most
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """What is left to others is not for one more prompt: each of those that are begun has less of the next step."""
+        if self._left_to_others and self.owner_of(request) in self._reading:
+            return False
+        ready: bool = super()._handle_blocked_waiting_request(request)
+        return ready
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         freed = super()._free_request(request, delay_free_blocks)

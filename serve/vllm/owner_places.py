@@ -60,11 +60,35 @@ def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_rooms(scheduler: Scheduler, now_s: float) -> None:
-    """Of both kinds, where something waits. now_s: monotonic."""
+    """Of both kinds, where something waits, and a turn for who has no place. now_s: monotonic."""
     if scheduler.lora_config:
         make_adapter_room(scheduler, now_s)
     if len(scheduler.running) >= scheduler.max_num_active_reqs:
         make_room(scheduler, now_s)
+    else:
+        give_turns(scheduler)
+
+
+def give_turns(scheduler: Scheduler) -> None:
+    """Who waits and has no place comes before who has some. His place in the queue is that of what he has had, and what
+    others wait for has cost them nothing yet: behind 32 choices of one owner a short request waited for all of them."""
+    waiting = scheduler.waiting
+    if not isinstance(waiting, PriorityRequestQueue):
+        return
+    have = {owner_in(request.priority) for request in scheduler.running}
+    have.add(mark_of(ROLLOUTS))
+    firsts, others = dict[int, Request](), list[Request]()
+    for request in waiting._heap:
+        if (mark := owner_in(request.priority)) in have:
+            others.append(request)
+        elif (mark not in firsts or request < firsts[mark]) and may_run(request) and _adapter_fits(scheduler, request):
+            firsts[mark] = request
+    if not firsts or not others:
+        return
+    before = min(others)
+    for request in sorted(firsts.values(), reverse=True):
+        if before < request:
+            _move(scheduler, request, place_in(waiting.peek_request().priority) - 1)
 
 
 def make_room(scheduler: Scheduler, now_s: float) -> None:
@@ -146,7 +170,7 @@ def _exchange(scheduler: Scheduler, first: Request, gone: list[Request], now_s: 
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request) -> bool:
+def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request | None = None) -> bool:
     """Whether the batch without `gone` has room for the adapter of `request`, and may load it. Otherwise the scheduler
     would pass it over, and `gone` would have given up its place for nothing."""
     if not scheduler.lora_config or not request.lora_request:

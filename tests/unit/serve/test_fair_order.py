@@ -9,7 +9,24 @@ from typing import Any
 import pytest
 
 from serve.api import answer_version, fair_order
-from serve.api.turns import ROLLOUTS, mark_of, number, place_in
+from serve.api.turns import ROLLOUTS, Turns, mark_of, number, place_in
+
+
+class Outputs:
+    """Stands for vLLM's OutputProcessor."""
+
+    def __init__(self) -> None:
+        self.request_states: dict[str, Any] = {}
+
+    def add_request(self, request: Any) -> None:
+        self.request_states[request.request_id] = SimpleNamespace(is_prefilling=True, shm_turn=None)
+
+    def process_outputs(self, outputs: list[Any]) -> None:
+        for one in outputs:
+            self.request_states[one.request_id].is_prefilling = False
+
+
+ADD, STEP = fair_order._noted(Outputs.add_request), fair_order._counted(Outputs.process_outputs)
 
 
 class Engine:
@@ -22,15 +39,23 @@ class Engine:
 
     async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
         self.places.append(None if (told := more.get("priority")) is None else place_in(told))
+        outputs = Outputs()
+        for choice in range(getattr(sampling_params, "n", 1)):
+            ADD(outputs, SimpleNamespace(request_id=f"{choice}_{request_id}"))
         try:
             for token in range(3):
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[token])])
+                for name in outputs.request_states:
+                    STEP(outputs, [SimpleNamespace(request_id=name, new_token_ids=[token])])
+                yield token
         finally:
             self.closed += 1
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
         self.places.append(None if (told := more.get("priority")) is None else place_in(told))
-        yield SimpleNamespace(outputs=SimpleNamespace(data=1.0))
+        outputs = Outputs()
+        ADD(outputs, SimpleNamespace(request_id=request_id))
+        STEP(outputs, [SimpleNamespace(request_id=request_id, new_token_ids=[])])
+        yield 1.0
 
 
 GENERATE, ENCODE = fair_order._in_turn(Engine.generate), fair_order._in_turn(Engine.encode)
@@ -61,12 +86,33 @@ async def test_each_owner_stands_behind_what_he_has_asked_and_had(engine: Engine
 async def test_who_leaves_before_he_was_served_owes_nothing(engine: Engine) -> None:
     answer_version._ANSWER.set(answer_version.Answer(owner="a"))
     waiting = GENERATE(engine, prompt(1000), None, "r")
-    turn = waiting.asend(None)
-    assert (await turn).outputs[0].token_ids == [0]
+    assert await waiting.asend(None) == 0
     await waiting.aclose()
     assert engine.closed == 1
     await ask(engine, "a", 1)
     assert engine.places == [0, 1001]
+
+
+async def test_what_is_written_counts_though_its_client_gets_it_in_one_piece_or_leaves(engine: Engine) -> None:
+    """Such a one owed nothing, and came before whoever had read an answer to its end, time after time."""
+    turns, outputs = Turns(), Outputs()
+    turns.enter("a", 20)
+    turn = fair_order.Turn(turns, "a", turns.enter("a", 2 * 10), 10, 2)
+    fair_order._TURN.set(turn)
+    for name in ("0", "1"):
+        ADD(outputs, SimpleNamespace(request_id=name))
+    for _ in range(50):
+        STEP(outputs, [SimpleNamespace(request_id="0", new_token_ids=[7])])
+    turn.ended()
+    assert turns.enter("a", 1) == 20 + 20 + 50 - 10, "one of its choices was not begun"
+    assert turns.enter("b", 1) == turn.place == 20, "what is being served"
+
+
+async def test_each_choice_has_its_prompt_computed(engine: Engine) -> None:
+    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
+    assert [one async for one in GENERATE(engine, prompt(10), SimpleNamespace(n=4), "r")] == [0, 1, 2]
+    await ask(engine, "a", 1)
+    assert engine.places == [0, 4 * 10 + 4 * 3]
 
 
 async def test_embeddings_take_their_turn_as_vllm_calls_for_them(engine: Engine) -> None:

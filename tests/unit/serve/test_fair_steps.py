@@ -130,10 +130,10 @@ class Engine:
             )
         )
 
-    def first_s(self, owner: str, name: str) -> float:
+    def first_s(self, owner: str, name: str, prompt: int = 20) -> float:
         """Seconds until a short request that is made now has its first token."""
         began_s = self.clock.now_s
-        self.ask(owner, name, 20, 2)
+        self.ask(owner, name, prompt, 2)
         while not self.tokens[name]:
             self.step()
         return self.tokens[name][0] - began_s
@@ -214,6 +214,50 @@ def test_who_comes_while_two_long_prompts_are_computed_waits_for_neither(
         for _ in range(7):
             engine.step()
         assert engine.first_s(f"late {late}", f"short {late}") < 2.5
+
+
+def test_whose_prompts_are_computed_gets_as_much_as_others_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as much as came first of others: 100 tokens beside two long prompts waited until one of these ended, and a
+    third owner's for one of two others'."""
+    for owners in (["many", "many"], ["one", "two"]):
+        engine = Engine(tmp_path, monkeypatch, paced=True)
+        for place in range(PROMPTS):
+            engine.ask(owners[place % 2], f"long {place}", LONG, 2)
+        for _ in range(7):
+            engine.step()
+        assert engine.first_s("neighbour", "short", 100) < 4
+
+
+def test_who_asks_again_and_again_has_no_prompts_begun_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each short question was left a third of its step, what it did not take went to one more prompt of those that
+    wait, and a third owner's was computed in as many parts as there were prompts."""
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    for place in range(60):
+        engine.ask("many", f"long {place}", LONG, 2)
+    for one in range(20):
+        engine.first_s(f"one {one % 2}", f"short {one}")
+    assert sum(owner_places.owner_of(one) == mark_of("many") for one in engine.scheduler.running) < 4
+    engine.ask("neighbour", "prompt", 100, 2)
+    began_s, one = engine.clock.now_s, 20
+    while not engine.tokens["prompt"]:
+        engine.first_s(f"one {one % 2}", f"short {one}")
+        one += 1
+    assert engine.clock.now_s - began_s < 4
+
+
+def test_who_has_no_place_comes_before_who_has_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much more he has had: what others wait for has cost them nothing yet. Behind 32 choices of eight
+    requests a short one waited for all of them."""
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    for one in range(32):
+        engine.ask("many", f"choice {one}", 60, 200)
+    engine.turns.took("neighbour", 5000)
+    engine.step()
+    assert engine.first_s("neighbour", "short", 40) < 2
 
 
 def crowded(engine: Engine, *, makes_room: bool) -> float:
@@ -347,7 +391,9 @@ def test_a_prompt_that_finds_no_memory_keeps_nobody_else_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = 4096 // BLOCK + 2
-    assert one_asks_for_all_memory(Engine(tmp_path, monkeypatch, paced=True, blocks=memory, passes=False)) > 15
+    engine = Engine(tmp_path, monkeypatch, paced=True, blocks=memory, passes=False)
+    engine.makes_room = False
+    assert one_asks_for_all_memory(engine) > 15, "as it was"
     engine = Engine(tmp_path, monkeypatch, paced=True, blocks=memory)
     assert one_asks_for_all_memory(engine) < 1
     # It finds memory, however many short ones of others come meanwhile; those of its owner wait for it.

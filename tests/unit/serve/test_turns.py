@@ -11,7 +11,7 @@ def served(turns: Turns, *asked: tuple[str, int]) -> list[str]:
     order = []
     for place, _, owner in sorted(waiting):
         turns.served(place)
-        turns.left(owner, 0)
+        turns.took(owner, 0)
         order.append(owner)
     return order
 
@@ -39,15 +39,15 @@ def test_who_is_alone_keeps_no_debts_of_what_was_not_served() -> None:
     places = [turns.enter("a", 1000) for _ in range(9)]
     turns.served(places[0])
     for _ in places[1:]:
-        turns.left("a", -1000)
-    turns.left("a", 0)
+        turns.took("a", -1000)
+    turns.took("a", 0)
     assert turns.enter("a", 1000) <= 1000 and turns.enter("b", 1000) == 0
 
 
 def test_what_was_written_counts_for_the_next_one() -> None:
     turns = Turns()
     turns.served(turns.enter("a", 10))
-    turns.left("a", 500)
+    turns.took("a", 500)
     assert turns.enter("a", 10) == 510 and turns.enter("b", 10) == 0
 
 
@@ -55,6 +55,6 @@ def test_owners_who_are_served_are_forgotten() -> None:
     turns = Turns()
     for number in range(1000):
         turns.served(turns.enter(f"owner {number}", 1))
-        turns.left(f"owner {number}", 0)
+        turns.took(f"owner {number}", 0)
         turns.served(turns.enter("a", 5))
     assert len(turns._ends) < 10
