@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,12 +105,13 @@ class Row:
 @dataclass(frozen=True)
 class RolloutRow(Row):
     """A row of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better
-    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled. allowed: (n, words) int32,
-    a bit for each token of the vocabulary that could have been sampled in its place; None where all could."""
+    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled. allowed: what finds (n,
+    words) int32, a bit for each token of the vocabulary that could have been sampled in its place; None where all
+    could. It is asked for the row that is learnt from, and not kept: 20 KB of each token."""
 
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None
-    allowed: np.ndarray | None = None
+    allowed: Callable[[], np.ndarray] | None = None
 
 
 def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, pad_id: int, *, packing: bool) -> Row:

@@ -88,7 +88,7 @@ def _weighted(
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
     """As `packed_objective.to_batch`, with advantages and sampled, (n,) float32 of the labels, and `allowed`."""
     assert isinstance(row, RolloutRow)
-    allowed = None if row.allowed is None else torch.from_numpy(row.allowed).to(device, non_blocking=True)
+    allowed = None if row.allowed is None else torch.from_numpy(row.allowed()).to(device, non_blocking=True)
     return {
         **packed_objective.to_batch(row, scale, device),
         "allowed": allowed,

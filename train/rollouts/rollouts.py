@@ -217,12 +217,12 @@ class Rollouts:
             ids = np.concatenate([prompt, self._ids[member, :size]])
             sequences.append((ids, np.arange(len(ids)) >= len(prompt)))
         row, form = build_row([sequences], 0, 0, packing=False), self._form
-        held = [] if form is None else [form.allowed(self._ids[member, :size]) for member, size in sizes.items()]
+        answers = [self._ids[member, :size] for member, size in sizes.items()]
         return RolloutRow(
             **{name: getattr(row, name) for name in row.__dataclass_fields__},
             advantages=np.concatenate(parts),
             sampled=np.concatenate([self._log_probs[member, :size] for member, size in sizes.items()]),
-            allowed=np.concatenate(held) if held else None,
+            allowed=None if form is None else lambda: np.concatenate([form.allowed(ids) for ids in answers]),
         )
 
     # --- validation
