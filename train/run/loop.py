@@ -301,6 +301,7 @@ class Run:
             self._board.write("train", self.step, metrics)
             self.emit(
                 "metrics",
+                at_s=round(time.time(), 3),
                 step=self.step,
                 total_steps=total,
                 devices=self.world_size,

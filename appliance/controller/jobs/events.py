@@ -207,7 +207,7 @@ class JobEvents:
                 jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
-        db, step, now_s = self._db, int(event["step"]), time.time()
+        db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
         # One that is done again, after the death of a rank, say, counts once.
         again = job_records.metric_at(db, row.id, step) is not None
         job_records.upsert_metric(
@@ -215,7 +215,9 @@ class JobEvents:
             JobMetricRow(
                 job_id=row.id,
                 step=step,
-                created_s=now_s,
+                # Not when it is read: steps of a time without a controller are read all at once, and a job then said
+                # that it has 90 ms left. Ranks of an older release do not tell.
+                created_s=time.time() if at_s is None else float(at_s),
                 epoch=event.get("epoch"),
                 loss=event.get("loss"),
                 grad_norm=event.get("grad_norm"),

@@ -113,6 +113,17 @@ async def test_steps_run_again_after_a_resume_replace_their_rows(control: Contro
     assert [row.step for row in job_records.list_metrics(control.db, job_id)] == [1, 2, 3, 4]
 
 
+async def test_steps_read_all_at_once_were_done_when_the_ranks_say(control: Control, events: JobEvents):
+    """After a restart of the controller a job said that it had 90 ms left."""
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in range(1, 6):
+        events.ingest(job_id, metrics(step, 1.0) | {"at_s": 1e9 + 2 * step})
+    assert jobs.get(control.db, job_id).eta_s == 30.0  # 15 steps of 2 s
+    first = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data[0]
+    assert "at_s" not in first.data
+
+
 async def test_an_event_twice_makes_one_version_and_one_checkpoint(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"], resumed=False)
