@@ -19,6 +19,8 @@ from train.plan.spikes import CHOICES
 
 Own = Callable[["Given", dict[str, Any]], None]
 _MOST_NAMES, _NAME_CHARACTERS = 64, 128
+_MOST_PATIENCE_S = 60.0
+"""How long others may wait for the end of a step: a job that keeps its devices is what its key may have or not."""
 LORA_FROM_PARAMETERS = 1_000_000_000
 ZERO3_FROM_PARAMETERS = 13_000_000_000
 ZERO2_FROM_PARAMETERS = 1_000_000_000
@@ -120,7 +122,7 @@ def resolve(
     fields["general_questions"] = given.flag("general_questions", auto=True)
     _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
-    fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
+    fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)
     if own is not None:
         own(given, fields)
     given.refuse_unread()

@@ -7,6 +7,7 @@ later, bit by bit the same: only the time spent is lost.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,10 @@ import torch
 
 from train.control.stop_point import POINTS_PER_STEP, StopPoint
 from train.state import fragments
+
+KEPT_S = 60.0
+"""So long a step that was left last time goes on, at least."""
+_LOOK_EVERY_S = 1.0
 
 
 class StepLeft(Exception):
@@ -23,8 +28,9 @@ class StepLeft(Exception):
 class Leaving:
     """One rank's part of it. On rank 0 `ask` decides; on all ranks `point` raises StepLeft where they leave.
 
-    patience_s: a step expected to end within this time is not left, nor is the step that was left last time, so that a
-    job makes progress however often its devices are taken.
+    patience_s: a step expected to end within this time is not left, nor, for KEPT_S, is the step that was left last
+    time, so that a job makes progress however often its devices are taken. While it goes on it is looked at again: a
+    step of an hour is no way to keep devices.
     """
 
     def __init__(self, engine: Any, stop: StopPoint, patience_s: float):
@@ -34,12 +40,16 @@ class Leaving:
         self._began_s, self._took_s = 0.0, float("inf")
         self._micro_steps = 0
         self._asked = False
+        self._again: threading.Timer | None = None
         layers = layers_of(engine.module)
         self._hooks = [layer.register_forward_pre_hook(self._forward) for layer in layers]
         self._hooks += [layer.register_forward_hook(self._backward) for layer in layers]
 
     def close(self) -> None:
-        """Remove the hooks; another run on this engine installs its own."""
+        """Remove the hooks; another run on this engine installs its own. Nothing is announced any more."""
+        self._asked = True
+        if self._again is not None:
+            self._again.cancel()
         for hook in self._hooks:
             hook.remove()
 
@@ -72,16 +82,24 @@ class Leaving:
 
     def ask(self) -> None:
         """Rank 0 got a suspend or cancel: leave the current step if that is worthwhile. On any thread."""
-        if self._asked or not self.worth_it(time.monotonic()):
+        if self._asked:
+            return
+        if not self.worth_it(time.monotonic()):
+            self._again = threading.Timer(_LOOK_EVERY_S, self.ask)
+            self._again.daemon = True
+            self._again.start()
             return
         self._asked = True
         self._stop.announce()
 
     def worth_it(self, now_s: float) -> bool:
         """Whether to leave the current step if the devices are requested now."""
+        so_far_s = now_s - self._began_s
         if self._step == self._left_before:
-            return False
-        return not self._inside or self._began_s + self._took_s - now_s > self._patience_s
+            return self._inside and so_far_s > KEPT_S
+        # One that takes twice as long as the last is not expected to end.
+        left_s = self._took_s - so_far_s
+        return not self._inside or left_s > self._patience_s or -left_s > max(self._took_s, self._patience_s)
 
     def forget(self) -> float:
         """After leaving the step, restore the engine to the step's beginning. Returns the seconds lost."""

@@ -119,6 +119,7 @@ def test_gradient_accumulation_fixes_batch_or_micro_batch():
         ({"lora_ranks": 8}, "lora_ranks"),
         ({"zero_stage": 4}, "zero_stage"),
         ({"precision": "fp8"}, "precision"),
+        ({"step_patience_s": 61}, "step_patience_s"),
         ({"offload": "parameters", "zero_stage": 2}, "zero_stage"),
         ({"max_length": 4096}, "max_length"),
         ({"full": "yes"}, "full"),

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.control.stop_point import POINTS_PER_STEP, StopPoint
-from train.run.leave_step import Leaving, StepLeft, layers_of
+from train.run import leave_step
+from train.run.leave_step import KEPT_S, Leaving, StepLeft, layers_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,6 +82,45 @@ def test_a_step_is_left_when_much_of_it_is_to_come_and_never_twice_in_a_row(tmp_
     again.end()
     again.begin()
     assert again.worth_it(again._began_s), "the next step may be left"
+
+
+def test_no_step_keeps_devices_however_long_it_takes(tmp_path, monkeypatch):
+    """One that had been left before, or the last of which was shorter, went on to its end: in one of an hour devices
+    were wanted for a quarter of an hour, until the job was stopped by force."""
+    timers = list[SimpleNamespace]()
+
+    def timer(after_s, then):
+        timers.append(SimpleNamespace(then=then, start=lambda: None, cancel=lambda: None))
+        return timers[-1]
+
+    monkeypatch.setattr(leave_step, "threading", SimpleNamespace(Timer=timer))
+    stop = StopPoint(tmp_path, 0, 1)
+    stop.left = 1
+    again = Leaving(Engine(), stop, patience_s=0.5)
+    again.at(1)
+    again.begin()
+    began = again._began_s
+    assert not again.worth_it(began + KEPT_S - 1) and again.worth_it(began + KEPT_S + 1)
+    again.ask()
+    assert stop.passes(POINTS_PER_STEP), "it goes on"
+    again._began_s -= KEPT_S + 1
+    timers.pop().then()
+    assert not stop.passes(2 * POINTS_PER_STEP) and not timers
+
+    stop.left = -1
+    longer = Leaving(Engine(), stop, patience_s=0.5)
+    longer.begin()
+    longer._began_s -= 3.0
+    longer.end()
+    longer.begin()
+    began, took = longer._began_s, longer._took_s
+    assert not longer.worth_it(began + 1.5 * took) and longer.worth_it(began + 2.5 * took)
+    longer.ask()
+    longer.close()
+    stop.reset()
+    for one in timers:
+        one.then()
+    assert stop.passes(1), "what has ended is asked for nothing"
 
 
 def test_hooks_ask_at_every_layer_and_only_inside_a_step(tmp_path):
