@@ -55,7 +55,8 @@ def doctor(
     """Check whether this machine is fit for the box, and whether the box is well."""
     if deep:
         session = open_session(ctx, None, None, data_dir, output_format)
-        _show(_deep(session, devices or [], new_baseline), all_checks, output_format)
+        well = "nothing that was measured is wrong; `appliance doctor` looks at the rest"
+        _show(_deep(session, devices or [], new_baseline), all_checks, output_format, well, "busy")
     if devices or new_baseline:
         raise BadUsage("devices and --new-baseline belong to --deep")
     settings = resolved(config, data_dir=data_dir)
@@ -64,7 +65,7 @@ def doctor(
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed((done.stderr.strip() or "the doctor's process ended").splitlines()[-1])
-    _show(json.loads(done.stdout), all_checks, output_format)
+    _show(json.loads(done.stdout), all_checks, output_format, "nothing is wrong", "not for this machine")
 
 
 def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str, Any]:
@@ -101,19 +102,19 @@ def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str,
     return {"exit_code": 1 if "fail" in states else 2 if "warn" in states else 0, "data": rows}
 
 
-def _show(answer: dict[str, Any], all_checks: bool, output_format: str) -> NoReturn:
-    """Ends the command with the answer's exit code."""
+def _show(answer: dict[str, Any], all_checks: bool, output_format: str, well: str, skipped: str) -> NoReturn:
+    """Ends the command with the answer's exit code. well: what is said where nothing is to be looked at. skipped: why
+    checks are left out."""
     if output_format == "json":
         output.print_json(answer)
         raise typer.Exit(answer["exit_code"])
     shown = [one for one in answer["data"] if all_checks or one["state"] in ("warn", "fail")]
     rows = [(_MARKS[one["state"]], one["check"], one["found"], one["wanted"], one["remedy"]) for one in shown]
-    well = sum(one["state"] == "ok" for one in answer["data"])
-    skipped = sum(one["state"] == "skip" for one in answer["data"])
+    right, left = (sum(one["state"] == state for one in answer["data"]) for state in ("ok", "skip"))
     output.draw(
         output.stack(
-            output.table(("", "CHECK", "FOUND", "WANTED", "WHAT TO DO"), rows, empty="nothing is wrong"),
-            f"right: {well} checks; not for this machine: {skipped}" + ("" if all_checks else "; --all shows them"),
+            output.table(("", "CHECK", "FOUND", "WANTED", "WHAT TO DO"), rows, empty=well),
+            f"right: {right} checks; {skipped}: {left}" + ("" if all_checks else "; --all shows them"),
         )
     )
     raise typer.Exit(answer["exit_code"])
