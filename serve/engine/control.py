@@ -47,10 +47,10 @@ from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerpri
 from serve.core.model_settings import rounding
 from serve.core.spec import ReplicaSpec
 from serve.cpu.finishing_streams import FinishingStreams
+from serve.cpu.staged_answer import ask_staged
 from serve.load.shm_source import lease
 from serve.load.swap_path import HOW, choose_path, memory_bytes
 from serve.load.version_check import ModelIdentity, check_alike, check_same_model
-from serve.vllm.staged_answer import ask_staged
 from weights.memory.locks import DirectoryLock
 
 logger = logging.getLogger(__name__)

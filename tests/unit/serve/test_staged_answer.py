@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.vllm.staged_answer import ask_staged
+from serve.cpu.staged_answer import ask_staged
 
 ANSWER = {"tokens": [1], "logprobs": [0.0]}
 
