@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from serve.api import answer_version
 from serve.api.turns import Turns, behind, mark_of, number
@@ -30,7 +30,6 @@ def apply() -> None:
     AsyncLLM.encode = _in_turn(AsyncLLM.encode)
     OutputProcessor.add_request = _noted(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
-    RequestState.shm_turn = None
 
 
 @dataclass(slots=True)
@@ -54,6 +53,7 @@ class Turn:
         self.turns.took(self.owner, -self.tokens * self.unserved)
 
 
+TURN = "shm_turn"  # attribute of a RequestState, of one choice
 _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
@@ -90,7 +90,7 @@ def _noted(add_request: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_request)
     def run(self: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> None:
         add_request(self, request, *args, **kwargs)
-        self.request_states[request.request_id].shm_turn = _TURN.get()
+        setattr(self.request_states[request.request_id], TURN, _TURN.get())
 
     return run
 
@@ -103,8 +103,8 @@ def _counted(process: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: OutputProcessor, outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         for output in outputs:
             state = self.request_states.get(output.request_id)
-            if state is not None and state.shm_turn is not None:
-                state.shm_turn.computed(len(output.new_token_ids), first=state.is_prefilling)
+            if state is not None and (turn := getattr(state, TURN, None)) is not None:
+                turn.computed(len(output.new_token_ids), first=state.is_prefilling)
         return process(self, outputs, *args, **kwargs)
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 _SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
@@ -72,14 +73,30 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Requests by bucket of their time (`appliance.gateway.routing.canary_comparison`)."""
+
+    first_byte: Mapping[int, int] = field(default_factory=dict)
+    duration: Mapping[int, int] = field(default_factory=dict)
+
+    def plus(self, other: Times) -> Times:
+        return Times(
+            Counter(self.first_byte) + Counter(other.first_byte), Counter(self.duration) + Counter(other.duration)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class VersionLoad:
-    """Counts for one version since a canary began. first_byte, duration: requests by bucket of their time
-    (`appliance.gateway.routing.canary_comparison`)."""
+    """Counts for one version since a canary began. owners: times of those that succeeded, by who asked."""
 
     requests: int = 0
     errors: int = 0
-    first_byte: Mapping[int, int] = field(default_factory=dict)
-    duration: Mapping[int, int] = field(default_factory=dict)
+    owners: Mapping[str, Times] = field(default_factory=dict)
+
+    @property
+    def times(self) -> Times:
+        """Of all owners together."""
+        return reduce(Times.plus, self.owners.values(), Times())
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +225,13 @@ def _canaries(given: Any) -> dict[tuple[str, float], dict[str, VersionLoad]]:
 
 
 def _version(row: Mapping[str, Any]) -> VersionLoad:
-    first_byte, duration = (
-        {int(bucket): int(number) for bucket, number in row[name].items()} for name in ("first_byte", "duration")
-    )
-    return VersionLoad(int(row["requests"]), int(row["errors"]), first_byte, duration)
+    owners = {
+        str(owner): Times(
+            *({int(key): int(number) for key, number in times[name].items()} for name in ("first_byte", "duration"))
+        )
+        for owner, times in row["owners"].items()
+    }
+    return VersionLoad(int(row["requests"]), int(row["errors"]), owners)
 
 
 def total(
@@ -266,8 +286,10 @@ def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
     return VersionLoad(
         a.requests + b.requests,
         a.errors + b.errors,
-        Counter(a.first_byte) + Counter(b.first_byte),
-        Counter(a.duration) + Counter(b.duration),
+        {
+            owner: a.owners.get(owner, Times()).plus(b.owners.get(owner, Times()))
+            for owner in a.owners.keys() | b.owners.keys()
+        },
     )
 
 

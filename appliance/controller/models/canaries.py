@@ -205,8 +205,8 @@ class Canaries:
             side.version: {
                 "requests": side.load.requests,
                 "errors": side.load.errors,
-                "first_byte_p95_s": p95_s(side.load.first_byte),
-                "duration_p95_s": p95_s(side.load.duration),
+                "first_byte_p95_s": p95_s(side.load.times.first_byte),
+                "duration_p95_s": p95_s(side.load.times.duration),
                 "valid_loss": side.valid_loss,
             }
             for side in self._sides(row)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter
 from typing import Literal
 
-from appliance.controller.bus.load import VersionLoad
+from appliance.controller.bus.load import Times, VersionLoad
 from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
 
 ERROR_CHANCE = 0.001
@@ -20,6 +22,8 @@ ERROR_CHANCE = 0.001
 SLOWER_FACTOR = 1.5
 SLOWER_SLACK_S = 0.005
 """How much longer 95 of 100 requests may take than with the other version: a factor, and seconds of tolerance."""
+ENOUGH = 10
+"""Answers of each version to an owner whose times are compared."""
 LOSS_BOUND_NATS = 0.05
 """How much worse its held-out loss may be."""
 
@@ -80,22 +84,34 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
         return Decision("wait", "; ".join(few))
     if left_s > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    for what, mine, its in (
-        ("time to first byte", new.first_byte, old.first_byte),
-        ("duration", new.duration, old.duration),
-    ):
-        slow, usual = p95_s(mine), p95_s(its)
-        if slow is not None and usual is not None and slow > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
+    compared = pairs(new.owners, old.owners)
+    for what, of in (("time to first byte", attrgetter("first_byte")), ("duration", attrgetter("duration"))):
+        found = [(slow, usual) for mine, its in compared if (slow := p95_s(of(mine))) and (usual := p95_s(of(its)))]
+        slower = [(slow, usual) for slow, usual in found if slow > SLOWER_FACTOR * usual + SLOWER_SLACK_S]
+        if 2 * len(slower) > len(found):
+            slow, usual = min(slower, key=lambda pair: pair[0] / pair[1])
+            whose = f", or worse, for {len(slower)} of {len(found)} owners" if len(found) > 1 else ""
             return Decision(
                 "roll back",
                 f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, "
-                f"that of {stable.version} {usual:.3g} s",
+                f"that of {stable.version} {usual:.3g} s{whose}",
             )
     return Decision(
         "promote",
         f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
         f"requests failed, with {stable.version} {old.errors} of {old.requests}",
     )
+
+
+def pairs(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Times, Times]]:
+    """Times of each owner who has had enough answers of both versions; of all together where nobody has.
+
+    Owners are compared each with themselves, and more than half have to agree: who asks knows which version answers a
+    conversation, and one of many could have it rolled back by asking for long answers where it was the new one."""
+    sides = [(times, old.get(owner, Times())) for owner, times in new.items()]
+    enough = [pair for pair in sides if min(sum(times.first_byte.values()) for times in pair) >= ENOUGH]
+    everybody = (reduce(Times.plus, new.values(), Times()), reduce(Times.plus, old.values(), Times()))
+    return enough or [everybody]
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:

@@ -323,6 +323,7 @@ class Placement(Placeable):
             self.state.comparison.add(
                 self.checked.model,
                 choice.replica.version,
+                self.request.caller.owner if self.request.caller else "",
                 failed=failed,
                 first_byte_s=first_s - attempt.sent_s if first_s else None,
                 duration_s=now - attempt.sent_s,

@@ -22,13 +22,28 @@ def bucket(value: float, least: float = SHORTEST_S) -> int:
     return max(0, math.ceil(math.log2(max(value, least) / least) * BUCKETS_PER_DOUBLING))
 
 
+class _Times:
+    """first_byte, duration: how many requests by bucket of their time."""
+
+    __slots__ = ("first_byte", "duration")
+
+    def __init__(self) -> None:
+        self.first_byte: defaultdict[int, int] = defaultdict(int)
+        self.duration: defaultdict[int, int] = defaultdict(int)
+
+    def report(self) -> dict[str, dict[str, int]]:
+        return {
+            name: {str(key): number for key, number in counts.items()}
+            for name, counts in (("first_byte", self.first_byte), ("duration", self.duration))
+        }
+
+
 class _Version:
-    __slots__ = ("requests", "errors", "first_byte", "duration")
+    __slots__ = ("requests", "errors", "owners")
 
     def __init__(self) -> None:
         self.requests = self.errors = 0
-        self.first_byte: defaultdict[int, int] = defaultdict(int)
-        self.duration: defaultdict[int, int] = defaultdict(int)
+        self.owners: defaultdict[str, _Times] = defaultdict(_Times)
 
 
 class Comparison:
@@ -49,8 +64,11 @@ class Comparison:
         self._canaries = now
         self.compares = bool(now)
 
-    def add(self, model: str, version: str, *, failed: bool, first_byte_s: float | None, duration_s: float) -> None:
-        """Count a finished attempt; record times from sending for successful ones."""
+    def add(
+        self, model: str, version: str, owner: str, *, failed: bool, first_byte_s: float | None, duration_s: float
+    ) -> None:
+        """Count a finished attempt; record times from sending for successful ones, by owner: who asks can have one
+        version write long answers, and the other short ones."""
         versions = self._counts.get(model)
         if versions is None:
             return
@@ -59,12 +77,13 @@ class Comparison:
         if failed:
             counts.errors += 1
         elif first_byte_s is not None:
-            counts.first_byte[bucket(first_byte_s)] += 1
-            counts.duration[bucket(duration_s)] += 1
+            times = counts.owners[owner]
+            times.first_byte[bucket(first_byte_s)] += 1
+            times.duration[bucket(duration_s)] += 1
 
     def report(self) -> Mapping[str, Any]:
-        """{model: {"since_s", "versions": {version: {"requests", "errors", "first_byte", "duration"}}}}, the last two
-        numbers of requests by bucket."""
+        """{model: {"since_s", "versions": {version: {"requests", "errors", "owners": {owner: {"first_byte",
+        "duration"}}}}}}, the last two numbers of requests by bucket."""
         return {
             name: {
                 "since_s": self._canaries[name].since_s,
@@ -72,8 +91,7 @@ class Comparison:
                     version: {
                         "requests": counts.requests,
                         "errors": counts.errors,
-                        "first_byte": {str(key): number for key, number in counts.first_byte.items()},
-                        "duration": {str(key): number for key, number in counts.duration.items()},
+                        "owners": {owner: times.report() for owner, times in counts.owners.items()},
                     }
                     for version, counts in versions.items()
                 },

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.access import model_access
-from appliance.controller.bus.load import Load, VersionLoad
+from appliance.controller.bus.load import Load, Times, VersionLoad
 from appliance.controller.models.activation import Activations
 from appliance.gateway.routing.canary_comparison import bucket
 from appliance.store.objects import models
@@ -42,7 +42,7 @@ def counted(control: Control, **versions: VersionLoad) -> None:
 
 
 def good(requests: int) -> VersionLoad:
-    return VersionLoad(requests, 0, {bucket(0.1): requests}, {bucket(1.0): requests})
+    return VersionLoad(requests, 0, {"a": Times({bucket(0.1): requests}, {bucket(1.0): requests})})
 
 
 async def look_later(control: Control, after_s: float) -> CanaryRow:

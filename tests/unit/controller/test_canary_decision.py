@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.controller.bus.load import VersionLoad
+from appliance.controller.bus.load import Times, VersionLoad
 from appliance.controller.models.canary_decision import CanaryTerms, Side, chance_of_errors, decide, p95_s
 from appliance.gateway.routing.canary_comparison import bucket
 
@@ -23,7 +23,8 @@ def side(
     valid_loss: float | None = None,
 ) -> Side:
     good = requests - errors
-    return Side(version, VersionLoad(requests, errors, {bucket(first_s): good}, {bucket(whole_s): good}), valid_loss)
+    times = {owner: Times({bucket(first_s): good}, {bucket(whole_s): good}) for owner in ("a", "b")}
+    return Side(version, VersionLoad(requests, errors, times), valid_loss)
 
 
 NEW, OLD = side("v2"), side("v1", 1800)
@@ -87,3 +88,26 @@ def test_times_are_known_to_a_fifth() -> None:
         assert found is not None and max(seconds, 0.001) * 0.999 <= found <= max(seconds, 0.001) * 1.19
     assert p95_s({bucket(0.1): 95, bucket(9.0): 5}) == pytest.approx(0.1, rel=0.19)
     assert p95_s({}) is None
+
+
+def test_one_owner_of_several_decides_nothing_by_the_times_of_his_answers() -> None:
+    """Who asks is told which version answers a conversation: long answers there alone had a canary rolled back."""
+    usual, late = Times({bucket(0.1): 20}, {bucket(1.0): 20}), Times({bucket(0.1): 900}, {bucket(60.0): 900})
+
+    def verdict(new: dict[str, Times]) -> tuple[str, str]:
+        old = {owner: usual for owner in new}
+        found = decide(Side("v2", VersionLoad(1000, 0, new)), Side("v1", VersionLoad(1000, 0, old)), TERMS, OVER_S)
+        return found.verdict, found.reason
+
+    few = Times({bucket(0.1): 3}, {bucket(0.1): 3})
+    assert verdict({"a": usual, "b": usual, "c": late, "d": few})[0] == "promote"
+    assert verdict({"a": usual, "c": late})[0] == "promote"
+    told = verdict({"a": usual, "b": late, "c": late})
+    assert told[0] == "roll back" and told[1].endswith(", or worse, for 2 of 3 owners")
+    assert verdict({"c": late})[0] == "roll back"
+    assert verdict({owner: few for owner in "abcd"})[0] == "promote", "all together"
+
+
+def test_times_of_all_owners_are_shown_together() -> None:
+    load = VersionLoad(6, 0, {"a": Times({1: 2}, {3: 2}), "b": Times({1: 1, 2: 3}, {9: 4})})
+    assert load.times == Times({1: 3, 2: 3}, {3: 2, 9: 4})

@@ -51,7 +51,8 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
         "v1": 2 * versions.count("v1"),
         "v2": 2 * versions.count("v2"),
     }
-    assert sum(counts["versions"]["v2"]["first_byte"].values()) == 2 * versions.count("v2")
+    (times,) = counts["versions"]["v2"]["owners"].values()
+    assert sum(times["first_byte"].values()) == sum(times["duration"].values()) == 2 * versions.count("v2")
 
 
 @pytest.mark.parametrize(("code", "failed"), [(400, 0), (500, 1)])
