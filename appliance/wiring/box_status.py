@@ -74,9 +74,11 @@ class BoxStatus:
                 *self._host.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
+                *(f"{model}: {text}" for model, text in now["reloads"].items()),
                 *now["waits"],
                 *certificate_notes(self._certificates_end(), time.time()),
             ],
+            "reloads": now["reloads"],
             "plan_s": now["plan_s"],
         }
 

@@ -78,7 +78,7 @@ class LoopPort:
         await self._loop.wait_settled(self._settling.get(handover_id, 0))
 
     async def converge_model(self, model: str) -> dict[str, Any]:
-        last = self._journal.last_id()
+        last, served = self._journal.last_id(), bool(self._awake(model))
         self._loop.reset_failures(model)
         await self._loop.wait_settled(self._loop.nudge())
         await self._routing.wait_applied()  # an adapter needs nothing more
@@ -86,13 +86,18 @@ class LoopPort:
         if row is None:
             raise SwapFailed(model, None, "the model was deleted in the meantime")
         wanted = row.active_version
-        replicas = [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
+        replicas = self._awake(model)
+        if served and not replicas and (trouble := self._loop.trouble(model, wanted)) is not None:
+            raise SwapFailed(model, wanted, f"no engine starts with it: {trouble.reason}")
         stale = [r["id"] for r in replicas if r["version"] != wanted]
         swaps = steps_of(self._journal.since(last), model)
         if stale:
             errors = [str(step.detail["error"]) for step in swaps if step.detail.get("error")]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
         return {"replicas": len(replicas), **measured_swap(swaps)}
+
+    def _awake(self, model: str) -> list[dict[str, Any]]:
+        return [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
 
     async def withdraw(self, model: str) -> None:
         while any(_serves(replica, model) for replica in self._loop.status()["replicas"]):

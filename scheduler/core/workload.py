@@ -196,6 +196,8 @@ class DeploymentView:
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
     `awake_again`: replicas to have awake where nobody needs their devices: those that slept for a check of them.
+    `anew`: why a running engine of another version is replaced by a new one, not given `version`; "" if it is. `wakes`:
+    False if its engines cannot wake either, and so are stopped instead of put to sleep.
     """
 
     model: str
@@ -216,6 +218,8 @@ class DeploymentView:
     not_before_s: float = 0.0
     settings: str = ""
     awake_again: int = 0
+    anew: str = ""
+    wakes: bool = True
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:

@@ -15,7 +15,8 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Cause, Failures
 from scheduler.core.inventory import Holder, Ledger
-from scheduler.core.workload import ReplicaView
+from scheduler.core.reloads import Reloads
+from scheduler.core.workload import DeploymentView, ReplicaView
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.ports import Clock
@@ -30,7 +31,7 @@ class ClusterState:
     def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, reporter: StatusReporter):
         self._effects, self._clock, self._config, self._reporter = effects, clock, config, reporter
         self.box = Box(devices={}, ledger=Ledger(()))
-        self.failures = Failures(config)
+        self.failures, self.reloads = Failures(config), Reloads()
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
@@ -168,6 +169,12 @@ class ClusterState:
         ids = {"model": model, "version": version}
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
         self._reporter.trouble(model, self.failures.trouble(model, failure))
+
+    def reload_refused(self, deployment: DeploymentView, version: str, reason: str, *, whole: bool) -> None:
+        self.reloads.refused(deployment, version, reason, whole=whole)
+        what = "each version from now on" if whole else "this version"
+        ids = {"model": deployment.model, "version": version}
+        log.warning("a new engine is started for %s, no running one is asked again: %s", what, reason, extra=ids)
 
     def job_failed(self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0) -> None:
         now_s = self._clock.now_s()

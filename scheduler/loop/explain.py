@@ -86,6 +86,9 @@ def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_i
     deployment = next((d for d in plan_input.deployments if d.model == model), None)
     if deployment is None:
         return "its model is no longer served"
+    old = next((r.version for r in plan_input.replicas if r.id == chain.holder.id), deployment.version)
+    if chain.side == "free" and deployment.anew and old != deployment.version:
+        return f"{deployment.version} is the active version of {model}, and needs a new engine: {deployment.anew}"
     if chain.side == "swap":
         return f"{deployment.version} is the active version of {model}"
     requests = deployment.demand.requests

@@ -171,6 +171,7 @@ class SchedulerLoop:
                 {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
                 for t in self._troubles(plan_input)
             ],
+            "reloads": dict(self._state.reloads.told(self._workload)),
             "waits": [
                 waits_for(doing, now_s)
                 for runner in self._running.values()
@@ -263,6 +264,7 @@ class SchedulerLoop:
         self._state.open_replicas_are_stable()
         self._cancel_drains(now_s)
         self._state.failures.keep(self._workload)
+        self._state.reloads.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
         self._pauses.keep(unfinished)
         self._reporter.keep(unfinished)
@@ -394,7 +396,12 @@ class SchedulerLoop:
             waking = next(s for s in chain.steps if s.version or s.verb == "open_replica")
             model = waking.model or self.box.replicas[holder.id].model
             version = waking.version or self.box.replicas[holder.id].version
-            self._state.model_failed(model, version, end.reason, blame=end.blame)
+            deployment = next((d for d in self._workload.deployments if d.model == model), None)
+            running = chain.step("start_replica") is None
+            if deployment is not None and running and end.blame in ("version", "reload"):
+                self._state.reload_refused(deployment, version, end.reason, whole=end.blame == "reload")
+            else:
+                self._state.model_failed(model, version, end.reason, blame=end.blame)
         self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
@@ -424,6 +431,7 @@ class SchedulerLoop:
             self._transitions if moving is None else moving,
             workload,
             self._state.failures,
+            self._state.reloads,
             self._pauses,
             policy=policy or self._in_force.policy,
             hysteresis=self._hysteresis,

@@ -9,6 +9,7 @@ from typing import Any
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Failures, first_line
 from scheduler.core.inventory import CORDONED, Device, Holder
+from scheduler.core.reloads import Reloads
 from scheduler.core.workload import DeploymentView, Hysteresis, JobView, PlanInput, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
@@ -31,6 +32,7 @@ def plan_input(
     moving: Mapping[Holder, Transition],
     workload: Workload,
     failures: Failures,
+    reloads: Reloads,
     pauses: JobPauses,
     *,
     policy: Policy,
@@ -45,7 +47,7 @@ def plan_input(
         policy=policy,
         devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
         jobs=tuple(_job(j, box, moving, failures, pauses) for j in workload.jobs),
-        deployments=tuple(_deployment(d, failures) for d in workload.deployments),
+        deployments=tuple(reloads.shown(_deployment(d, failures)) for d in workload.deployments),
         replicas=tuple(_replicas(box, moving, now_s)),
         busy_devices=frozenset(busy),
         hysteresis=hysteresis,

@@ -16,6 +16,10 @@ from scheduler.core.workload import DeploymentView, JobView, PlanInput, ReplicaV
 from scheduler.plan.free_devices import FreeDevices
 
 
+def _set_up_for(deployment: DeploymentView, replica: ReplicaView) -> bool:
+    return len(replica.devices) == deployment.tensor_parallel and replica.settings == deployment.settings
+
+
 class DeviceAssignment:
     """The assignment, filled by `place` (from scratch each time), then by `keep_open`, `defer` and `let_sleep`.
 
@@ -34,6 +38,16 @@ class DeviceAssignment:
         self.by_model: dict[str, list[ReplicaView]] = {}
         for replica in plan_input.replicas:
             self.by_model.setdefault(replica.model, []).append(replica)
+        # In their place a new engine has to come; not during a backoff, in which none may.
+        self.outdated = {
+            r.id: r
+            for r in plan_input.replicas
+            if (d := self.deployments.get(r.model)) is not None
+            and d.anew
+            and r.version != d.version
+            and _set_up_for(d, r)
+            and demand_.usable(d, now_s)
+        }
         self.reviews: list[float] = []
         self.out: dict[str, ReplicaPlan] = {}
         self.groups: dict[str, GroupPlan] = {}
@@ -106,12 +120,15 @@ class DeviceAssignment:
         self.unheld.take(devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
-        """Open replicas that keep their devices, the longest open first."""
+        """Open replicas that keep their devices, the longest open first. Of a model's outdated ones one is left out at
+        a time, while none of its replicas comes or goes."""
         counts = dict.fromkeys(serving, 0)
         rank = {"coming": 0, None: 1, "leaving": 2}
+        moving = {r.model for r in self.plan_input.replicas if r.busy is not None}
+        left = Counter(r.model for r in self.outdated.values() if r.awake and r.model not in moving)
 
-        def seniority(r: ReplicaView) -> tuple[int, bool, float, str]:
-            return rank[r.busy], r.state != "open", r.since_s, r.id
+        def seniority(r: ReplicaView) -> tuple[int, bool, bool, float, str]:
+            return rank[r.busy], r.id in self.outdated, r.state != "open", r.since_s, r.id
 
         for replica in sorted(self.plan_input.replicas, key=seniority):
             if replica.busy == "coming":
@@ -121,15 +138,19 @@ class DeviceAssignment:
             elif replica.model not in counts or counts[replica.model] >= serving[replica.model]:
                 continue
             elif replica.busy is None and replica.state in ("open", "ready", "draining"):
-                if self.fits(replica) and self.free.has(replica.devices):
+                left[replica.model] -= replica.id in self.outdated
+                keeps = self.fits(replica) or (replica.id in self.outdated and left[replica.model] != 0)
+                if keeps and self.free.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
                     counts[replica.model] += 1
         return counts
 
     def fits(self, replica: ReplicaView) -> bool:
+        """Whether it is, or can become, an engine of what its deployment asks for now."""
         deployment = self.deployments[replica.model]
-        return len(replica.devices) == deployment.tensor_parallel and replica.settings == deployment.settings
+        wakes = deployment.wakes or replica.state != "asleep"
+        return wakes and replica.id not in self.outdated and _set_up_for(deployment, replica)
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
         """`count` more replicas: sleeping ones on their own devices, then new ones. False when one finds no devices."""
@@ -142,7 +163,7 @@ class DeviceAssignment:
         falling = 0
         for replica in own:
             recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
-            if falling < count and recent and self.free.has(replica.devices):
+            if deployment.wakes and falling < count and recent and self.free.has(replica.devices):
                 falling += 1
                 self.take(replica.devices)
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
@@ -174,6 +195,7 @@ class DeviceAssignment:
     def note_replica(self, replica: ReplicaView, state: str) -> None:
         deployment = self.deployments.get(replica.model)
         moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
+        moves = moves and replica.id not in self.outdated
         version = deployment.version if deployment is not None and moves and state == "open" else replica.version
         self.out[replica.id] = ReplicaPlan(
             replica.id, replica.model, version, len(replica.devices), replica.devices, state, replica.settings
@@ -207,14 +229,22 @@ class DeviceAssignment:
     # --- what is left -------------------------------------------------------------------------------------------
 
     def keep_open(self) -> None:
-        """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep; wake those that
-        slept for a check of their devices."""
+        """Keep engines open whose devices nobody needs, until their own idle time puts them to sleep, and outdated ones
+        until those in their place are open; wake those that slept for a check of their devices."""
         idle = IdlePolicy(self.config)
         eager = self.policy.kind in ("serve", "split", "auto")
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
+        is_open = {r.id for r in self.plan_input.replicas if r.state == "open"}
+        starting = Counter(r.model for r in self.out.values() if r.state == "open" and r.id not in is_open)
         for replica in sorted(self.plan_input.replicas, key=lambda r: (r.since_s, r.id)):
             deployment = self.deployments.get(replica.model)
             if replica.id in self.out or deployment is None or replica.busy or replica.state != "open":
+                continue
+            if replica.id in self.outdated:
+                if starting[replica.model] > 0 and self.free.has(replica.devices):
+                    self.note_replica(replica, "open")
+                    self.take(replica.devices)
+                    starting[replica.model] -= 1
                 continue
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
@@ -236,6 +266,7 @@ class DeviceAssignment:
             if replica.busy == "leaving":
                 self.note_replica(replica, "asleep")
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
+        rest = [r for r in rest if self.deployments[r.model].wakes]
         # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
         stays = self.works | self.plan_input.measured
         rest = [r for r in rest if r.state != "starting" and stays.issuperset(r.devices)]

@@ -22,7 +22,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from runtime.errors import ChildDied, ChildError, RuntimeLayerError, SupervisorDied
 from runtime.processes.kernel import life
 from scheduler.core.errors import Blame, EffectFailed
-from serve.core.errors import EngineOutOfMemory, ServeError
+from serve.core.errors import (
+    EngineOutOfMemory,
+    NotReloadable,
+    ReloadFailed,
+    ServeError,
+    SwapFailed,
+    VersionBroken,
+    VersionMismatch,
+)
 from train.plan.errors import RankFailed, TrainError
 
 log = logging.getLogger(__name__)
@@ -209,12 +217,24 @@ async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
         raise EffectFailed(verb, target, first_line(error), blame_of(error)) from error
 
 
+def cause_of(failed: EffectFailed) -> BaseException | None:
+    """The error that `ask` made this of."""
+    told = failed.__cause__
+    return getattr(told, "cause", None) or told
+
+
 def blame_of(error: BaseException) -> Blame:
     """What an error of a supervisor, rank or engine is attributed to."""
     if isinstance(error, EngineOutOfMemory) or (isinstance(error, ChildDied) and error.starved):
         return "memory"
     if isinstance(error, RankFailed):
         return error.blame if error.retryable else "input"
+    if isinstance(error, VersionBroken):
+        return "input"
+    if isinstance(error, NotReloadable | ReloadFailed):
+        return "reload"
+    if isinstance(error, VersionMismatch | SwapFailed):
+        return "version"
     if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
         return "outside"
     return "own"

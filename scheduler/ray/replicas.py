@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from scheduler.ray.actors import (
     Supervisor,
     actor_names,
     ask,
+    cause_of,
     find_actor,
     first_line,
     until_unnamed,
@@ -32,6 +34,7 @@ from scheduler.ray.actors import (
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from serve.core.config import EngineConfig
+from serve.core.errors import EngineFailed
 from serve.core.sizing import ModelTooLarge, NotComputed
 from serve.core.spec import ReplicaSpec
 from serve.engine.replica import Replica
@@ -100,6 +103,7 @@ class Replicas:
         self._stopping: set[str] = set()
         self._seen: dict[str, ReplicaView] = {}  # last reported state of each
         self._hanging: set[str] = set()
+        self._died_loading: Counter[str] = Counter()  # engines in a row, by model, that a load while they ran ended
         nodes.on_silence = self._follow_nodes
 
     async def start_replica(self, plan: ReplicaPlan, lease_id: str) -> Detail:
@@ -193,7 +197,7 @@ class Replicas:
     async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
         path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
         try:
-            detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
+            detail = await self._reload("wake_replica", replica_id, "wake", model, version, path)
         finally:
             self._versions.taken(model)
         self._watch(replica_id, self._replicas[replica_id])
@@ -205,7 +209,7 @@ class Replicas:
             # Adapters fit only the weights they were trained on; the engine first finishes its adapter requests.
             withheld = self._routing.withhold_adapters(replica_id)
             await self._while_alive("swap_replica", replica_id, withheld, "before it loaded the new weights")
-            detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
+            detail = await self._reload("swap_replica", replica_id, "swap", model, version, path)
         except EffectFailed:
             self._routing.offer_adapters(replica_id)
             raise
@@ -215,6 +219,19 @@ class Replicas:
             opening = self._open(replica_id, model, version)
             await self._while_alive("swap_replica", replica_id, opening, "right after it loaded the new weights")
         return {**detail, "copied_bytes": copied_bytes}
+
+    async def _reload(self, verb: str, replica_id: str, method: str, model: str, version: str, path: str) -> Any:
+        """An engine that dies of it, or runs out of memory, may have done so by chance: once."""
+        try:
+            detail = await self._ask_replica(verb, replica_id, method, model, version, path)
+        except EffectFailed as error:
+            if error.blame == "own" and isinstance(cause_of(error), EngineFailed):
+                self._died_loading[model] += 1
+                if self._died_loading[model] > 1:
+                    raise EffectFailed(verb, replica_id, f"{error.reason} (twice in a row)", "reload") from error
+            raise
+        del self._died_loading[model]
+        return detail
 
     async def unload_adapter(self, name: str) -> None:
         """Make every engine unload the adapter `NAME@VERSION` once its requests have ended. Asks all engines; raises

@@ -5,12 +5,16 @@ ServeError
 ├── EngineStartFailed       the engine process ended, or did not become healthy in time
 │   └── EngineOutOfMemory   because memory ran out
 ├── EngineFailed            the engine is unusable; kill it and start a new one
+│   └── ReloadFailed        it is so because loading into a running engine failed, as it would in each of the model's
 ├── WrongState              the engine's present state does not allow the operation
 ├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
 │   ├── VersionUnreadable   the version's directory is missing or not a valid checkpoint
-│   └── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for
+│   ├── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for
+│   └── NotReloadable       no version can be loaded into a running engine of this kind of weights
 ├── SwapFailed              loading began and failed; the previous version is restored and serving
+│   └── VersionBroken       the version's weights compute no numbers: no engine takes it
 └── FingerprintMismatch     the loaded weights do not reproduce their version's recorded fingerprint
+    └── NotFinite           they answer it with what is no number
 """
 
 from __future__ import annotations
@@ -40,6 +44,11 @@ class EngineFailed(ServeError):
     """Neither the new nor the old version could be loaded. The caller must kill the engine and start a new one."""
 
 
+class ReloadFailed(EngineFailed):
+    """Loading a version into the running engine failed, and so did going back. A new engine may take it, and no other
+    running one of this model with these settings should be asked to."""
+
+
 class WrongState(ServeError):
     """A call that the engine's present state does not allow, such as a swap while it sleeps."""
 
@@ -56,12 +65,24 @@ class VersionMismatch(VersionError):
     """The version is readable but belongs to a different model than the engine's."""
 
 
+class NotReloadable(VersionError):
+    """A running engine of such weights takes no version, not even its own again. A new engine does."""
+
+
 class SwapFailed(ServeError):
     """The new version failed during loading; the engine has restored its old version and serves it."""
 
 
+class VersionBroken(SwapFailed):
+    """The new version computes no numbers, so a new engine would not take it either."""
+
+
 class FingerprintMismatch(ServeError):
     """The answer to the fingerprint prompt differs from the record of this version."""
+
+
+class NotFinite(FingerprintMismatch):
+    """The answer to the fingerprint prompt is not all finite numbers."""
 
 
 BY_NAME: dict[str, type[ServeError]] = {
@@ -70,10 +91,13 @@ BY_NAME: dict[str, type[ServeError]] = {
         EngineStartFailed,
         EngineOutOfMemory,
         EngineFailed,
+        ReloadFailed,
         WrongState,
         VersionUnreadable,
         VersionMismatch,
+        NotReloadable,
         SwapFailed,
+        VersionBroken,
         FingerprintMismatch,
     )
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.replace_file import replace_file
-from serve.core.errors import FingerprintMismatch
+from serve.core.errors import FingerprintMismatch, NotFinite
 from weights.format.names import MANIFEST_FILE
 from weights.memory.lease import StoredVersion
 
@@ -50,11 +50,14 @@ class Fingerprint:
         body = json.dumps([self.tokens, self.logprobs, self.embedding])
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, (*self.logprobs, *self.embedding)))
+
     def disagreement(self, other: Fingerprint, tolerance: float) -> str | None:
         """Return why `other` is another model's answer, or None. `tolerance` in nats (or of a cosine, embeddings)."""
-        for fingerprint in (self, other):
-            if not all(map(math.isfinite, (*fingerprint.logprobs, *fingerprint.embedding))):
-                return "not all log-probabilities are finite numbers"
+        if not (self.finite and other.finite):
+            return "not all log-probabilities are finite numbers"
         if self.embedding or other.embedding:
             cosine = _cosine(self.embedding, other.embedding)
             return None if cosine >= 1 - tolerance / 10 else f"embedding's cosine is {cosine:.4f}"
@@ -146,7 +149,8 @@ class FingerprintRecord:
     known: Fingerprint | None
 
     def check(self, answer: Mapping[str, Any], origin: str) -> Fingerprint:
-        """Return the fingerprint of an answer. Raises FingerprintMismatch if it differs from the version's record.
+        """Return the fingerprint of an answer. Raises FingerprintMismatch if it differs from the version's record, as
+        NotFinite if it is no numbers.
 
         A trusted load overrides a record made by a transfer, and so reveals a wrong record.
         """
@@ -154,7 +158,8 @@ class FingerprintRecord:
         known = fingerprint if self.known is None or self._yields_to(fingerprint) else self.known
         reason = known.disagreement(fingerprint, self.tolerance)
         if reason is not None:
-            raise FingerprintMismatch(f"{self.what} does not answer the fingerprint prompt as recorded: {reason}")
+            mismatch = FingerprintMismatch if fingerprint.finite else NotFinite
+            raise mismatch(f"{self.what} does not answer the fingerprint prompt as recorded: {reason}")
         return fingerprint
 
     def keep(self, fingerprint: Fingerprint) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 The phases of a swap, in order:
 
     check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
+    try         before the first layerwise load of an engine: the served version again, which has to answer as before
     stage       map the new version; if memory allows, build its weights beside the old ones (requests continue)
     fingerprint one forward pass, compared with the version's recorded fingerprint: over the staged weights in slices
                 between the engine's steps (requests continue)
@@ -42,12 +43,22 @@ from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters
 from serve.api import answer_version
 from serve.api.turns import ROLLOUTS
-from serve.core.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
+from serve.core.errors import (
+    BY_NAME,
+    EngineFailed,
+    NotFinite,
+    ReloadFailed,
+    ServeError,
+    SwapFailed,
+    VersionBroken,
+    WrongState,
+)
 from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
 from serve.core.model_settings import rounding
 from serve.core.spec import ReplicaSpec
 from serve.cpu.finishing_streams import FinishingStreams
 from serve.cpu.staged_answer import ask_staged
+from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
 from serve.load.swap_path import HOW, choose_path, memory_bytes
 from serve.load.version_check import ModelIdentity, check_alike, check_same_model
@@ -74,6 +85,7 @@ class EngineControl:
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
         self._profiles = False
+        self._reloads = False  # vLLM's own reload has answered as a first load of the same version did
         self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
         self._prompt = fingerprint_prompt(llm.model_config.get_vocab_size())
         self._pooling_task = "embed" if spec.task == "embed" else None
@@ -184,6 +196,9 @@ class EngineControl:
             held = lease(version_path)
             facts = await self._check(version_path)
             await self._finishing.end("the next swap")
+            if facts["layerwise_reason"] is not None and not self._reloads:
+                await self._pause()
+                await self._bring_back(None)
             plan, why = choose_path(how, facts, memory_bytes()[0], self._limits["stage_memory_factor"])
             record = await asyncio.to_thread(self._record_of, version_path)
             proof = None
@@ -209,7 +224,7 @@ class EngineControl:
                 raise EngineFailed(f"the engine died while it loaded {version_path}") from error
             except Exception as error:  # noqa: BLE001 - whatever failed, restore the old version first
                 await self._bring_back(error)
-                raise SwapFailed(
+                raise _swap_failed(error)(
                     f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
                 ) from error
             finishing = loaded.get("finishing", 0)
@@ -275,9 +290,10 @@ class EngineControl:
                 await self.llm.wake_up(tags=["weights"])
                 loaded = await self._load(version, version_path, wake_kv=True)
                 fingerprint = record.check(loaded["answer"], "transfer")
+                self._note_reload(loaded, record)
             except Exception as error:  # noqa: BLE001 - no old weights to restore: the engine is lost
                 self.state = "failed"
-                raise EngineFailed(f"{version_path} failed to load into the waking engine: {error}") from error
+                raise _engine_failed(error)(f"{version_path} failed to load into the waking engine: {error}") from error
             await self._give_back()
             self._rename(model, version, version_path, held)
             self.state = "ready"
@@ -355,7 +371,7 @@ class EngineControl:
             raise EngineFailed(f"the engine died while it computed the fingerprint of {path}") from error
         except Exception as error:  # noqa: BLE001 - a forward pass over unverified weights may fail in any way
             await self.llm.collective_rpc("shm_drop_staged")
-            raise SwapFailed(
+            raise _swap_failed(error)(
                 f"{self.model} {self.version} continues to serve; the staged version {path} failed: {error}"
             ) from error
 
@@ -379,19 +395,29 @@ class EngineControl:
             "shm_load", version, update, self._prompt, self._pooling_task, wake_kv
         )
 
-    async def _bring_back(self, cause: Exception) -> None:
+    async def _bring_back(self, cause: Exception | None) -> None:
+        """Load the served version again in the pause, and resume: after a swap that failed, or before the first that
+        vLLM's own reload does, to see that it answers as it did. A new version that has not been loaded before is
+        compared with nothing, and a reload that fails without an error would have nonsense for its answer."""
         try:
             loaded = await self._load(self.version, self.path)
-            self._record_of(self.path).check(loaded["answer"], "transfer")
+            record = self._record_of(self.path)
+            record.check(loaded["answer"], "transfer")
+            self._note_reload(loaded, record)
         except Exception as error:  # noqa: BLE001 - both versions failed; only a new engine helps
             self.state = "failed"
-            raise EngineFailed(
-                f"swap failed ({cause}) and {self.path}, served before, cannot be brought back: {error}"
+            failed = f"swap failed ({cause}) and " if cause else ""
+            raise _engine_failed(error)(
+                f"{failed}{self.path}, served before, cannot be loaded again: {error}"
             ) from error
         if self._adapters is not None:
             self._adapters.serve_on(self.path)
         await self.llm.resume_generation()
         await self.llm.collective_rpc("shm_release_retired")
+
+    def _note_reload(self, loaded: dict[str, Any], record: FingerprintRecord) -> None:
+        trusted = record.known is not None and record.known.origin == "load"
+        self._reloads |= trusted and loaded["reports"][0]["how"] == "layerwise"
 
     async def _fingerprint(self, origin: str) -> dict[str, Any]:
         answer = await self.llm.engine_core.call_utility_async("shm_run_fingerprint", self._prompt, self._pooling_task)
@@ -418,6 +444,17 @@ class EngineControl:
         self.model, self.version, self.path, self._lease = model, version, path, held
         if self._adapters is not None:
             self._adapters.serve_on(path)
+
+
+def _swap_failed(error: Exception) -> type[SwapFailed]:
+    return VersionBroken if isinstance(error, NotFinite) else SwapFailed
+
+
+def _engine_failed(error: Exception) -> type[EngineFailed]:
+    """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran out
+    or the version itself is broken."""
+    by_chance = isinstance(error, EngineDeadError | NotFinite) or out_of_memory(str(error))
+    return EngineFailed if by_chance else ReloadFailed
 
 
 def _for_rollouts() -> bool:

@@ -112,6 +112,7 @@ def _head_size(found: re.Match[str], model: str) -> Words:
     )
 
 
+_MEMORY = r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc"
 _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...] = tuple(
     (re.compile(pattern, re.S), words)
     for pattern, words in (
@@ -145,9 +146,14 @@ _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...
         (r"is not supported for quantization method (?P<format>[\w-]+)", _no_format),
         # An operator that the CPU's build declares and does not have.
         (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _no_format),
-        (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),
+        (_MEMORY, _out_of_memory),
     )
 )
+
+
+def out_of_memory(message: str) -> bool:
+    """Whether this message of vLLM's or torch's says that memory ran out."""
+    return re.search(_MEMORY, message) is not None
 
 
 def in_our_words(message: str, model: str) -> Words | None:

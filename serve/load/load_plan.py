@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.devices.kinds import in_host_memory
-from serve.core.errors import VersionMismatch
+from serve.core.errors import NotReloadable, VersionMismatch
 from serve.load.host_ring import HostRing
 from serve.load.shm_source import Described, VersionSource
 
@@ -128,7 +128,7 @@ class LoadPlan:
 
     Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
     first of them in model order comes first. `alike`: names of stored tensors that have to be equal, because the model
-    keeps one of them for both.
+    keeps one of them for both. `kept_apart`: names of those that no later load can change.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -137,21 +137,24 @@ class LoadPlan:
     expected: dict[str, Described]
     read: frozenset[str]
     alike: list[tuple[str, str]] = field(default_factory=list)
+    kept_apart: list[str] = field(default_factory=list)
 
-    def follow_ties(self, model: torch.nn.Module) -> None:
+    def follow_first_load(self, model: torch.nn.Module, *, on_host: bool) -> None:
         """Let parameters that were filled one by one and are one by now share its Target.
 
         vLLM ties a head to the embedding again where a checkpoint has both and they are equal
         (vllm/model_executor/model_loader/weight_tying.py). Each would be written in turn, and the last one would stay.
-        What a kernel let go of is None, and so held for tied: weights in INT8 on processors. That refuses their models
-        every other version, which is as well, because vLLM's kernel reads the scales where only the first load had them
-        (vllm/model_executor/kernels/linear/scaled_mm/cpu.py).
+        What a kernel let go of is None. A processor's for INT8 (vllm/model_executor/kernels/linear/scaled_mm/cpu.py)
+        reads the scales of its own form where only the first load had them: after another it would answer nonsense.
         """
         kept: dict[int, Target] = {}
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 target = self.targets.get((id(module), name))
                 if target is None:
+                    continue
+                if tensor is None:
+                    self.kept_apart += [piece.name for piece in target.pieces if on_host]
                     continue
                 first = kept.setdefault(id(tensor), target)
                 if first is not target:
@@ -167,8 +170,13 @@ class LoadPlan:
         """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors.
 
         vLLM only warns of missing tensors, which leaves a mixture of two models, and a wrong shape makes every later
-        update fail; this check finds both before the first byte is written.
+        update fail; this check finds both before the first byte is written. Raises NotReloadable where no version fits.
         """
+        if self.kept_apart:
+            raise NotReloadable(
+                f"a running engine cannot load {self.kept_apart[0]} again, nor {len(self.kept_apart) - 1} others: "
+                "their kernel for processors keeps them in a form of its own"
+            )
         problems = []
         for name in sorted(self.read):
             given, expected = source.described.get(name), self.expected[name]

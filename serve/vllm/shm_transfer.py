@@ -105,8 +105,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if plan is None:
             raise WrongState("weight transfer backend shm needs a model loaded with --load-format shm")
         self.plan: LoadPlan = plan
-        plan.follow_ties(model)
         self._kind = of_torch(device)
+        plan.follow_first_load(model, on_host=self._kind.on_host)
         self.dirty = False
         self.report: dict[str, Any] = {}
         world_size = vllm_config.parallel_config.world_size
@@ -131,7 +131,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     # -- before a pause ------------------------------------------------------------------------------------
 
     def check(self, path: str) -> dict[str, Any]:
-        """Compare a version with the model. Raises VersionUnreadable or VersionMismatch; changes nothing."""
+        """Compare a version with the model. Raises a VersionError; changes nothing."""
         source = VersionSource(path)
         try:
             self.plan.check(source)

@@ -243,6 +243,7 @@ def _one(model: dict[str, Any]) -> Any:
         *engine_settings.fields(model.get("settings") or {}, model.get("settings_number") or 0),
         *([("challenger", challenger)] if (challenger := (model.get("aliases") or {}).get("challenger")) else []),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
+        *([("versions by", note)] if (note := model.get("reload_note")) else []),
     )
     versions = output.table(
         ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),

@@ -408,6 +408,117 @@ async def test_a_failed_swap_keeps_the_old_version_serving() -> None:
         assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
 
 
+def refusing(blame: Blame, *verbs: str) -> Callable[[str, str, str], None]:
+    def hook(at: str, what: str, target: str) -> None:
+        if at == "before" and what in verbs:
+            raise EffectFailed(what, target, "the loader raised", blame)
+
+    return hook
+
+
+def tried(rig: Rig, verb: str) -> int:
+    return sum(step.verb == verb and step.state != "skipped" for h in rig.journal.recent(100) for step in h.steps)
+
+
+@in_virtual_time
+async def test_engines_that_take_no_version_are_started_anew_for_each_and_not_asked_again() -> None:
+    two = replace(MODEL, min_replicas=2, max_replicas=2)
+    async with Rig(FakeStore(Policy("serve"), (), (two,)), devices=3) as rig:
+        await rig.settle()
+        rig.effects.hook = refusing("reload", "swap_replica", "wake_replica")
+        least = [2]
+        for version in ("v2", "v3"):
+            rig.store.deployments["m"] = replace(two, version=version)
+            settled = asyncio.ensure_future(rig.settle())
+            while not settled.done():
+                least.append(sum(r.state == "open" for r in rig.world.replicas.values()))
+                await asyncio.sleep(0.05)
+            assert [(r.version, r.state) for r in rig.world.replicas.values()] == [(version, "open")] * 2
+        assert min(least) == 2, "one after the other, on the device that nobody has"
+        assert tried(rig, "swap_replica") == 2, "both at once, and then never again"
+        assert rig.store.troubles == {} and rig.loop.status()["troubles"] == []
+        told = "a new engine for each version and after each pause, because v2 could not be loaded: the loader raised"
+        assert rig.loop.status()["reloads"] == {"m": told}
+
+
+@in_virtual_time
+async def test_without_a_free_device_engines_are_replaced_one_after_the_other() -> None:
+    two = replace(MODEL, min_replicas=2, max_replicas=2)
+    async with Rig(FakeStore(Policy("serve"), (), (two,)), devices=2) as rig:
+        await rig.settle()
+        rig.effects.hook = refusing("reload", "swap_replica")
+        rig.store.deployments["m"] = replace(two, version="v2")
+        settled, least = asyncio.ensure_future(rig.settle()), [2]
+        while not settled.done():
+            least.append(sum(r.state == "open" for r in rig.world.replicas.values()))
+            await asyncio.sleep(0.05)
+        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")] * 2 and min(least) == 1
+
+
+@in_virtual_time
+async def test_an_engine_that_cannot_wake_is_started_anew_and_then_stopped_instead_of_put_to_sleep() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+        await rig.settle()
+        rig.effects.hook = refusing("reload", "wake_replica")
+        for policy in (Policy("train"), Policy("serve"), Policy("train"), Policy("serve")):
+            rig.store.policy = policy
+            began_s = rig.now_s
+            await rig.settle()
+            assert policy.kind == "train" or rig.states() == ["open"]
+        assert rig.now_s - began_s < 10, "no wait of a failure"
+        assert (tried(rig, "wake_replica"), tried(rig, "sleep_replica"), tried(rig, "start_replica")) == (1, 1, 3)
+        rig.store.policy = Policy("train")
+        await rig.settle()
+        assert rig.world.replicas == {}
+
+
+@in_virtual_time
+async def test_a_version_that_a_running_engine_refuses_gets_a_new_one_and_the_next_is_loaded_again() -> None:
+    async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)), devices=1) as rig:
+        await rig.settle()
+        rig.effects.hook = refusing("version", "swap_replica")
+        rig.store.deployments["m"] = replace(MODEL, version="v2")
+        await rig.settle()
+        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
+        assert rig.loop.status()["reloads"] == {
+            "m": "a new engine for v2, because v2 could not be loaded: the loader raised"
+        }
+        rig.effects.hook = lambda at, verb, target: None
+        rig.store.deployments["m"] = replace(MODEL, version="v3")
+        await rig.settle()
+        rig.store.policy = Policy("train")
+        await rig.settle()
+        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v3", "asleep")]
+        assert tried(rig, "swap_replica") == 2 and rig.loop.status()["reloads"] == {}
+
+
+@in_virtual_time
+async def test_the_old_version_serves_on_while_no_new_engine_starts_in_its_place() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), devices=2) as rig:
+        await rig.settle()
+        rig.effects.hook = refusing("version", "swap_replica", "start_replica")
+        rig.store.deployments["m"] = replace(MODEL, version="v2")
+        for _ in range(300):
+            await asyncio.sleep(1)
+            assert any((r.version, r.state) == ("v1", "open") for r in rig.world.replicas.values())
+        assert "the loader raised" in rig.store.troubles["m"].reason
+        rig.effects.hook = refusing("version", "swap_replica")
+        await asyncio.sleep(120)
+        assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v2", "open")]
+
+
+@in_virtual_time
+async def test_engines_that_are_set_up_otherwise_are_asked_to_load_again() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), devices=1) as rig:
+        await rig.settle()
+        rig.effects.hook = refusing("reload", "swap_replica")
+        rig.store.deployments["m"] = replace(MODEL, version="v2")
+        await rig.settle()
+        assert not rig.loop._plan_input().deployments[0].wakes
+        rig.store.deployments["m"] = replace(MODEL, version="v2", settings="other")
+        assert rig.loop.status() and rig.loop._state.reloads.shown(rig.store.deployments["m"]).wakes
+
+
 @in_virtual_time
 async def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot() -> None:
     async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:

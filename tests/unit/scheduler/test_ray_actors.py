@@ -19,7 +19,17 @@ from runtime.processes.kernel import life
 from scheduler.core.errors import EffectFailed
 from scheduler.ray import actors
 from scheduler.ray.actors import Supervisor, ask, blame_of, within
-from serve.core.errors import EngineOutOfMemory, EngineStartFailed
+from serve.core.errors import (
+    EngineFailed,
+    EngineOutOfMemory,
+    EngineStartFailed,
+    NotReloadable,
+    ReloadFailed,
+    SwapFailed,
+    VersionBroken,
+    VersionMismatch,
+    VersionUnreadable,
+)
 from tests.unit.scheduler.fakes import in_virtual_time
 from train.plan.errors import RankFailed
 
@@ -176,6 +186,13 @@ async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
     [
         (EngineStartFailed("no such kernel"), "own"),
         (EngineOutOfMemory("no room"), "memory"),
+        (EngineFailed("it died"), "own"),
+        (ReloadFailed("no parameter has an output_dim"), "reload"),
+        (NotReloadable("INT8"), "reload"),
+        (VersionMismatch("another chat template"), "version"),
+        (SwapFailed("another fingerprint"), "version"),
+        (VersionBroken("no numbers"), "input"),
+        (VersionUnreadable("no file"), "own"),
         (WarmParentError("gone"), "outside"),
         (SupervisorDied("r", "killed"), "outside"),
         (ChildDied("rank 0", 1, "log"), "own"),

@@ -15,6 +15,7 @@ from scheduler.core.errors import EffectFailed
 from scheduler.ray import replicas
 from scheduler.ray.replicas import ACTOR, Replicas
 from serve.core.config import EngineConfig
+from serve.core.errors import EngineFailed, VersionUnreadable
 from serve.core.sizing import ModelTooLarge, NotComputed
 
 
@@ -181,3 +182,25 @@ async def test_engines_of_a_node_that_does_not_answer_are_avoided_until_it_does_
     while avoided["r1"]:
         await asyncio.sleep(0)
     following.cancel()
+
+
+async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_asked_again(two, monkeypatch):
+    found, _ = two
+    died, cannot = EngineFailed("wake: the engine died"), VersionUnreadable("no file")
+    answers = [died, None, died, cannot, died, None, died]
+
+    async def call(method: str, *_: Any) -> dict:
+        if (error := answers.pop(0)) is not None:
+            raise error
+        return {}
+
+    await found.observe()
+    monkeypatch.setattr(found._replicas["r0"], "call", call)
+    blames = []
+    while answers:
+        try:
+            await found._reload("wake_replica", "r0", "wake", "m", "v1", "/v")
+            blames.append("")
+        except EffectFailed as failed:
+            blames.append(failed.blame)
+    assert blames == ["own", "", "own", "own", "reload", "", "own"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from serve.core.errors import VersionMismatch, VersionUnreadable
+from serve.core.errors import NotReloadable, VersionMismatch, VersionUnreadable
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadRecorder, Region
 from serve.load.shm_source import ToLock, VersionSource, page_runs
@@ -165,16 +165,35 @@ def test_a_head_that_is_tied_once_it_is_loaded_is_filled_by_its_embedding_alone(
     """As by vLLM's maybe_retie_word_embeddings. Written by both, it was what came last."""
     source, model = write(tmp_path / "a", twice(1)), Twice()
     plan = record(model, source)
-    plan.follow_ties(model)
+    plan.follow_first_load(model, on_host=False)
     assert plan.alike == [] and plan.bytes_read(source) == source.nbytes, "the two may still differ"
     model.head.weight = model.embedding
-    plan.follow_ties(model)
+    plan.follow_first_load(model, on_host=False)
     assert plan.targets[id(model), "embedding"] is plan.targets[id(model.head), "weight"]
     assert {piece.name for piece in plan.targets[id(model.head), "weight"].pieces} == {"embedding"}
     assert plan.alike == [("embedding", "head")]
     assert source.nbytes - plan.bytes_read(source) == 5 * 4 * 2
-    plan.follow_ties(model)
+    plan.follow_first_load(model, on_host=False)
     assert plan.alike == [("embedding", "head")]
+
+
+def test_what_a_kernel_keeps_in_a_form_of_its_own_is_tied_to_nothing(tmp_path):
+    source, model = write(tmp_path / "a", twice(1)), Twice()
+    plan = record(model, source)
+    model.head.weight = model.embedding = None
+    plan.follow_first_load(model, on_host=False)
+    assert plan.alike == [] and plan.bytes_read(source) == source.nbytes
+    plan.check(source)
+
+
+def test_an_engine_on_processors_takes_no_version_where_a_kernel_keeps_weights_apart(tmp_path):
+    """INT8: vLLM's kernel reads the scales where only the first load had them, and would answer nonsense."""
+    source, model = write(tmp_path / "a", twice(1)), Twice()
+    plan = record(model, source)
+    model.head.weight = None
+    plan.follow_first_load(model, on_host=True)
+    with pytest.raises(NotReloadable, match="cannot load head again"):
+        plan.check(source)
 
 
 def test_an_engine_that_keeps_both_once_takes_no_version_in_which_they_differ(tmp_path):

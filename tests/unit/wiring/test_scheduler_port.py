@@ -34,6 +34,7 @@ def test_notes_are_sentences_that_name_their_model():
         "jobs": [],
         "plan_s": 0.0,
         "notes": {"m": "No room."},
+        "reloads": {"m": "a new engine for v2, because v2 could not be loaded"},
         "troubles": [{"model": "k", "message": "not serving: no memory; next try in 4 s"}],
         "waits": ["stop r1 waits"],
     }
@@ -44,7 +45,8 @@ def test_notes_are_sentences_that_name_their_model():
         nodes=dict, status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"]
     )
     shown = BoxStatus(loop, nothing, nothing, store, host, 0, SchedulerConfig().bounds(), 2)
-    notes = ["k: not serving: no memory; next try in 4 s", "m: No room.", "stop r1 waits"]
+    notes = ["k: not serving: no memory; next try in 4 s", "m: No room."]
+    notes += ["m: a new engine for v2, because v2 could not be loaded", "stop r1 waits"]
     assert shown.read()["notes"] == ["memory is short: 1 GB available", *notes]
     assert shown.read()["memory"]["host"] == {"short": "1 GB"}
 
@@ -133,9 +135,33 @@ async def test_a_swap_is_told_of_its_own_model_only(db, add_model):
 
 async def test_a_swap_ends_as_failed_where_its_model_was_deleted_in_the_meantime(db):
     loop = SimpleNamespace(
-        reset_failures=lambda model: None, nudge=lambda: 1, wait_settled=lambda generation: asyncio.sleep(0)
+        reset_failures=lambda model: None,
+        nudge=lambda: 1,
+        wait_settled=lambda generation: asyncio.sleep(0),
+        status=lambda: {"replicas": []},
     )
     routing = SimpleNamespace(wait_applied=lambda: asyncio.sleep(0))
     port = LoopPort(loop, None, SqliteJournal(db), routing, db, None, None)
     with pytest.raises(SwapFailed, match="deleted in the meantime"):
         await port.converge_model("starter")
+
+
+async def test_a_swap_fails_where_the_engine_was_replaced_and_none_starts_with_the_version(db, add_model):
+    add_model()
+    replicas = [{"id": "r1", "model": "starter", "state": "open", "version": "older"}]
+
+    async def settle(generation: int) -> None:
+        replicas.clear()
+
+    loop = SimpleNamespace(
+        reset_failures=lambda model: None,
+        nudge=lambda: 1,
+        wait_settled=settle,
+        status=lambda: {"replicas": replicas},
+        trouble=lambda model, version: SimpleNamespace(reason="no kernel"),
+    )
+    routing = SimpleNamespace(wait_applied=lambda: asyncio.sleep(0))
+    port = LoopPort(loop, None, SqliteJournal(db), routing, db, None, None)
+    with pytest.raises(SwapFailed, match="no engine starts with it: no kernel"):
+        await port.converge_model("starter")
+    assert (await port.converge_model("starter"))["replicas"] == 0, "nobody was served before"
