@@ -52,6 +52,7 @@ from appliance.controller.oidc.provider import Provider
 from appliance.controller.openai import (
     batch_routes,
     checkpoint_permissions,
+    completion_routes,
     job_routes,
     method_routes,
     model_routes,
@@ -196,6 +197,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         batch_routes.routes(context, runner),
         response_routes.routes(context, stored, background),
         response_routes.internal_routes(stored),
+        completion_routes.routes(context, stored),
         job_routes.routes(context, validation),
         method_routes.routes(),
         grader_routes.routes(context, graders, answers),

@@ -46,6 +46,7 @@ MODULES = (
     "payload.request_check",
     "payload.shapes",
     "payload.structure",
+    "answers.kept_completion",
     "answers.transcript",
     "answers.usage",
     "routing.router",

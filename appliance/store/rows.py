@@ -578,17 +578,19 @@ class UploadPartRow:
     created_s: float
 
 
+AnswerKind = Literal["response", "chat.completion"]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRow:
-    """An answer of /v1/responses, kept for its owner.
+    """An answer of /v1/responses, or a chat completion, kept for its owner.
 
     key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
     JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. used_s: when
-    it was made, or gone on from last. bytes: of input, response and request.
+    it was made, or gone on from last. bytes: of input, response, request and metadata. model, metadata: of a completion
+    alone, whose `response` is without the second, for that can be changed.
     """
 
     id: str
@@ -603,6 +605,9 @@ class ResponseRow:
     owner: str = ""
     background: int = 0
     request: str | None = None
+    kind: AnswerKind = "response"
+    model: str | None = None
+    metadata: dict[str, str] | None = json_column(of_a_body=True, default=None)
 
     @property
     def finished(self) -> bool:

@@ -13,6 +13,7 @@ import shutil
 import time
 from pathlib import Path
 
+from appliance.controller.responses.completions import completion_row
 from appliance.controller.responses.objects import queued
 from appliance.store.database import Database
 from appliance.store.objects import batches, evals, files, job_records, jobs, models, responses, uploads
@@ -47,6 +48,7 @@ UPLOAD, PART = "upload_abc123", "string"
 PART_DATA = b"Example data"
 BATCH, BATCH_INPUT = "batch_id", "input_file_id"
 RESPONSES = ("resp_677efb5139a88190b512bc3fef8e535d", "response_id")
+COMPLETIONS = ("completion_id", "after")
 API_KEYS = ("My API Key", "My Admin API Key")
 TRAINING_LINES = (
     "\n".join(
@@ -98,6 +100,7 @@ def reset(db: Database, files_dir: Path) -> None:
         _upload(db, files_dir.parent / "uploads")
         _keys(db)
         _responses(db)
+        _completions(db)
         _evals(db)
 
 
@@ -148,7 +151,7 @@ def _forget(db: Database) -> None:
     db.execute("DELETE FROM batches WHERE input_file_id = ?", [BATCH_INPUT])
     db.execute("DELETE FROM uploads WHERE id = ?", [UPLOAD])
     db.execute("DELETE FROM evals WHERE id IN ('eval_id', 'after')")
-    db.execute("DELETE FROM responses WHERE id IN (?, ?)", RESPONSES)
+    db.execute("DELETE FROM responses WHERE id IN (?, ?, ?, ?)", [*RESPONSES, *COMPLETIONS])
 
 
 def _evals(db: Database) -> None:
@@ -307,3 +310,18 @@ def _responses(db: Database) -> None:
                 background=1,
             ),
         )
+
+
+def _completions(db: Database) -> None:
+    # The SDK's type of a kept message knows answers alone, and its strict validation refuses the others.
+    asked = {"messages": [{"id": "after", "role": "assistant", "content": "1+1?"}], "metadata": {"foo": "string"}}
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "2", "refusal": None}}
+    for completion_id in COMPLETIONS:
+        answer = {
+            "id": completion_id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": PLAIN_MODEL,
+            "choices": [choice],
+        }
+        responses.insert(db, completion_row("key_conformance0", "", asked, answer))

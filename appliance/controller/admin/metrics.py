@@ -175,8 +175,12 @@ class ControllerCollector:
 
     def _responses(self) -> Iterator[Metric]:
         number, size = responses.totals(self._db)
-        yield GaugeMetricFamily("appliance_stored_responses", "Stored answers of /v1/responses.", number)
-        yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of stored answers of /v1/responses.", size)
+        yield GaugeMetricFamily("appliance_stored_responses", "Stored responses and chat completions.", number)
+        yield GaugeMetricFamily(
+            "appliance_stored_response_bytes",
+            "Bytes of stored responses and chat completions.",
+            size,
+        )
 
     def _disks(self) -> Iterator[Metric]:
         size = GaugeMetricFamily("appliance_disk_bytes", "Size of a file system of the box.", labels=["mount"])

@@ -70,6 +70,8 @@ CHANGES: Mapping[Route, Change] = {
     ("POST", "/admin/v1/forget"): Change("owner.forget"),
     ("POST", "/admin/v1/sessions"): Change("session.create", ("key", "agent")),
     ("DELETE", "/admin/v1/sessions/{session_id}"): Change("session.end"),
+    ("POST", "/v1/chat/completions/{completion_id}"): Change("completion.update"),
+    ("DELETE", "/v1/chat/completions/{completion_id}"): Change("completion.delete"),
     ("DELETE", "/v1/responses/{response_id}"): Change("response.delete"),
     ("POST", "/v1/responses/{response_id}/cancel"): Change("response.cancel", ("status",)),
 }

@@ -42,14 +42,14 @@ class OwnerBounds(BaseModel):
     eval_bytes: int = Field(4 * GIB, ge=0)
     """All evaluations and their runs, with items, samples and results; past it none is made, and no run goes on."""
     responses: int = Field(50_000, ge=0)
-    """Stored responses; beyond it, the owner's least recently used are deleted."""
+    """Stored responses and chat completions; beyond it, the owner's least recently used are deleted."""
     responses_bytes: int = Field(1024 * MIB, ge=0)
-    """All stored responses of the owner; beyond it, the least recently used are deleted."""
+    """All stored responses and chat completions of the owner; beyond it, the least recently used are deleted."""
 
 
 class RetentionSettings(BaseModel):
     """Days after which housekeeping deletes (unset: never), and counts beyond which it deletes the oldest, whatever
-    their age. Stored responses have `responses_kept_days`."""
+    their age. Stored responses and chat completions have `responses_kept_days`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -191,7 +191,8 @@ class ControllerConfig(BaseModel):
 
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)
-    """Answers of /v1/responses are kept for this long after creation or their last continuation; 0: none is stored."""
+    """Answers of /v1/responses, and chat completions with `store`, are kept for this long after creation or their last
+    continuation; 0: none is stored."""
     responses_bytes: int = Field(2048 * MIB, ge=MIB)
     """All answers together; beyond it, the least recently used of the owner who holds most are deleted."""
 

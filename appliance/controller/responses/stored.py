@@ -1,4 +1,5 @@
-"""Stores answers of /v1/responses: received from the gateways, looked up by id, deleted when they expire.
+"""Stores answers of /v1/responses, and chat completions that are to be kept: received from the gateways, looked up by
+id, deleted when they expire.
 
 A gateway sends the copy after the client has its answer, so a fast client may ask for a response that has not arrived:
 a request for an unknown id waits for it briefly.
@@ -18,12 +19,14 @@ import orjson
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
+from appliance.controller.responses.completions import completion_row
 from appliance.controller.responses.items import Item, items_of, turn_items
 from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX
 from appliance.store.objects import responses
+from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow, ResponseStatus
+from appliance.store.rows import AnswerKind, ResponseRow, ResponseStatus
 from appliance.store.upkeep import holdings
 from runtime.background_tasks import RunningTasks
 
@@ -39,6 +42,7 @@ _LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
 _AT_ONCE_BYTES = 2 * _LOOK_AFTER_BYTES
 _STORED_AT_ONCE_BYTES = 1 << 20  # which takes SQLite some 10 ms
 _TOUCH_EVERY_S = 3600.0
+_COMPLETION_ID_CHARS = 128
 _STATUSES = frozenset(get_args(ResponseStatus))
 # Per owner: this many callers may wait for an answer that has not arrived; further ones get NotFound at once.
 _MOST_EXPECTED = 100
@@ -52,8 +56,8 @@ class Turn(NamedTuple):
 
 
 class StoredResponses:
-    """Responses of all owners. `viewer`: the calling owner, who sees only its own; None: an admin or the box. tasks:
-    what goes on behind an answer."""
+    """Responses and chat completions of all owners. `viewer`: the calling owner, who sees only its own; None: an admin
+    or the box. tasks: what goes on behind an answer."""
 
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
@@ -68,9 +72,10 @@ class StoredResponses:
     # --- in
 
     async def take(self, copies: list[Any]) -> int:
-        """Store copies from a gateway: each {"key", "previous", "input", "response"}. Returns how many were new. They
-        are written on a thread, and stored so many bytes at a time: 64 MiB come at once. Those of who has left are not
-        stored: a gateway keeps them while the controller is away, and they would bring back who was forgotten."""
+        """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
+        what it was asked with, an object. Returns how many were new. They are written on a thread, and stored so many
+        bytes at a time: 64 MiB come at once. Those of who has left are not stored: a gateway keeps them while the
+        controller is away, and they would bring back who was forgotten."""
         if not self._config.responses_kept_days:
             return 0
         if self._quotas.disk.room_bytes() <= 0:
@@ -139,11 +144,11 @@ class StoredResponses:
 
     # --- out
 
-    async def find(self, response_id: str, viewer: str | None) -> ResponseRow:
+    async def find(self, response_id: str, viewer: str | None, kind: AnswerKind = "response") -> ResponseRow:
         """Raises NotFound, equally late for other owners' responses: the timing must not reveal that one exists."""
-        row = await self._arrived(response_id, viewer)
+        row = await self._arrived(response_id, viewer, kind)
         if row is None:
-            raise _not_found(response_id)
+            raise _not_found(response_id, kind)
         return row
 
     def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> Iterator[ResponseRow]:
@@ -205,11 +210,16 @@ class StoredResponses:
         items = turn_items(row)
         return Turn(items, orjson.dumps(items))
 
-    def delete(self, response_id: str) -> None:
+    def describe(self, completion_id: str, metadata: dict[str, str] | None) -> None:
+        """Raises NotFound as `delete` does."""
+        if not responses.set_metadata(self._db, completion_id, metadata):
+            raise _not_found(completion_id, COMPLETION)
+
+    def delete(self, response_id: str, kind: AnswerKind = "response") -> None:
         """Raises NotFound: whoever found it did so on a thread, and it may have gone since."""
         size = responses.delete(self._db, response_id)
         if size is None:
-            raise _not_found(response_id)
+            raise _not_found(response_id, kind)
         self._bytes -= size
         self.tell(response_id)
 
@@ -268,9 +278,9 @@ class StoredResponses:
         log.info("responses_bytes is reached: deleted the %d least recently used", deleted)
         return deleted > 0
 
-    async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
-        row = await self._visible(response_id, viewer)
-        if row is not None or not _is_an_engines(response_id) or self._expected[viewer] >= _MOST_EXPECTED:
+    async def _arrived(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:
+        row = await self._visible(response_id, viewer, kind)
+        if row is not None or not _is_an_engines(response_id, kind) or self._expected[viewer] >= _MOST_EXPECTED:
             return row
         self._expected[viewer] += 1
         try:
@@ -280,14 +290,17 @@ class StoredResponses:
             self._expected[viewer] -= 1
             if not self._expected[viewer]:
                 del self._expected[viewer]
-        return await self._visible(response_id, viewer) if arrived else None
+        return await self._visible(response_id, viewer, kind) if arrived else None
 
-    async def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
+    async def _visible(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:
         row = await self._db.read(viewer, responses.find, self._db, response_id)
-        return row if row is not None and viewer in (None, row.owner) else None
+        return row if row is not None and row.kind == kind and viewer in (None, row.owner) else None
 
 
-def _not_found(response_id: str) -> ApiError:
+def _not_found(response_id: str, kind: AnswerKind) -> ApiError:
+    if kind == COMPLETION:
+        text = f"Chat completion with id {shown(response_id)} not found."
+        return NotFound(text, param="completion_id", code="chat_completion_not_found")
     return NotFound(f"Response with id {shown(response_id)} not found.", param="response_id", code="response_not_found")
 
 
@@ -308,8 +321,10 @@ def previous_not_found(response_id: str) -> ApiError:
     )
 
 
-def _is_an_engines(response_id: str) -> bool:
+def _is_an_engines(response_id: str, kind: AnswerKind) -> bool:
     """Whether it is an id of vLLM's, the only ones that can be on their way."""
+    if kind == COMPLETION:
+        return response_id.startswith("chatcmpl-") and len(response_id) <= _COMPLETION_ID_CHARS
     digits = response_id.removeprefix("resp_")
     return len(digits) < len(response_id) and 8 <= len(digits) <= 64 and set(digits) <= set("0123456789abcdef")
 
@@ -330,6 +345,8 @@ def _rows(copies: list[Any], owners: Mapping[str, str]) -> list[ResponseRow]:
 
 def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
     response, previous = copy["response"], copy["previous"]
+    if response.get("object") == COMPLETION:
+        return completion_row(str(copy["key"]), owner, copy["input"], response)
     if not isinstance(previous, str | None):
         raise TypeError(f"its previous response is a {type(previous).__name__}")
     if not isinstance(response["status"], str) or response["status"] not in _STATUSES:

@@ -32,7 +32,8 @@ class Transcript:
     """What one request continues and stores.
 
     input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
-    goes to the controller, `store` in the object. has_previous: the body already has the earlier turns. counts: the
+    goes to the controller, `store` in the object. tells_usage: what it cost is read here, by nobody else. held: bytes
+    that it keeps of a stream until its end. has_previous: the body already has the earlier turns. counts: the
     request only counts input tokens, and the engine answers with all ids. final: the returned object, empty until then;
     prompt_tokens, completion_tokens: what the engine says there that it took. (Nothing but that object is asked: the
     events before it repeat the request, whose tools' schemas may say anything.)
@@ -40,6 +41,8 @@ class Transcript:
 
     has_previous: bool = False
     counts: bool = False
+    tells_usage: bool = True
+    held: int = 0
     final: bytes = b""
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -83,6 +86,10 @@ class Transcript:
             self._partial = data[end:]
             data = data[:end]
         return _WHOLE_OBJECT.sub(self._event, data)
+
+    def forgo(self) -> None:
+        """Nothing of it is stored."""
+        self.stores = False
 
     def copy(self, key_id: str) -> bytes:
         """What the controller gets: {"key", "previous", "input", "response"}."""
@@ -138,7 +145,7 @@ def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
                 param=name,
                 code="unsupported_parameter",
             )
-    store, background = _flag(data, "store"), _flag(data, "background")
+    store, background = flag(data, "store"), flag(data, "background")
     if background and store is False:
         raise errors.bad_request(
             "`background` is true and `store` is false: the answer of a response in background can only be retrieved, "
@@ -173,7 +180,8 @@ def joined(body: bytes, own_input: bytes, earlier: bytes) -> bytes:
     return b'%b,"input":%b,"previous_response_id":null}' % (body.rstrip()[:-1], items)
 
 
-def _flag(data: dict[str, Any], name: str) -> bool | None:
+def flag(data: dict[str, Any], name: str) -> bool | None:
+    """Raises HttpError 400."""
     value = data.get(name)
     if value is None or isinstance(value, bool):
         return value

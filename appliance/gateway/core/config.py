@@ -41,7 +41,7 @@ class Limits:
     owner_control_requests_per_minute: int = 1200
     # The gateway buffers an engine's plain JSON answer up to this size, so that it can still retry elsewhere.
     buffered_response_bytes: int = 256 * 1024
-    # Largest stored answer of /v1/responses; a larger one is relayed unchanged and not stored.
+    # Largest stored answer of /v1/responses, or chat completion; a larger one is relayed unchanged and not stored.
     stored_response_bytes: int = 4 * MIB
     # Copies of them that wait for an unreachable controller.
     response_copies_bytes: int = 64 * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.gateway.core import errors
 
@@ -44,8 +44,8 @@ class Route:
 
     The `path` of a CONTROL or PAGE route includes all URLs below it. posts_to: only URLs with this ending accept POST,
     others do not exist. narrower: rows that replace this one if their method and URL match; `ending` and `below` (never
-    the path itself) select the URLs. page: the box's own page uses it, so that a login of the page does in place of a
-    key.
+    the path itself) select the URLs; of a URL of EXACT the method alone does. page: the box's own page uses it, so that
+    a login of the page does in place of a key.
     """
 
     name: str
@@ -163,6 +163,10 @@ def _control(
     )
 
 
+# Its POST is inference.
+_COMPLETIONS, _KEPT = "/v1/chat/completions", "stored completions"
+_ASKED = EXACT[_COMPLETIONS.encode()]
+EXACT[_ASKED.path] = replace(_ASKED, narrower=(_control(_COMPLETIONS, "GET", _INF, name=_KEPT, page=False),))
 SESSIONS = _control("/admin/v1/sessions", "GET POST DELETE", _ANY)
 CONTROL: tuple[Route, ...] = (
     _control("/v1/files", "GET POST DELETE", _TUNE, upload=True),
@@ -175,6 +179,7 @@ CONTROL: tuple[Route, ...] = (
     _control("/v1/sweeps", "GET POST", _TUNE),
     _control("/v1/pipeline_runs", "GET POST", _TUNE, posts_to=b"/cancel"),
     _control("/v1/responses", "GET POST DELETE", _INF, name="stored responses", posts_to=b"/cancel", page=False),
+    _control(_COMPLETIONS, "GET POST DELETE", _INF, name=_KEPT, page=False),
     _control(
         "/v1/models",
         "GET",
@@ -230,8 +235,12 @@ def resolve(method: bytes, path: bytes) -> Route:
     if route is None:
         route = _below(method, path)
     if method not in route.methods:
-        reads = {b"HEAD"} if b"GET" in route.methods else set()
-        allowed = b", ".join(sorted(route.methods | reads)).decode()
+        for narrower in route.narrower:
+            if method in narrower.methods:
+                return narrower
+        taken = route.methods.union(*(narrower.methods for narrower in route.narrower))
+        reads = {b"HEAD"} if b"GET" in taken else set()
+        allowed = b", ".join(sorted(taken | reads)).decode()
         raise errors.method_not_allowed(_shown(method), _shown(path), allowed)
     return route
 

@@ -236,7 +236,8 @@ class InferenceHandler(Placement):
         self.state.metrics.events["continued"] += 1
         log.info("the stream is continued on another engine", extra=self.request.ids)
         if body is None:
-            self.answer.end(continuation.ending())
+            ending = continuation.ending()
+            self.answer.end(ending if self.checked.transcript is None else self._noted(ending, done=True))
             return
         self._attempt = self._attempt.continued(deaths, RESUME_PATH, with_fields(body, self._salt))
         self.place()
@@ -315,26 +316,37 @@ class InferenceHandler(Placement):
     def _check_room(self, transcript: Transcript, body: bytes) -> None:
         """Call before the response object is created, because the object says whether it is stored."""
         caller = self.request.caller
-        owner = "" if caller is None else caller.owner
-        if transcript.stores and not self.copies.has_room(owner, len(transcript.input) + len(body)):
-            transcript.stores = False
+        owner, size = "" if caller is None else caller.owner, len(transcript.input) + transcript.held + len(body)
+        if transcript.stores and not self.copies.has_room(owner, size):
+            transcript.forgo()
             self.state.metrics.events["responses_not_stored"] += 1
 
     def _ended(self, transcript: Transcript) -> None:
         """After a complete answer, note its cost and send a copy of what must be stored to the controller."""
         caller, tokens = self.request.caller, self.request.tokens
-        if transcript.final:
+        if transcript.final and transcript.tells_usage:
             tokens.prompt, tokens.completion = transcript.prompt_tokens, transcript.completion_tokens
         if transcript.final and transcript.stores and caller is not None:
             self.copies.add(caller.owner, transcript.copy(caller.id))
         transcript.final = b""
 
+    def _noted(self, body: bytes, *, done: bool) -> bytes:
+        """What of a stream's bytes goes on to the client, once its transcript has seen them."""
+        transcript, limits = self.checked.transcript, self.state.limits
+        assert transcript is not None
+        self._check_room(transcript, body)
+        before = transcript.held
+        body = transcript.take(body, limits.stored_response_bytes, last=done)
+        if transcript.held > before:
+            try:
+                self.state.take_body(self.request, transcript.held - before)
+            except HttpError:
+                transcript.forgo()
+                self.state.metrics.events["responses_not_stored"] += 1
+        self._ended(transcript)
+        return body
+
     def _relay(self, body: bytes, done: bool) -> None:
-        transcript = self.checked.transcript
-        if transcript is not None and self.answer.sse:
-            self._check_room(transcript, body)
-            body = transcript.take(body, self.state.limits.stored_response_bytes, last=done)
-            self._ended(transcript)
         continuation = self.checked.continuation if self.answer.sse else None
         if continuation is not None:
             # An engine's last event reports its death; it must not reach a client whose stream will continue.
@@ -342,10 +354,14 @@ class InferenceHandler(Placement):
             if at >= 0 and error_event_code(body[at:]) is not None:
                 error = event_error(body[at:])
                 if _engine_dead(error):
-                    self.answer.relay(continuation.take(body[:at]))
+                    body = continuation.take(body[:at])
+                    self.answer.relay(body if self.checked.transcript is None else self._noted(body, done=False))
                     self._failed(error)
                     return
             body = continuation.take(body)
+        # Behind what continues a stream: what another engine generates has its form and its id only there.
+        if self.checked.transcript is not None and self.answer.sse:
+            body = self._noted(body, done=done)
         if not done:
             if body:
                 self.answer.relay(body)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import orjson
 
 from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
+from appliance.gateway.answers.kept_completion import kept_completion
 from appliance.gateway.answers.transcript import Transcript, transcript_of
 from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors
@@ -50,7 +51,7 @@ _INT64: Final = (1 << 63) - 1
 class Checked:
     """tokens: estimate of prompt plus completion; prompt_tokens: of the prompt alone. asks_usage: the client wants its
     stream's usage as an event. continuation: of a stream that can go on after its engine's death. transcript: of a
-    request of /v1/responses."""
+    request of /v1/responses, and of a chat completion that is to be kept."""
 
     asks_usage: bool = False
     transcript: Transcript | None = None
@@ -202,6 +203,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         checked.weight = -(-len(inputs) // _INPUTS_OF_ONE)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
+    elif "store" in data and route.name == CHAT:
+        checked.transcript = kept_completion(data)
     return checked
 
 

@@ -1,11 +1,15 @@
-"""Answers of /v1/responses, each with its own input and the earlier answer that it continues."""
+"""Answers of /v1/responses, each with its own input and the earlier answer that it continues, and chat completions that
+are kept beside them: both in one table, under the same bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Unpack
+
+import orjson
 
 from appliance.store import chunks
-from appliance.store.database import Database
+from appliance.store.database import Database, Page, Part, owned_by
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 from appliance.store.table import Table
 
@@ -21,6 +25,7 @@ _CHAIN = """
         WHERE depth < ?3
     )
 """
+COMPLETION = "chat.completion"
 _UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_RESPONSE)
 _TABLE = Table("responses", ResponseRow)
 find, update = _TABLE.find, _TABLE.update
@@ -116,6 +121,46 @@ def unfinished_of_revoked(db: Database) -> list[str]:
         "SELECT responses.id FROM responses INDEXED BY responses_unfinished CROSS JOIN keys ON keys.id = key_id"
         f" WHERE status IN ({_UNFINISHED}) AND revoked_s IS NOT NULL ORDER BY responses.seq"
     )
+
+
+def page_completions(
+    db: Database, *, viewer: str | None, model: str | None, metadata: Mapping[str, str], **part: Unpack[Part]
+) -> Page[ResponseRow]:
+    """Chat completions of this model, with all of this metadata; the viewer's, or all for None. Without their
+    messages."""
+    where, parameters = _named(model, metadata)
+    return db.page(
+        ResponseRow,
+        "responses",
+        scope=owned_by(viewer),
+        where=f"kind = '{COMPLETION}' AND {where}",  # as a parameter it would lead to no partial index
+        parameters=parameters,
+        unread=("input",),
+        **part,
+    )
+
+
+def _named(model: str | None, metadata: Mapping[str, str]) -> tuple[str, list[str]]:
+    """SQL for completions of this model with all of this metadata; it asks an index alone."""
+    conditions, parameters = ["1"], list[str]()
+    if model is not None:
+        conditions.append("model = ?")
+        parameters.append(model)
+    for name, value in metadata.items():
+        conditions.append("EXISTS (SELECT 1 FROM json_each(responses.metadata) WHERE key = ? AND value = ?)")
+        parameters += [name, value]
+    return " AND ".join(conditions), parameters
+
+
+def set_metadata(db: Database, completion_id: str, metadata: dict[str, str] | None) -> bool:
+    """False: it has gone."""
+    text = None if metadata is None else orjson.dumps(metadata).decode()
+    changed = db.execute(
+        "UPDATE responses SET metadata = ?2, bytes = bytes - coalesce(length(CAST(metadata AS BLOB)), 0) + ?3"
+        " WHERE id = ?1 AND kind = ?4",
+        [completion_id, text, bytes_of(text), COMPLETION],
+    )
+    return changed.rowcount > 0
 
 
 def totals(db: Database) -> tuple[int, int]:

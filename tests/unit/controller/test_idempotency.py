@@ -58,6 +58,7 @@ NOT_ONCE = {
     "/v1/pipelines/{name}/runs": "one at a time: while the first goes on, a second attempt is refused and names it",
     "/v1/pipeline_runs/{run_id}/cancel": _AGAIN_SAME,
     "/v1/models/{name:path}/share": _AGAIN_SAME,
+    "/v1/chat/completions/{completion_id}": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",
     "/admin/v1/keys": "a name is one live key's: a second attempt is refused, because the key was shown once",
     "/admin/v1/session-keys": "of one command, which ends it, and for a day otherwise",

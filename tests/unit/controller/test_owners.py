@@ -22,6 +22,7 @@ from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import GateRow, SweepRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
+from tests.unit.controller.test_completions import completion
 from tests.unit.controller.test_responses import copy, name, send
 from tests.unit.controller.test_uploads import begun as upload_begun
 from tests.unit.controller.test_uploads import part
@@ -121,6 +122,11 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
     ("GET", "/v1/responses/{response_id}/input_items"): Named({"response_id": "response"}),
     ("POST", "/v1/responses/{response_id}/cancel"): Named({"response_id": "background response"}),
+    ("GET", "/v1/chat/completions"): LIST,
+    ("GET", "/v1/chat/completions/{completion_id}"): Named({"completion_id": "completion"}),
+    ("GET", "/v1/chat/completions/{completion_id}/messages"): Named({"completion_id": "completion"}),
+    ("POST", "/v1/chat/completions/{completion_id}"): Named({"completion_id": "completion"}, {"metadata": None}),
+    ("DELETE", "/v1/chat/completions/{completion_id}"): Named({"completion_id": "completion"}),
     ("GET", "/internal/responses/context"): InBody({"id": "response"}, query=True),
     ("POST", "/internal/responses"): ADMINS,
     ("GET", "/v1/models/{name:path}"): Named({"name": "model"}),
@@ -279,9 +285,10 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
         "batch": await begun(control, [line(0)]),
         "job": await control.job(),
         "response": STORED,
+        "completion": "chatcmpl-secret",
     }
     objects["batch input"] = (await control.sdk.batches.retrieve(objects["batch"])).input_file_id
-    await send(control, copy(1, key=laptop.id))
+    await send(control, copy(1, key=laptop.id), completion("chatcmpl-secret", key=laptop.id))
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control) | await piped(control, objects["file"], objects["job"], laptop.id)

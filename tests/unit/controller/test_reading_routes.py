@@ -49,6 +49,8 @@ ON_THE_LOOP = {
     "/v1/evals/{eval_id}/runs/{run_id}": _THEN_ANSWER,
     "/v1/responses/{response_id}/input_items": _THEN_ANSWER,
     "/v1/responses/{response_id}": "waits for an answer on its way; what it reads and follows is a thread's",
+    "/v1/chat/completions/{completion_id}": "waits for one on its way, and ends with `answer`",
+    "/v1/chat/completions/{completion_id}/messages": "waits for one on its way, and ends with `answer`",
     "/internal/responses/context": "the same, turn by turn",
 }
 """GET routes that are coroutines, and why they may be."""

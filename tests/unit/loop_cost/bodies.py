@@ -118,6 +118,7 @@ MORE: dict[Route, list[Any]] = {
             "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
         }
     ],
+    ("POST", "/v1/chat/completions/{completion_id}"): [{"metadata": {"a": "b"}}],
     ("POST", "/internal/responses"): [
         [
             {

@@ -131,6 +131,27 @@ def _terms(at: At) -> dict[str, Any]:
     return {"suites": [{**suite, **rules, "text": LONG_TEXT}], "level": 0.05, "then": "hold", "canary": None}
 
 
+def _completion(at: At) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": LONG_TEXT}}
+    return {
+        "id": at.id("chat"),
+        "key_id": at.key,
+        "owner": at.owner,
+        "status": "completed",
+        "kind": "chat.completion",
+        "used_s": at.old_s,
+        "created_s": at.old_s,
+        "bytes": 3 * LONG,
+        "input": json.dumps([{"role": "user", "content": LONG_TEXT}]),
+        "response": json.dumps({"id": at.id("chat"), "object": "chat.completion", "choices": [choice]}),
+        "previous_id": None,
+        "background": 0,
+        "request": None,
+        "model": MODEL,
+        "metadata": METADATA,
+    }
+
+
 def _response(at: At) -> dict[str, Any]:
     status = at.of("queued", "completed")
     item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": LONG_TEXT}]}
@@ -157,6 +178,8 @@ def _response(at: At) -> dict[str, Any]:
         "status": status,
         "used_s": at.old_s,
         "created_s": at.old_s,
+        "model": None,
+        "metadata": None,
         "bytes": 2 * LONG,
         "background": 1,
         "input": json.dumps(given),
@@ -577,6 +600,8 @@ FEW = {
 }
 """Tables of which an owner keeps two hundred rows at most, by what bounds them: they do not grow here."""
 FEW_ROWS = 12
+ALSO: dict[str, tuple[Any, Make]] = {"responses": (rows.ResponseRow, _completion)}
+"""Rows of another kind in these tables."""
 NOT_KEPT = {
     "held": "counters, which triggers keep",
     "spent": "sums of days, which triggers keep; a year of them is 365",
@@ -601,13 +626,17 @@ def fill(db: Database, size: Size) -> None:
         for table in TABLES:
             most = dataclasses.replace(size, kept=FEW_ROWS) if table in FEW else size
             for owner, whose in ((OTHER, little), (OWNER, most)):
-                _insert(db, table, (At(place, owner, whose, now_s) for place in range(whose.all)))
+                for of_table in (TABLES, ALSO):
+                    if table in of_table:
+                        _insert(
+                            db, table, of_table[table], (At(place, owner, whose, now_s) for place in range(whose.all))
+                        )
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA synchronous = FULL")
 
 
-def _insert(db: Database, table: str, places: Iterator[At]) -> None:
-    kind, make = TABLES[table]
+def _insert(db: Database, table: str, made_as: tuple[Any, Make], places: Iterator[At]) -> None:
+    kind, make = made_as
     made = [values for at in places if (values := _values(kind, make, at))]
     if not made:
         return

@@ -1,0 +1,125 @@
+"""/v1/chat/completions: list, retrieve, describe and delete completions that were asked with `store`
+(https://platform.openai.com/docs/api-reference/chat/list). The gateways have them answered, and send copies
+(response_routes)."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.paging import After
+from appliance.controller.http.reading import answer
+from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.views import whose
+from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.principal import INFERENCE, Caller, Principal
+from appliance.controller.jobs.requests import check_metadata
+from appliance.controller.responses.completions import completion_object, stored_messages
+from appliance.controller.responses.stored import StoredResponses
+from appliance.store.objects import responses
+from appliance.store.objects.responses import COMPLETION
+from appliance.store.rows import ResponseRow
+
+Limit = Annotated[int, Query(ge=0, le=100)]
+Order = Annotated[Literal["asc", "desc"], Query()]
+_METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
+_MOST_ASKED = 16
+
+
+class CompletionUpdate(StrictBody):
+    metadata: dict[str, str] | None
+
+
+def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
+    router = make_router("/v1/chat/completions", INFERENCE)
+    db = context.db
+
+    @router.get("")
+    def list_completions(
+        request: Request,
+        caller: Caller,
+        model: Annotated[str | None, Query(max_length=512)] = None,
+        after: After = None,
+        limit: Limit = 20,
+        order: Order = "asc",
+    ) -> dict[str, Any]:
+        page = responses.page_completions(
+            db,
+            viewer=caller.viewer,
+            model=model,
+            metadata=_metadata(request),
+            after=after,
+            limit=limit,
+            descending=order == "desc",
+        )
+        return _list([_shown(row, caller) for row in page.data], page.has_more)
+
+    @router.get("/{completion_id}", response_model=dict[str, Any])
+    async def retrieve(completion_id: str, caller: Caller) -> Response:
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        return await answer(db, caller.viewer, lambda: _shown(row, caller))
+
+    @router.post("/{completion_id}", response_model=dict[str, Any])
+    async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
+        check_metadata(body.metadata)
+        await stored.find(completion_id, caller.viewer, COMPLETION)
+        stored.describe(completion_id, body.metadata)
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        return await answer(db, caller.viewer, lambda: _shown(row, caller))
+
+    @router.delete("/{completion_id}")
+    async def delete(completion_id: str, caller: Caller) -> dict[str, Any]:
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        stored.delete(row.id, COMPLETION)
+        return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
+
+    @router.get("/{completion_id}/messages", response_model=dict[str, Any])
+    async def messages(
+        completion_id: str, caller: Caller, after: After = None, limit: Limit = 20, order: Order = "asc"
+    ) -> Response:
+        row = await stored.find(completion_id, caller.viewer, COMPLETION)
+        return await answer(db, caller.viewer, lambda: _messages(row, after, limit, newest_first=order == "desc"))
+
+    return router
+
+
+def _shown(row: ResponseRow, caller: Principal) -> dict[str, Any]:
+    return completion_object(row) | whose(row, caller)
+
+
+def _metadata(request: Request) -> dict[str, str]:
+    """Of `metadata[key]=value`, each of them. Raises BadRequest."""
+    found = {}
+    for name, value in request.query_params.multi_items():
+        if (key := _METADATA.fullmatch(name)) is not None:
+            found[key[1]] = value
+    if len(found) > _MOST_ASKED:
+        raise BadRequest(f"{len(found)} keys of metadata given; at most {_MOST_ASKED} are taken.", param="metadata")
+    return found
+
+
+def _messages(row: ResponseRow, after: str | None, limit: int, *, newest_first: bool) -> dict[str, Any]:
+    """A page of what it was asked with. Raises BadRequest."""
+    found = stored_messages(row)
+    if newest_first:
+        found.reverse()
+    if after is not None:
+        place = next((place for place, message in enumerate(found) if message["id"] == after), None)
+        if place is None:
+            raise BadRequest(f"No message with id {shown(after)}.", param="after", code="invalid_cursor")
+        found = found[place + 1 :]
+    return _list(found[:limit], len(found) > limit)
+
+
+def _list(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,78 @@
+"""Kept chat completions: their rows, and what is shown of them. Pure.
+
+Shapes: https://platform.openai.com/docs/api-reference/chat/object and …/chat/getMessages.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+
+from appliance.controller.interfaces.errors import shown
+from appliance.store.objects import responses
+from appliance.store.rows import ResponseRow
+
+Object = dict[str, Any]
+# As OpenAI's stored objects have them, null where nothing was asked; `user` is called `input_user` there.
+_ASKED = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+_ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")
+_CHOICE = ("index", "message", "logprobs", "finish_reason")
+
+
+def completion_row(key_id: str, owner: str, asked: Object, answer: Object) -> ResponseRow:
+    """Of a gateway's copy. Raises KeyError, TypeError, ValueError for what is none."""
+    messages, metadata = asked["messages"], asked.get("metadata") or None
+    if not isinstance(messages, list) or not isinstance(answer["choices"], list):
+        raise TypeError("its messages or its choices are no list")
+    if not isinstance(answer["model"], str):
+        raise ValueError(f"its model is {shown(answer['model'])}")
+    made = {name: answer.get(name) for name in _ANSWERED} | {name: asked.get(name) for name in _ASKED}
+    made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
+    made["input_user"] = asked.get("user")
+    given, answered = orjson.dumps(messages).decode(), orjson.dumps(made).decode()
+    described = None if metadata is None else orjson.dumps(metadata).decode()
+    return ResponseRow(
+        id=str(answer["id"]),
+        key_id=key_id,
+        owner=owner,
+        status="completed",
+        kind="chat.completion",
+        created_s=float(answer["created"]),
+        used_s=time.time(),
+        bytes=responses.bytes_of(given, answered, described),
+        input=given,
+        response=answered,
+        model=answer["model"],
+        metadata=metadata,
+    )
+
+
+def completion_object(row: ResponseRow) -> Object:
+    return {**orjson.loads(row.response), "metadata": row.metadata or {}}
+
+
+def stored_messages(row: ResponseRow) -> list[Object]:
+    """What it was asked with, each message with an id."""
+    return [_message(row.id, place, message) for place, message in enumerate(orjson.loads(row.input))]
+
+
+def _message(completion_id: str, place: int, message: Object) -> Object:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else None
+    if parts is not None:
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        content = "\n".join(text for text in texts if isinstance(text, str))
+    made = message.get("id") or f"{completion_id}-{place}"
+    return {"name": None, **message, "id": made, "content": content, "content_parts": parts}

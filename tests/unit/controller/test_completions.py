@@ -1,0 +1,155 @@
+"""Kept chat completions: /v1/chat/completions through the OpenAI SDK, what is kept of them, and when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.responses import stored
+from appliance.store.objects import responses
+from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.test_responses import copy, name, send
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "1+1?"}, {"type": "text", "text": "Now."}]},
+]
+
+
+def completion(completion_id: str, *, key: str = "key_test", text: str = "2", **asked: Any) -> dict[str, Any]:
+    """As a gateway sends it."""
+    message = {"role": "assistant", "content": text, "refusal": None, "tool_calls": [], "annotations": None}
+    answer = {
+        "id": completion_id,
+        "object": "chat.completion",
+        "created": 7,
+        "model": asked.pop("model", "starter"),
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "token_ids": None}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+        "prompt_token_ids": None,
+    }
+    return {"key": key, "previous": None, "input": {"messages": MESSAGES, **asked}, "response": answer}
+
+
+async def test_a_completion_is_listed_retrieved_described_and_deleted(control: Control):
+    asked = {"temperature": 0.5, "user": "u", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert await send(control, completion("chatcmpl-1", metadata={"use": "a"}, **asked)) == 1
+    kept = control.sdk.chat.completions
+    found = await kept.retrieve("chatcmpl-1")
+    assert (found.choices[0].message.content, found.model, found.created) == ("2", "starter", 7)
+    assert found.usage is not None and found.usage.total_tokens == 4
+    told = (await control.http.get("/v1/chat/completions/chatcmpl-1")).json()
+    assert told["metadata"] == {"use": "a"} and told["input_user"] == "u" and told["tools"] == asked["tools"]
+    assert told["temperature"] == 0.5 and told["response_format"] is None and "prompt_token_ids" not in told
+    assert [one.id for one in (await kept.list()).data] == ["chatcmpl-1"]
+    described = await kept.update("chatcmpl-1", metadata={"use": "b"})
+    assert described.to_dict()["metadata"] == {"use": "b"}
+    assert (await kept.update("chatcmpl-1", metadata=None)).to_dict()["metadata"] == {}
+    gone = await kept.delete("chatcmpl-1")
+    assert (gone.id, gone.object, gone.deleted) == ("chatcmpl-1", "chat.completion.deleted", True)
+    for call in (kept.retrieve("chatcmpl-1"), kept.delete("chatcmpl-1"), kept.update("chatcmpl-1", metadata={})):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call
+        assert caught.value.code == "chat_completion_not_found"
+    actions = [row["action"] for row in (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]]
+    assert actions.count("completion.update") == 2 and actions.count("completion.delete") == 1
+
+
+async def test_its_messages_are_listed_with_ids_and_in_pages(control: Control):
+    """As the SDK has it by default: its strict validation knows kept messages of assistants alone."""
+    await send(control, completion("chatcmpl-1"))
+    loose = openai.AsyncOpenAI(base_url=control.sdk.base_url, api_key="-", http_client=control.http)
+    listed = loose.chat.completions.messages.list
+    found = (await listed("chatcmpl-1")).data
+    assert [(one.id, one.role, one.content) for one in found] == [
+        ("chatcmpl-1-0", "system", "Be brief."),
+        ("chatcmpl-1-1", "user", "1+1?\nNow."),
+    ]
+    assert found[0].content_parts is None and found[1].content_parts is not None and len(found[1].content_parts) == 2
+    first = await listed("chatcmpl-1", limit=1, order="desc")
+    assert [one.id for one in first.data] == ["chatcmpl-1-1"] and first.has_more
+    assert [one.id async for one in first] == ["chatcmpl-1-1", "chatcmpl-1-0"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await listed("chatcmpl-1", after="nobodys")
+    assert caught.value.code == "invalid_cursor"
+
+
+async def test_a_list_is_of_a_model_and_of_all_the_metadata_asked_for(control: Control):
+    both, german = {"use": "a", "v": "1"}, {"use": "a", "größe": "5'"}
+    for number, (model, metadata) in enumerate([("m", both), ("starter", both), ("m", german), ("m", {}), ("m", None)]):
+        await send(control, completion(f"chatcmpl-{number}", model=model, metadata=metadata))
+    await send(control, copy(1))
+
+    async def numbers(**asked: Any) -> str:
+        page = await control.sdk.chat.completions.list(**asked)
+        return "".join([one.id.removeprefix("chatcmpl-") async for one in page])
+
+    assert await numbers() == "01234" and await numbers(order="desc", limit=2) == "43210"
+    assert await numbers(model="m") == "0234" and await numbers(model="nobodys") == ""
+    assert await numbers(metadata={"use": "a"}) == "012" and await numbers(metadata={"use": "b"}) == ""
+    assert await numbers(metadata=both, model="m") == "0" and await numbers(metadata={"größe": "5'"}) == "2"
+    assert await numbers(after="chatcmpl-2") == "34"
+    await control.sdk.chat.completions.update("chatcmpl-3", metadata={"use": "b"})
+    assert await numbers(metadata={"use": "b"}) == "3"
+    with pytest.raises(openai.BadRequestError):
+        await numbers(after="chatcmpl-nobodys")
+    with pytest.raises(openai.BadRequestError):
+        await numbers(metadata={str(number): "" for number in range(17)})
+
+
+async def test_a_completion_is_no_response_and_a_response_no_completion(control: Control):
+    await send(control, completion("chatcmpl-1"), copy(1), completion("resp_00000000000000ff"))
+    for response_id in ("chatcmpl-1", "resp_00000000000000ff"):
+        for method, rest in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            assert (await control.http.request(method, f"/v1/responses/{response_id}{rest}")).status_code == 404
+        asked = await control.http.get("/internal/responses/context", params={"id": response_id})
+        assert asked.json()["error"]["code"] == "previous_response_not_found"
+    for method, rest in (("GET", ""), ("DELETE", ""), ("GET", "/messages")):
+        url = f"/v1/chat/completions/{name(1)}{rest}"
+        assert (await control.http.request(method, url)).status_code == 404
+    assert responses.totals(control.db)[0] == 3
+
+
+async def test_one_on_its_way_is_waited_for_and_another_owners_as_long_as_nobodys(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    asking = asyncio.create_task(control.sdk.chat.completions.retrieve("chatcmpl-1"))
+    while not control.app.state.responses._asked:
+        await asyncio.sleep(0)
+    await send(control, completion("chatcmpl-1"))
+    assert (await asking).id == "chatcmpl-1"
+    await send(control, completion("chatcmpl-2", key="key_other"))
+    monkeypatch.setattr(stored, "ARRIVES_WITHIN_S", 0.001)
+    waited, news = list[str](), control.app.state.responses.news
+
+    async def noted(response_id: str, timeout_s: float) -> bool:
+        waited.append(response_id)
+        return await news(response_id, timeout_s)
+
+    monkeypatch.setattr(control.app.state.responses, "news", noted)
+    for completion_id in ("chatcmpl-2", "chatcmpl-3"):
+        assert (await control.http.get(f"/v1/chat/completions/{completion_id}")).status_code == 404
+    assert waited == ["chatcmpl-2", "chatcmpl-3"]
+
+
+async def test_it_counts_among_stored_responses_and_goes_with_them(control: Control):
+    await send(control, completion("chatcmpl-1", text="ä" * 1000), copy(1))
+    number, size = responses.totals(control.db)
+    assert number == 2 and size > 2000
+    await control.sdk.chat.completions.update("chatcmpl-1", metadata={"use": "größe"})
+    row = responses.find(control.db, "chatcmpl-1")
+    assert row is not None and row.bytes == responses.bytes_of(row.input, row.response, '{"use":"größe"}')
+    assert responses.totals(control.db)[1] - size == len('{"use":"größe"}'.encode())
+    kept = control.context.config.responses_kept_days * stored.DAY_S
+    await control.app.state.responses.keep_house(row.used_s + kept + 1)
+    assert responses.totals(control.db) == (0, 0)
+
+
+@pytest.mark.parametrize("bad", [{"choices": None}, {"model": None}, {"created": "soon"}, {"choices": [3]}])
+async def test_what_is_no_completion_takes_no_other_with_it(control: Control, bad: dict[str, Any]):
+    wrong = completion("chatcmpl-1")
+    wrong["response"] |= bad
+    assert await send(control, wrong, completion("chatcmpl-2"), completion("chatcmpl-3") | {"input": []}) == 1
