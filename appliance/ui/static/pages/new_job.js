@@ -68,7 +68,7 @@ function Settings({ file, validation }) {
   const methods = useLive(async (signal) => (await get("/v1/fine_tuning/methods", signal)).data, 3600);
   const [model, setModel] = useState("");
   const [method, setMethod] = useState("supervised");
-  const [form, setForm] = useState({ epochs: "", batch: "", rate: "", rank: "", suffix: "", devices: "", grader: "", teacher: "", publish: "end" });
+  const [form, setForm] = useState({ epochs: "", batch: "", rate: "", rank: "", suffix: "", devices: "", grader: "", answers: "", teacher: "", publish: "end" });
   const [plan, setPlan] = useState(null);
   const [look, looking] = useAct((body) => post("/admin/v1/plan", body));
   const [begin, beginning] = useAct((body) => post("/v1/fine_tuning/jobs", body));
@@ -96,12 +96,13 @@ function Settings({ file, validation }) {
   const submit = async (event) => {
     event.preventDefault();
     setTold("");
-    let judge = takes.includes("teacher") ? { teacher: form.teacher } : {};
-    if (takes.includes("grader")) {
+    const judge = takes.includes("teacher") ? { teacher: form.teacher } : {};
+    for (const [taken, text, bad] of [["grader", form.grader, "new.grader.bad"], ["response_format", form.answers.trim(), "new.answers.bad"]]) {
+      if (!takes.includes(taken) || (taken === "response_format" && !text)) continue;
       try {
-        judge = { grader: JSON.parse(form.grader) };
+        judge[taken] = JSON.parse(text);
       } catch (error) {
-        setTold(t("new.grader.bad", { message: error.message }));
+        setTold(t(bad, { message: error.message }));
         return;
       }
     }
@@ -132,6 +133,8 @@ function Settings({ file, validation }) {
     </div>
     ${takes.includes("grader") ? html`<${Field} label=${t("new.grader")} hint=${t("new.grader.what")}>
       <textarea rows="6" required spellcheck=${false} value=${form.grader} onInput=${set("grader")}></textarea></${Field}>` : null}
+    ${takes.includes("response_format") ? html`<${Field} label=${t("new.answers")} hint=${t("new.answers.what")}>
+      <textarea rows="4" spellcheck=${false} placeholder='{"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}' value=${form.answers} onInput=${set("answers")}></textarea></${Field}>` : null}
     ${takes.includes("teacher") ? html`<${Field} label=${t("new.teacher")} hint=${t("new.teacher.what")}>
       <input required list="teachers" spellcheck=${false} value=${form.teacher} onInput=${set("teacher")} />
       <datalist id="teachers">${(models.data || []).filter((one) => one.id !== model).map((one) => html`<option value=${one.id} />`)}</datalist></${Field}>` : null}
