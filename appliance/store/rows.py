@@ -454,7 +454,8 @@ class JobJudgeRow:
 @dataclass(frozen=True, slots=True)
 class EvalRow:
     """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
-    schema that is shown has the sample's fields. bytes: of both as JSON."""
+    schema that is shown has the sample's fields. bytes: of both as JSON. kept: of one over what is kept (completions,
+    responses), {"type", "metadata"}."""
 
     id: str
     name: str
@@ -466,6 +467,7 @@ class EvalRow:
     criteria: list[dict[str, Any]] = json_column(default_factory=list)
     metadata: dict[str, str] | None = json_column(default=None)
     bytes: int = 0
+    kept: dict[str, Any] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)

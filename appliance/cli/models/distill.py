@@ -1,7 +1,8 @@
-"""`appliance distill make`: a teacher's answers to prompts, as training data for another model.
+"""`appliance distill make` and `kept`: a teacher's answers to prompts, or what a model has answered and is kept, as
+training data for another model.
 
-What it makes depends on the prompts and the options alone, whose digest the batch carries: a command that is run again
-goes on with the batch of the first one, and finds what it has made.
+What `make` makes depends on the prompts and the options alone, whose digest the batch carries: a command that is run
+again goes on with the batch of the first one, and finds what it has made.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs import file_data
 from appliance.cli.jobs.batch import begin, begun_before, refuse_unfinished, rows, wait_for_end
+from appliance.cli.jobs.request import pairs
 from appliance.cli.operations import TIMEOUT
 
 app = group("Distillation: a teacher's answers to prompts, as training data (docs/distillation.md).")
@@ -110,6 +112,80 @@ def make(
     session.show(lineage, file_data.made)
 
 
+@box_command(
+    app,
+    "appliance distill kept answers.jsonl --model large",
+    "appliance distill kept answers.jsonl --model large --metadata use=support --metadata rated=good",
+    "appliance job submit --model small --file answers.jsonl             then the student learns from it",
+    "",
+    "Kept are chat completions that were asked with `store: true` (docs/responses.md); of several choices the",
+    "first is taken. The file's lineage (.lineage.json) names each that was left out, and why.",
+)
+def kept(
+    session: Session,
+    out: Annotated[Path, typer.Argument(metavar="OUT", dir_okay=False)],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="What answered.", autocompletion=complete_models),
+    ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option("--metadata", metavar="NAME=VALUE", help="Only those that have it; repeatable."),
+    ] = None,
+) -> None:
+    """Make a training file of the chat completions that are kept. Refusals, answers that were cut off and repeated ones
+    are left out and counted."""
+    if out.exists():
+        raise BadUsage(f"{out} is there; name another file")
+    asked = {f"metadata[{name}]": value for name, value in pairs("--metadata", metadata or [])}
+    found = session.client.listed("/v1/chat/completions", order="asc", messages=True, model=model, **asked)["data"]
+    examples, left_out, seen = list[dict[str, Any]](), list[tuple[str, str]](), dict[str, set[str]]()
+    for one in found:
+        tools = {"tools": one["tools"]} if one.get("tools") else {}
+        lesson = {"messages": one["messages"], **tools}
+        same = seen.setdefault(hashlib.sha256(json.dumps(lesson, sort_keys=True).encode()).hexdigest(), set())
+        choice = one["choices"][0] if one["choices"] else {"message": {}}
+        answer = _learnt(choice)
+        text = json.dumps(answer, sort_keys=True) if "tool_calls" in answer else answer["content"]
+        if why := _why_not(choice, text, same):
+            left_out.append((one["id"], why))
+            continue
+        same.add(text)
+        examples.append({**lesson, "messages": [*one["messages"], answer]})
+    content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
+    lineage = {
+        "made": [
+            {
+                "file": str(out),
+                "sha256": hashlib.sha256(content).hexdigest(),
+                "examples": len(examples),
+                "bytes": len(content),
+            }
+        ],
+        "from": [],
+        "read_examples": len(found),
+        "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
+        "dropped_completions": [[completion, why] for completion, why in left_out],
+        "masked": {},
+        "teachers": sorted({one["model"] for one in found}),
+        "asked": given(model=model, metadata=metadata or None),
+        "completions": [found[0]["id"], found[-1]["id"]] if found else [],
+    }
+    if not examples:
+        raise CommandFailed(f"{len(found):,} kept completions fit, and nothing is learnt from them")
+    _write(out, content)
+    _write(out.with_name(f"{out.stem}.lineage.json"), json.dumps(lineage, indent=1).encode())
+    session.show(lineage, file_data.made)
+
+
+def _learnt(choice: dict[str, Any]) -> dict[str, Any]:
+    """The message that is learnt."""
+    message = choice["message"]
+    if message.get("tool_calls"):
+        return {"role": "assistant", "content": message.get("content"), "tool_calls": message["tool_calls"]}
+    return {"role": "assistant", "content": message.get("content") or ""}
+
+
 def _lessons(path: Path, system: str | None) -> dict[int, dict[str, Any]]:
     """What the teacher is asked, by line: {"messages", "tools"?}. Raises BadUsage."""
     found: dict[int, dict[str, Any]] = {}
@@ -189,7 +265,7 @@ def _why_not(choice: dict[str, Any], text: str, seen: set[str]) -> str:
     message = choice["message"]
     if message.get("refusal"):
         return "refused"
-    if choice.get("finish_reason") != "stop":
+    if choice.get("finish_reason") not in ("stop", "tool_calls"):
         return "cut off" if choice.get("finish_reason") == "length" else "without an answer"
     if not text.strip():
         return "without an answer"

@@ -14,7 +14,15 @@ from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source, insert_run
-from appliance.controller.evals.requests import CustomConfig, EvalCreate, EvalUpdate, RunCreate, Sampled, check_eval
+from appliance.controller.evals.requests import (
+    KEPT_SCHEMA,
+    CustomConfig,
+    EvalCreate,
+    EvalUpdate,
+    RunCreate,
+    Sampled,
+    check_eval,
+)
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading.given import grader_of
 from appliance.controller.http import idempotency
@@ -57,22 +65,15 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     @router.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
         check_metadata(body.metadata)
-        if not isinstance(body.data_source_config, CustomConfig):
-            raise BadRequest(
-                f"Evals on this box read no data source {body.data_source_config.type!r}: no chat completions are "
-                "kept, and kept responses are not looked through; describe your items with the type 'custom' and give "
-                "them to each run.",
-                param="data_source_config.type",
-                code="unsupported_data_source",
-            )
         try:
             check_eval(body)
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
         criteria, source = await _criteria(context, body, caller), body.data_source_config
+        schema = source.item_schema if isinstance(source, CustomConfig) else KEPT_SCHEMA
 
         def make() -> EvalRow:
-            size = len(orjson.dumps([source.item_schema, criteria]))
+            size = len(orjson.dumps([schema, criteria]))
             context.quotas.check_eval(caller, size)
             row = EvalRow(
                 id=new_id("eval_"),
@@ -80,8 +81,9 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
                 created_s=time.time(),
                 key_id=caller.key_id,
                 owner=caller.owner,
-                item_schema=source.item_schema,
-                include_sample=int(source.include_sample_schema),
+                item_schema=schema,
+                include_sample=int(not isinstance(source, CustomConfig) or source.include_sample_schema),
+                kept=None if isinstance(source, CustomConfig) else source.model_dump(),
                 criteria=criteria,
                 metadata=body.metadata,
                 bytes=size,
@@ -140,8 +142,8 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         check_metadata(body.metadata)
         # On a thread: the schema of its answers may have 25,000 parts.
         await db.read(caller.viewer, check_given, context, body.data_source, caller)
-        if isinstance(body.data_source, Sampled):
-            check_may_ask(db, caller, str(body.data_source.model))
+        if isinstance(body.data_source, Sampled) and body.data_source.model is not None:
+            check_may_ask(db, caller, body.data_source.model)
         check_judges(context, of, caller)
         data_source = checked_source(body.data_source)
 

@@ -13,7 +13,6 @@ from appliance.controller.evals.requests import (
     FileId,
     Jsonl,
     Sampled,
-    StoredSource,
     check_sampled,
     check_source,
     fields_of,
@@ -21,8 +20,8 @@ from appliance.controller.evals.requests import (
 )
 from appliance.controller.files import storage
 from appliance.controller.grading.given import check_asked
-from appliance.controller.interfaces.errors import BadRequest, InvalidValue
-from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.errors import Forbidden, InvalidValue
+from appliance.controller.interfaces.principal import INFERENCE, Principal, allow
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
@@ -85,14 +84,9 @@ def check_given(
     *,
     known: bool = False,
 ) -> None:
-    """known: an engine takes its sampling parameters. Raises BadRequest, NotFound."""
-    if isinstance(given.source, StoredSource):
-        raise BadRequest(
-            f"Runs on this box read no source {given.source.type!r}: no chat completions are kept, and kept responses "
-            "are not looked through; give the items as 'file_content' or 'file_id'.",
-            param=f"{param}.source.type",
-            code="unsupported_data_source",
-        )
+    """known: an engine takes its sampling parameters. Raises Forbidden, BadRequest, NotFound."""
+    if isinstance(given, Sampled) and given.takes_what_is_kept and not allow(caller.scopes, INFERENCE):
+        raise Forbidden(INFERENCE)  # as for looking at what is kept
     if isinstance(given.source, FileId):
         storage.known_file(context, given.source.id, caller, f"{param}.source.id")
     if isinstance(given, Sampled):

@@ -6,9 +6,10 @@ import json
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.responses.entries import Wanted
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES
@@ -27,6 +28,22 @@ MAX_SOURCE_BYTES = 256 << 10
 JSONL = "jsonl"
 ROW_BYTES, ITEM_BYTES = 4096, 256
 """What a run and an item take beside their texts: 10,000 items of 11 bytes are 3 MB on the disk."""
+KEPT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "created_at": {"type": "integer"},
+        "model": {"type": "string"},
+        "metadata": {"type": "object"},
+        "input": {"type": "array", "items": {"type": "object"}},
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "output_text": {"type": "string"},
+    },
+    "required": ["input"],
+}
+"""Of items that are kept (`responses.entries`)."""
+Metadata = Annotated[dict[str, str], Field(max_length=16)]
+_Names = Annotated[list[Annotated[str, Field(max_length=256)]], Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
 
 
@@ -36,16 +53,15 @@ class CustomConfig(StrictBody):
     include_sample_schema: bool = False
 
 
-class _Refused(StrictBody):
-    model_config = ConfigDict(extra="allow", strict=True)
+class KeptConfig(StrictBody):
+    """Items are what is kept, see `responses.entries`; metadata: what all that its runs look at has."""
 
-
-class LogsConfig(_Refused):
     type: Literal["logs", "stored_completions"]
+    metadata: Metadata | None = None
 
 
 class EvalCreate(StrictBody):
-    data_source_config: Annotated[CustomConfig | LogsConfig, Field(discriminator="type")]
+    data_source_config: Annotated[CustomConfig | KeptConfig, Field(discriminator="type")]
     testing_criteria: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_CRITERIA)]
     name: Annotated[str, Field(max_length=512)] | None = None
     metadata: dict[str, str] | None = None
@@ -72,11 +88,33 @@ class FileId(StrictBody):
     id: Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class StoredSource(_Refused):
-    type: Literal["stored_completions", "responses"]
+class _Kept(StrictBody):
+    """created_after, created_before: seconds since 1970. limit: the newest."""
+
+    created_after: int | None = None
+    created_before: int | None = None
+    limit: Annotated[int, Field(ge=1, le=MAX_ITEMS)] | None = None
+    metadata: Metadata | None = None
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
 
-Source = Annotated[FileContent | FileId | StoredSource, Field(discriminator="type")]
+class KeptCompletions(_Kept):
+    type: Literal["stored_completions"]
+
+
+class KeptResponses(_Kept):
+    type: Literal["responses"]
+    has_tool_calls: bool | None = None
+    instructions_search: Annotated[str, Field(max_length=4096)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: _Names | None = None
+    users: _Names | None = None
+
+
+Given = FileContent | FileId
+Source = Annotated[Given | KeptCompletions | KeptResponses, Field(discriminator="type")]
 
 
 class _Part(StrictBody):
@@ -124,17 +162,22 @@ class Sampling(StrictBody):
 
 class Jsonl(StrictBody):
     type: Literal["jsonl"]
-    source: Source
+    source: Annotated[Given, Field(discriminator="type")]
 
 
 class Sampled(StrictBody):
-    """`completions` and `responses` differ in how tools and formats are written."""
+    """`completions` and `responses` differ in how tools and formats are written. Of what is kept, without a model:
+    judged is what was answered then."""
 
     type: Literal["completions", "responses"]
     source: Source
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     input_messages: Annotated[Template | ItemReference, Field(discriminator="type")] | None = None
     sampling_params: Sampling | None = None
+
+    @property
+    def takes_what_is_kept(self) -> bool:
+        return isinstance(self.source, _Kept)
 
 
 class RunCreate(StrictBody):
@@ -181,10 +224,41 @@ def check_eval(body: EvalCreate) -> None:
         raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 
+def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> Wanted:
+    """kept: of the eval whose run it is."""
+    metadata = {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
+    common = {
+        "limit": source.limit or MAX_ITEMS,
+        "model": source.model,
+        "metadata": metadata,
+        "after_s": source.created_after,
+        "before_s": source.created_before,
+    }
+    if isinstance(source, KeptCompletions):
+        return Wanted("chat.completion", **common)
+    asked = {"reasoning.effort": source.reasoning_effort, "temperature": source.temperature, "top_p": source.top_p}
+    return Wanted(
+        "response",
+        **common,
+        asked={name: value for name, value in asked.items() if value is not None},
+        instructions_search=source.instructions_search,
+        tools=tuple(source.tools or ()),
+        users=tuple(source.users or ()),
+        has_tool_calls=source.has_tool_calls,
+    )
+
+
 def check_sampled(source: Sampled) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
+    if source.takes_what_is_kept and source.model is None:
+        for name in ("input_messages", "sampling_params"):
+            if getattr(source, name) is not None:
+                raise InvalidGrader(name, "asks for new answers, and no 'model' is given that is to make them")
+        return
     if source.model is None:
         raise InvalidGrader("model", "is missing: which model of the box is to answer?")
+    if source.input_messages is None and source.takes_what_is_kept:
+        source.input_messages = ItemReference(type="item_reference", item_reference="item.input")
     if source.input_messages is None:
         raise InvalidGrader("input_messages", "is missing: what is the model to be asked for each item?")
     if isinstance(source.input_messages, Template):

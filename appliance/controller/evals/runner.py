@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import ApiError, BadRequest
+from appliance.controller.responses.entries import Entry, entries
 from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
@@ -197,7 +198,7 @@ class EvalRunner:
         clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
         await clear()  # what a preparation that was cut short has left
         try:
-            chunks = self._chunks(row, source)
+            chunks = self._chunks(row, of, source)
             async with self._hosts.of(row.owner) as host:
                 return await self._take(row, of.item_schema, chunks, host)
         except _Failed:
@@ -244,10 +245,12 @@ class EvalRunner:
         now = evals.run_in_short(self._db, run_id)
         return now is None or now.finished
 
-    def _chunks(self, row: EvalRunRow, source: Jsonl | Sampled) -> _Chunks:
+    def _chunks(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> _Chunks:
         """Raises _Failed, also while they are read."""
         if source.source.type == "file_content":
             return _in_chunks(_given(source.source))
+        if source.source.type != "file_id":
+            return _in_chunks(_kept(entries(self._db, row.owner, requests.wanted(source.source, of.kept))))
         file_id = str(getattr(source.source, "id", ""))
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
@@ -267,7 +270,7 @@ class EvalRunner:
         """What its row becomes, with a sample if one was made, and under `usage` what models have used for it."""
         usage: list[ModelAnswer] = []
         sample, made = sample_of(item.sample), dict[str, Any]()
-        if isinstance(source, Sampled):
+        if isinstance(source, Sampled) and source.model is not None:
             answer, asked = await self._sample(row, source, item.item)
             made = {"sample": {"input": asked, "answer": asdict(answer)}}
             if answer.error:
@@ -388,6 +391,21 @@ def _given(source: requests.FileContent) -> _Entries:
         text = json.dumps(entry).encode()
         _check_text(number, text)
         yield number, entry, text
+
+
+def _kept(found: Iterator[Entry]) -> _Entries:
+    """What is kept, without what is too dear to judge. Raises _Failed."""
+    number = 0
+    for entry in found:
+        text = orjson.dumps(entry)
+        try:
+            _check_text(number + 1, text)
+        except _Failed:
+            continue
+        number += 1
+        yield number, entry, text
+    if not number:
+        raise _Failed("no_items", "Nothing that is kept fits what the run's source asks for.")
 
 
 def _read(path: Path) -> _Entries:

@@ -33,7 +33,7 @@ def eval_object(row: EvalRow, caller: Principal) -> dict[str, Any]:
         "name": row.name,
         "metadata": row.metadata,
         "data_source_config": {
-            "type": "custom",
+            **(row.kept or {"type": "custom"}),
             "schema": {"type": "object", "properties": properties, "required": list(properties)},
         },
         "testing_criteria": row.criteria,
@@ -101,7 +101,7 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
     # What the data has may have any shape; what a model was asked has the runner's.
-    asked = (row.sample or {}) if run.data_source.get("type") != JSONL else {}
+    asked = (row.sample or {}) if run.data_source.get("type") != JSONL and run.model else {}
     answer = asked.get("answer") or {}
     sampling = run.data_source.get("sampling_params") or {}
     text = answer.get("text") if asked else sample_of(row.sample).output_text or None

@@ -18,7 +18,7 @@ from appliance.controller.http.views import whose
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
-from appliance.controller.responses.completions import completion_object, stored_messages
+from appliance.controller.responses.completions import asked_messages, completion_object, stored_messages
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -46,7 +46,9 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         after: After = None,
         limit: Limit = 20,
         order: Order = "asc",
+        messages: bool = False,
     ) -> dict[str, Any]:
+        """messages: ours, each with what it was asked with."""
         page = responses.page_completions(
             db,
             viewer=caller.viewer,
@@ -55,8 +57,10 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
             after=after,
             limit=limit,
             descending=order == "desc",
+            messages=messages,
         )
-        return _list([_shown(row, caller) for row in page.data], page.has_more)
+        shown = [_shown(row, caller) | ({"messages": asked_messages(row)} if messages else {}) for row in page.data]
+        return _list(shown, page.has_more)
 
     @router.get("/{completion_id}", response_model=dict[str, Any])
     async def retrieve(completion_id: str, caller: Caller) -> Response:
@@ -78,7 +82,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         return {"id": row.id, "object": "chat.completion.deleted", "deleted": True}
 
     @router.get("/{completion_id}/messages", response_model=dict[str, Any])
-    async def messages(
+    async def list_messages(
         completion_id: str, caller: Caller, after: After = None, limit: Limit = 20, order: Order = "asc"
     ) -> Response:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)

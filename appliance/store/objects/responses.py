@@ -4,13 +4,13 @@ are kept beside them: both in one table, under the same bounds."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import orjson
 
 from appliance.store import chunks
 from appliance.store.database import Database, Page, Part, owned_by
-from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
+from appliance.store.rows import UNFINISHED_RESPONSE, AnswerKind, ResponseRow
 from appliance.store.table import Table
 
 # By an index that has all that is asked, and that SQLite would not choose: a row has it behind its texts.
@@ -124,10 +124,16 @@ def unfinished_of_revoked(db: Database) -> list[str]:
 
 
 def page_completions(
-    db: Database, *, viewer: str | None, model: str | None, metadata: Mapping[str, str], **part: Unpack[Part]
+    db: Database,
+    *,
+    viewer: str | None,
+    model: str | None,
+    metadata: Mapping[str, str],
+    messages: bool,
+    **part: Unpack[Part],
 ) -> Page[ResponseRow]:
-    """Chat completions of this model, with all of this metadata; the viewer's, or all for None. Without their
-    messages."""
+    """Chat completions of this model, with all of this metadata; the viewer's, or all for None. messages: with what
+    they were asked with."""
     where, parameters = _named(model, metadata)
     return db.page(
         ResponseRow,
@@ -135,7 +141,7 @@ def page_completions(
         scope=owned_by(viewer),
         where=f"kind = '{COMPLETION}' AND {where}",  # as a parameter it would lead to no partial index
         parameters=parameters,
-        unread=("input",),
+        unread=() if messages else ("input",),
         **part,
     )
 
@@ -150,6 +156,20 @@ def _named(model: str | None, metadata: Mapping[str, str]) -> tuple[str, list[st
         conditions.append("EXISTS (SELECT 1 FROM json_each(responses.metadata) WHERE key = ? AND value = ?)")
         parameters += [name, value]
     return " AND ".join(conditions), parameters
+
+
+def newest_ids(
+    db: Database, owner: str, kind: AnswerKind, *, model: str | None, metadata: Mapping[str, Any]
+) -> list[str]:
+    """Of an owner's, newest first, by indexes alone: chat completions of this model with all of this metadata; of
+    responses, which have both in their texts, all that may be such, and other rows among them."""
+    if kind == COMPLETION:
+        where, parameters = _named(model, {name: str(value) for name, value in metadata.items()})
+        return db.column(
+            f"SELECT id FROM responses WHERE kind = '{COMPLETION}' AND owner = ? AND {where} ORDER BY seq DESC",
+            [owner, *parameters],
+        )
+    return db.column("SELECT id FROM responses WHERE owner = ? ORDER BY seq DESC", [owner])
 
 
 def set_metadata(db: Database, completion_id: str, metadata: dict[str, str] | None) -> bool:

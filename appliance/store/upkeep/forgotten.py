@@ -130,7 +130,7 @@ _TEXTS = {
     "uploads": ("filename", "owner"),
     "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner", "reason", "error"),
     "batches": ("model", "metadata", "errors", "owner"),
-    "evals": ("name", "metadata", "owner"),
+    "evals": ("name", "metadata", "kept", "owner"),
     "eval_runs": ("name", "model", "metadata", "error", "owner"),
     "gates": ("model", "reason", "told", "owner"),
     "pipelines": ("name", "note", "taken", "owner"),

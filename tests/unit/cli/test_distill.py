@@ -1,4 +1,4 @@
-"""`appliance distill make`: a teacher's answers become a training file, once."""
+"""`appliance distill make`: a teacher's answers become a training file, once; `distill kept`: what is kept does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import json
 import pytest
 
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.responses.completions import completion_row
+from appliance.store.database import Database
+from appliance.store.objects import responses
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.cli.conftest import ControlledBox
 from train.data.check import check_training_file
@@ -115,3 +118,39 @@ def test_bad_prompts_and_teachers_are_told_in_words(box, engines, prompts, tmp_p
     prompts.write_text(json.dumps({"prompt": "d?"}) + "\n")
     assert "gave no answer to learn from: 1 failed" in box.run(*asked, "starter").stderr
     assert not (tmp_path / "prompts.answers.jsonl").exists()
+
+
+def test_kept_completions_become_a_training_file_and_what_is_none_is_counted(box, tmp_path):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    said = [
+        ("a", {"content": "A"}, "stop", {}),
+        ("a", {"content": "A"}, "stop", {}),
+        ("b", {"content": "B and"}, "length", {}),
+        ("c", {"content": None, "refusal": "no"}, "stop", {}),
+        ("d", {"content": None, "tool_calls": [call]}, "tool_calls", {"tools": [tool]}),
+        ("e", {"content": "E"}, "stop", {"metadata": {"rated": "bad"}}),
+    ]
+    for number in range(30):  # more than a page
+        said.append((f"{number}?", {"content": str(number)}, "stop", {}))
+    for number, (asked, message, end, more) in enumerate(said):
+        choice = {"index": 0, "finish_reason": end, "message": {"role": "assistant", **message}}
+        answer = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 1, "choices": [choice]}
+        given = {"metadata": {"rated": "good"}, "messages": [{"role": "user", "content": asked}]} | more
+        with Database(box.context.db.path) as db:
+            responses.insert(db, completion_row("", "", given, {**answer, "model": "large"}))
+    path = tmp_path / "answers.jsonl"
+    told = box.json("distill", "kept", str(path), "--model", "large", "--metadata", "rated=good")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert learnt(path)[0] == [("user", "a"), ("assistant", "A")] and len(lines) == 32
+    assert lines[1]["tools"] == [tool] and lines[1]["messages"][-1]["tool_calls"] == [call]
+    assert told["dropped_completions"] == [
+        ["chatcmpl-1", "duplicates"],
+        ["chatcmpl-2", "cut off"],
+        ["chatcmpl-3", "refused"],
+    ]
+    assert (told["read_examples"], told["teachers"]) == (35, ["large"])
+    assert not check_training_file(path, convert=convert).errors
+    assert "is there" in box.run("distill", "kept", str(path)).stderr
+    none = box.run("distill", "kept", str(tmp_path / "x.jsonl"), "--metadata", "rated=so-so")
+    assert none.exit_code == 1 and "0 kept completions fit" in none.stderr

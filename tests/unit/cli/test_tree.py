@@ -216,6 +216,7 @@ FROZEN = {
         "--timeout",
         "PROMPTS",
     ],
+    "distill kept": [*BOX, "--metadata", "--model", "OUT"],
     "eval run": [
         *BOX,
         "--eval",

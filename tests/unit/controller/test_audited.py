@@ -11,9 +11,12 @@ from appliance.controller.admin.owners import session_keys
 from appliance.controller.http.audited import CHANGES, NOT_AUDITED, READS, audited
 from appliance.controller.http.peers import FromBox
 from appliance.controller.http.strict_json import StrictRoute
+from appliance.controller.responses.completions import completion_row
+from appliance.store.objects import responses
 from appliance.store.records import audit, keys, usage
 from appliance.store.rows import AuditRow, KeyRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, chat_lines, insert_model
+from tests.unit.controller.test_completions import completion
 
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
 CKPT = "ft:starter:local::abcdefgh"
@@ -116,6 +119,12 @@ async def test_every_route_leaves_its_row(control: Control):
     asked = await ask("POST /v1/responses", headers=SCOPES, json={"model": "starter", "input": "", "background": True})
     await ask("POST /v1/responses/{response_id}/cancel", f"/v1/responses/{asked['id']}/cancel", SCOPES)
     await ask("DELETE /v1/responses/{response_id}", f"/v1/responses/{asked['id']}", SCOPES)
+
+    kept = completion("chatcmpl-1")
+    responses.insert(control.db, completion_row("key_test", "key_test", kept["input"], kept["response"]))
+    named = "/v1/chat/completions/{completion_id}"
+    await ask(f"POST {named}", "/v1/chat/completions/chatcmpl-1", SCOPES, json={"metadata": {}})
+    await ask(f"DELETE {named}", "/v1/chat/completions/chatcmpl-1", SCOPES)
 
     keys.insert(control.db, KeyRow("key_admin", "boss", "a" * 64, "sk-appl-", 0.0, scopes=["admin"]))
     login = (await ask("POST /admin/v1/sessions", json={}))["id"]

@@ -369,7 +369,6 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
 
 
 REFUSED = {
-    "logs": ({"data_source_config": {"type": "logs"}}, "data_source_config.type"),
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
 }
@@ -383,7 +382,11 @@ async def test_what_is_no_eval_is_refused_by_name(control: Control, fields: Any,
 
 
 REFUSED_RUNS = {
-    "stored": (asked(source={"type": "stored_completions"}), "data_source.source.type"),
+    "what is kept, line by line": ({"type": "jsonl", "source": {"type": "stored_completions"}}, "data_source.source"),
+    "kept, and asked without a model": (
+        {k: v for k, v in asked(source={"type": "stored_completions"}).items() if k != "model"},
+        "data_source.input_messages",
+    ),
     "no model": ({k: v for k, v in asked().items() if k != "model"}, "data_source.model"),
     "no messages": ({k: v for k, v in asked().items() if k != "input_messages"}, "data_source.input_messages"),
     "a hosted tool": (

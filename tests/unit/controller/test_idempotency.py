@@ -188,6 +188,7 @@ CHANGES_ONLY = {
     "/v1/fine_tuning/checkpoints/{name:path}/permissions",  # only admins ask
     "/v1/evals/{eval_id}",
     "/v1/evals/{eval_id}/runs/{run_id}",
+    "/v1/chat/completions/{completion_id}",
 }
 """POSTs that change what is there, or that only admins may ask."""
 

@@ -1,0 +1,182 @@
+"""What is kept, as items of evaluations and of training files: a conversation in the form of chat completions, and what
+was answered. Reads the store: within a reading, on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from appliance.controller.responses.completions import asked_messages
+from appliance.controller.responses.items import Item
+from appliance.store.database import Database
+from appliance.store.objects import responses
+from appliance.store.objects.responses import COMPLETION
+from appliance.store.rows import AnswerKind, ResponseRow
+
+Entry = dict[str, Any]
+Message = dict[str, Any]
+MAX_TURNS, MAX_BYTES = 100, 1 << 20
+"""Of a conversation, what a response goes on from: each turn is a row with its texts. What has more is left out."""
+_READ_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which of an owner's. asked: values that the object has under these names, or under the name of one below another
+    ("reasoning.effort"). tools: names, of which it has one at least. limit: the newest."""
+
+    kind: AnswerKind
+    limit: int
+    model: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    after_s: float | None = None
+    before_s: float | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    instructions_search: str | None = None
+    tools: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+    has_tool_calls: bool | None = None
+
+
+def entries(db: Database, owner: str, wanted: Wanted) -> Iterator[Entry]:
+    """{"item", "sample"} of each that fits, newest first; each step reads a few rows on the thread that takes it."""
+    with db.reading():
+        ids = responses.newest_ids(db, owner, wanted.kind, model=wanted.model, metadata=wanted.metadata)
+    left = wanted.limit
+    for at in range(0, len(ids), _READ_AT_ONCE):
+        with db.reading():
+            rows = [responses.find(db, one) for one in ids[at : at + _READ_AT_ONCE]]
+            fitting = (row for row in rows if row is not None and _fits(row, wanted))
+            found = [_entry(db, row) for row in fitting if _size(db, row) <= MAX_BYTES]
+        yield from found[:left]
+        left -= len(found)
+        if left <= 0:
+            return
+
+
+def _fits(row: ResponseRow, wanted: Wanted) -> bool:
+    if row.kind != wanted.kind or row.status != "completed":
+        return False
+    if wanted.after_s is not None and row.created_s < wanted.after_s:
+        return False
+    if wanted.before_s is not None and row.created_s > wanted.before_s:
+        return False
+    if row.kind == COMPLETION:
+        return True  # by its model and metadata it was found
+    told = orjson.loads(row.response)
+    if wanted.model is not None and told.get("model") != wanted.model:
+        return False
+    metadata = told.get("metadata") or {}
+    if any(metadata.get(name) != value for name, value in wanted.metadata.items()):
+        return False
+    if any(_below(told, name) != value for name, value in wanted.asked.items()):
+        return False
+    if wanted.instructions_search is not None:
+        text = told.get("instructions")
+        if not isinstance(text, str) or wanted.instructions_search not in text:
+            return False
+    if wanted.tools and not {_tool_name(tool) for tool in told.get("tools") or ()}.intersection(wanted.tools):
+        return False
+    if wanted.users and told.get("user") not in wanted.users:
+        return False
+    calls = any(item.get("type") == "function_call" for item in told.get("output") or ())
+    return wanted.has_tool_calls is None or calls == wanted.has_tool_calls
+
+
+def _size(db: Database, row: ResponseRow) -> int:
+    return row.bytes if row.kind == COMPLETION else responses.chain_bytes(db, row.id, row.owner, max_turns=MAX_TURNS)
+
+
+def _below(told: Any, name: str) -> Any:
+    for part in name.split("."):
+        told = told.get(part) if isinstance(told, dict) else None
+    return told
+
+
+def _tool_name(tool: Any) -> str | None:
+    return tool.get("name") or tool.get("type") if isinstance(tool, dict) else None
+
+
+def _entry(db: Database, row: ResponseRow) -> Entry:
+    told = orjson.loads(row.response)
+    if row.kind == COMPLETION:
+        messages, metadata = asked_messages(row), row.metadata
+        answer = next((choice.get("message") or {} for choice in told["choices"]), {})
+        text, calls = answer.get("content"), answer.get("tool_calls")
+    else:
+        messages, metadata = _conversation(db, row, told), told.get("metadata")
+        answer = _chat_messages(told.get("output") or [])
+        text = "\n".join(message["content"] for message in answer if isinstance(message.get("content"), str))
+        calls = [call for message in answer for call in message.get("tool_calls") or ()]
+    item = {
+        "id": row.id,
+        "created_at": int(row.created_s),
+        "model": told.get("model"),
+        "metadata": metadata or {},
+        "input": messages,
+        "tools": _chat_tools(told.get("tools") or ()),
+        "output_text": text if isinstance(text, str) else "",
+    }
+    return {"item": item, "sample": {"output_text": item["output_text"], "output_tools": calls or []}}
+
+
+def _conversation(db: Database, row: ResponseRow, told: Item) -> list[Message]:
+    """What it was asked with, the turns before it included."""
+    given = list[Item]()
+    for response_id in responses.chain_ids(db, row.id, row.owner, max_turns=MAX_TURNS)[:-1]:
+        if (earlier := responses.find(db, response_id)) is not None:
+            given += [*orjson.loads(earlier.input), *(orjson.loads(earlier.response).get("output") or ())]
+    given += orjson.loads(row.input)
+    instructions = told.get("instructions")
+    first = [{"role": "system", "content": instructions}] if isinstance(instructions, str) and instructions else []
+    return [*first, *_chat_messages(given)]
+
+
+def _chat_messages(items: list[Item]) -> list[Message]:
+    """Items of responses as messages of a chat; what such a message has no place for (reasoning) is left out."""
+    messages = list[Message]()
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if messages and messages[-1].get("tool_calls"):
+                messages[-1]["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            text = item.get("output")
+            text = text if isinstance(text, str) else orjson.dumps(text).decode()
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+    return messages
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    if all(isinstance(text, str) for text in texts):
+        return "\n".join(str(text) for text in texts)
+    return [_part(part) for part in content if isinstance(part, dict)]
+
+
+def _part(part: Item) -> Item:
+    if part.get("type") == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail", "auto")}}
+    return {"type": "text", "text": part["text"]} if isinstance(part.get("text"), str) else part
+
+
+def _chat_tools(tools: Any) -> list[Item]:
+    """Function tools as chat completions have them."""
+    return [
+        tool
+        if "function" in tool
+        else {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        for tool in tools
+        if isinstance(tool, dict) and tool.get("type") == "function"
+    ]
