@@ -382,7 +382,10 @@ async def test_what_is_no_eval_is_refused_by_name(control: Control, fields: Any,
 
 
 REFUSED_RUNS = {
-    "what is kept, line by line": ({"type": "jsonl", "source": {"type": "stored_completions"}}, "data_source.source"),
+    "what is kept, line by line": (
+        {"type": "jsonl", "source": {"type": "stored_completions"}},
+        "data_source.jsonl.source",
+    ),
     "kept, and asked without a model": (
         {k: v for k, v in asked(source={"type": "stored_completions"}).items() if k != "model"},
         "data_source.input_messages",
