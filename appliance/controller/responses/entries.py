@@ -21,6 +21,8 @@ Message = dict[str, Any]
 MAX_TURNS, MAX_BYTES = 100, 1 << 20
 """Of a conversation, what a response goes on from: each turn is a row with its texts. What has more is left out."""
 _READ_AT_ONCE = 16
+_ANSWERED = ("completed", "incomplete")
+"""One that was cut off is an answer, as a chat completion is whose `finish_reason` is "length"."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def entries(db: Database, owner: str, wanted: Wanted) -> Iterator[Entry]:
 
 
 def _fits(row: ResponseRow, wanted: Wanted) -> bool:
-    if row.kind != wanted.kind or row.status != "completed":
+    if row.kind != wanted.kind or row.status not in _ANSWERED:
         return False
     if wanted.after_s is not None and row.created_s < wanted.after_s:
         return False

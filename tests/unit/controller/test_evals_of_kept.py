@@ -126,7 +126,7 @@ async def test_a_source_of_responses_chooses_by_what_they_were_asked_with(contro
     tool = {"type": "function", "name": "f", "parameters": {}}
     effort = {"reasoning": {"effort": "low"}, "tools": [tool], "model": "m", "top_p": 0.5}
     await send(control, copy(1, **plain), copy(2, **told), copy(3, **effort), completion("chatcmpl-1"))
-    await send(control, copy(4, status="incomplete"), copy(5, key="key_other"))
+    await send(control, copy(4, status="failed"), copy(5, key="key_other"))
     eval_id = await made(control, "logs")
     for source, numbers in (
         ({}, [3, 2, 1]),
