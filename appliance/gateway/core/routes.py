@@ -235,10 +235,11 @@ def resolve(method: bytes, path: bytes) -> Route:
     if route is None:
         route = _below(method, path)
     if method not in route.methods:
-        for narrower in route.narrower:
-            if method in narrower.methods:
-                return narrower
-        taken = route.methods.union(*(narrower.methods for narrower in route.narrower))
+        others = route.narrower if path in EXACT else ()  # `_below` has looked at the others of its rows
+        for other in others:
+            if method in other.methods:
+                return other
+        taken = route.methods.union(*(other.methods for other in others))
         reads = {b"HEAD"} if b"GET" in taken else set()
         allowed = b", ".join(sorted(taken | reads)).decode()
         raise errors.method_not_allowed(_shown(method), _shown(path), allowed)

@@ -37,7 +37,7 @@ from .upstreams import Reply, UpstreamRequest
         "/tokenize",
         "/openapi.json",
         "/docs",
-        "/v1/chat/completions/x",
+        "/v1/chat/completionsx",
         "/v1/modelsx",
         "//v1/modelsx",
         "/v1/files/../../admin/v1/keys",
@@ -81,7 +81,8 @@ def test_the_path_that_is_checked_is_the_one_that_the_controller_routes() -> Non
 @pytest.mark.parametrize(
     ("method", "target"),
     [
-        ("GET", "/v1/chat/completions"),
+        ("DELETE", "/v1/chat/completions"),
+        ("PUT", "/v1/chat/completions/x"),
         ("DELETE", "/v1/embeddings"),
         ("POST", "/health"),
         ("PUT", "/v1/files"),
