@@ -369,6 +369,8 @@ def made(lineage: dict[str, Any]) -> Any:
         ),
         output.table(("DROPPED", ">EXAMPLES"), rows, empty="nothing was dropped"),
         f"masked: {masked}" if masked else None,
-        "from: " + ", ".join(f"{one['file']} (sha256 {one['sha256'][:12]}…)" for one in lineage["from"]),
+        "from: " + ", ".join(f"{one['file']} (sha256 {one['sha256'][:12]}…)" for one in lineage["from"])
+        if lineage["from"]
+        else None,
         f"of {lineage['read_examples']:,} examples",
     )

@@ -69,7 +69,7 @@ class _Choice:
 
     def _call(self, piece: dict[str, Any]) -> int:
         call = self.calls.setdefault(
-            piece.get("index") or 0, {"id": None, "type": "function", "name": "", "arguments": list[str]()}
+            piece.get("index") or 0, {"id": None, "type": "function", "name": "", "arguments": []}
         )
         function = piece.get("function") or {}
         call["id"] = piece.get("id") or call["id"]
