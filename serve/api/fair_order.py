@@ -5,8 +5,12 @@ had an engine for himself until they were computed. With `--scheduling-policy pr
 first. Here each request gets the number that start-time fair queueing gives it (Goyal, Vin and Cheng, SIGCOMM 1996):
 where its owner's earlier requests end if each took as long as it has tokens, but not before what is being served now.
 Who asks little is next, whoever has asked much before; who is alone has the whole engine; rollouts of a job that trains
-wait behind everybody. Where KV memory ends, vLLM
-preempts the largest number first.
+wait behind everybody. Where KV memory ends, vLLM preempts the largest number first.
+
+Before that, one thread of the frontend renders templates and makes tokens of texts, in the order in which they came,
+and of a text that is too long vLLM makes all tokens before it says so: 660,000 letters, more than a second, for 8,192
+tokens, and 8 MiB, 16 s, for more. So there owners take turns too, and a long text is read piece by piece until it has
+too many tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +21,26 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.base import BaseRenderer, _SwappableExecutor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from serve.api import answer_version
-from serve.api.turns import Turns, behind, mark_of, number
+from serve.api.turns import ThreadsInTurns, Turns, behind, mark_of, number
+
+# Characters of a piece of a long text for each token that a prompt may have: real texts have three or four. And tokens
+# beyond those that a prompt may have: where a text is cut there may be a few more than in the whole.
+PIECE_CHARS, SPARE_TOKENS = 8, 1024
 
 
 def apply() -> None:
     """Call once per process, before it makes its engine."""
     AsyncLLM.generate = _in_turn(AsyncLLM.generate)
     AsyncLLM.encode = _in_turn(AsyncLLM.encode)
+    read_in_pieces(BaseRenderer)
+    read_in_turns(_SwappableExecutor)
+    pictures_in_turns(BaseRenderer)
     OutputProcessor.add_request = _noted(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
 
@@ -113,3 +126,81 @@ def _counted(process: Callable[..., Any]) -> Callable[..., Any]:
 def _tokens(prompt: Any) -> int:
     found = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     return max(1, len(found)) if found is not None else 1
+
+
+def read_in_pieces(renderer: Any) -> None:
+    """renderer: BaseRenderer. A text of which some pieces have more tokens together than a prompt may have is not read
+    to its end."""
+    tokenize = renderer._tokenize_prompt
+
+    @functools.wraps(tokenize)
+    def _tokenize_prompt(self: Any, prompt: Any, params: Any) -> Any:
+        text, most = prompt["prompt"], params.max_input_tokens
+        if most is None or params.truncate_prompt_tokens is not None or len(text) <= PIECE_CHARS * most:
+            return tokenize(self, prompt, params)
+        tokenizer, tokens = self.get_tokenizer(), 0
+        for at in range(0, len(text), PIECE_CHARS * most):
+            tokens += len(tokenizer(text[at : at + PIECE_CHARS * most], add_special_tokens=False)["input_ids"])
+            if tokens > most + SPARE_TOKENS:
+                # In vLLM's words, which gateways and clients know.
+                raise VLLMValidationError(
+                    f"This model's maximum context length is {params.max_total_tokens} tokens. However, your prompt "
+                    f"contains at least {most + 1} input tokens, which exceeds this limit even without any output "
+                    "tokens. Please reduce the length of the input prompt.",
+                    parameter="input_tokens",
+                    value=most + 1,
+                )
+        return tokenize(self, prompt, params)
+
+    renderer._tokenize_prompt = _tokenize_prompt
+
+
+def read_in_turns(executor: Any) -> None:
+    """executor: _SwappableExecutor, whose threads do all that is done with texts before the core has a request. It
+    replaces them where one does not come back."""
+    made, replaced, ended = executor.__init__, executor.replace_inner, executor.shutdown
+
+    def turns(self: Any) -> ThreadsInTurns:
+        return ThreadsInTurns(self._inner.submit, self._max_workers, max(1, self._max_workers // 2))
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.shm_turns = turns(self)
+
+    def submit(self: Any, do: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _asked(self.shm_turns, do, *args, **kwargs)
+
+    @functools.wraps(replaced)
+    def replace_inner(self: Any) -> None:
+        waiting = ThreadsInTurns(self._inner.submit, 0, 0)
+        waiting.take_over(self.shm_turns)  # first: threads that are given up take nothing more
+        replaced(self)
+        self.shm_turns = turns(self)
+        self.shm_turns.take_over(waiting)
+
+    @functools.wraps(ended)
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.shm_turns.cancel()
+        ended(self, *args, **kwargs)
+
+    executor.__init__, executor.submit, executor.replace_inner = init, submit, replace_inner
+    executor.shutdown = shutdown
+
+
+def pictures_in_turns(renderer: Any) -> None:
+    """renderer: BaseRenderer, which has one more thread that reads pictures and sounds."""
+    made = renderer.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        pool = self._mm_executor
+        pool.submit = functools.partial(_asked, ThreadsInTurns(pool.submit, 1, 1))
+
+    renderer.__init__ = init
+
+
+def _asked(turns: ThreadsInTurns, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What nobody waits for any more is cancelled by who waited for it."""
+    return turns.submit(answer_version.owner(), functools.partial(do, *args, **kwargs), lambda: False)

@@ -20,12 +20,11 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
-from serve.api.turns import owner_in
+from serve.api.turns import ThreadsInTurns, owner_in
 
 # vLLM's name for the pool; and the niceness, which gives a step 68 times the processor share of each such thread.
 POOL = "self.executor = ThreadPoolExecutor("
@@ -47,64 +46,18 @@ class GrammarThreads(Executor):
     """Compiles forms of requests, owners taking turns."""
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._most = threads, threads // 2
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=_nice)
-        self._lock = threading.RLock()  # what was compiled at once ends within `_begin`
-        self._waiting: dict[int, deque[tuple[Future[Any], Callable[[Any], Any], Any]]] = {}  # by owner's mark
-        self._at_work = Counter[int]()
-        self._served: dict[int, int] = {}  # of owners who wait or are at work: the number of their last turn
-        self._turn = 0
+        self._threads = ThreadsInTurns(self._pool.submit, threads, threads // 2)
 
     def submit(self, compile_form: Callable[[Any], Any], request: Any) -> Future[Any]:  # type: ignore[override]
         """request: of vLLM. What it waits for is cancelled where the request has ended before its turn."""
-        future, owner = Future[Any](), owner_in(request.priority)
-        with self._lock:
-            self._waiting.setdefault(owner, deque()).append((future, compile_form, request))
-            self._begin()
-        return future
+        compiling = functools.partial(compile_form, request)
+        return self._threads.submit(owner_in(request.priority), compiling, request.is_finished)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        with self._lock:
-            if cancel_futures:
-                for theirs in self._waiting.values():
-                    for future, _, _ in theirs:
-                        future.cancel()
-                self._waiting.clear()
+        if cancel_futures:
+            self._threads.cancel()
         self._pool.shutdown(wait, cancel_futures=cancel_futures)
-
-    def _begin(self) -> None:
-        """With the lock: free threads go to who has fewest of them, and then to who had his last turn longest ago."""
-        while self._at_work.total() < self._threads:
-            may = [owner for owner in self._waiting if self._at_work[owner] < self._most]
-            if not may:
-                return
-            owner = min(may, key=lambda one: (self._at_work[one], self._served.get(one, -1)))
-            future, compile_form, request = self._waiting[owner].popleft()
-            if not self._waiting[owner]:
-                del self._waiting[owner]
-            if request.is_finished():
-                future.cancel()
-                continue
-            self._turn += 1
-            self._served[owner] = self._turn
-            self._at_work[owner] += 1
-            compiled = self._pool.submit(compile_form, request)
-            compiled.add_done_callback(functools.partial(self._ended, owner, future))
-
-    def _ended(self, owner: int, future: Future[Any], compiled: Future[Any]) -> None:
-        if compiled.cancelled():
-            future.cancel()
-        elif error := compiled.exception():
-            future.set_exception(error)
-        else:
-            future.set_result(compiled.result())
-        with self._lock:
-            self._at_work[owner] -= 1
-            if not self._at_work[owner]:
-                del self._at_work[owner]
-                if owner not in self._waiting:
-                    self._served.pop(owner, None)
-            self._begin()
 
 
 def no_outlines(backend: Any) -> None:

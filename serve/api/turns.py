@@ -1,8 +1,16 @@
-"""Start-time fair queueing: which of several owners' requests is next. Pure: no clock, its time is tokens served."""
+"""Which of several owners is next: by start-time fair queueing among requests, where time is tokens served (no clock is
+read), and in turns among what threads are to do."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any
 
 _OWNERS = 1 << 16
 ROLLOUTS = ".rollouts"
@@ -61,3 +69,81 @@ class Turns:
             self._ends[owner] = end
         else:
             self._ends.pop(owner, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    do: Callable[[], Any]
+    is_left: Callable[[], bool]
+    done: Future[Any] = field(default_factory=Future)
+
+
+class ThreadsInTurns:
+    """begin: `submit` of a pool with so many threads, of which an owner has `most` at once."""
+
+    def __init__(self, begin: Callable[[Callable[[], Any]], Future[Any]], threads: int, most: int) -> None:
+        self._begin_work, self._threads, self._most = begin, threads, most
+        self._lock = threading.RLock()  # what is done at once ends within `_begin`
+        self._waiting: dict[Hashable, deque[_Work]] = {}  # by owner
+        self._at_work = Counter[Hashable]()
+        self._served: dict[Hashable, int] = {}  # of owners who are at work or wait: the number of their last turn
+        self._turn = 0
+
+    def submit(self, owner: Hashable, do: Callable[[], Any], is_left: Callable[[], bool]) -> Future[Any]:
+        """is_left: whether nobody waits for it any more; it is cancelled then when its turn comes."""
+        work = _Work(do, is_left)
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append(work)
+            self._begin()
+        return work.done
+
+    def take_over(self, other: ThreadsInTurns) -> None:
+        """What waits for the other's threads waits for these."""
+        with other._lock:
+            waiting, other._waiting = other._waiting, {}
+        with self._lock:
+            for owner, theirs in waiting.items():
+                self._waiting.setdefault(owner, deque()).extend(theirs)
+            self._begin()
+
+    def cancel(self) -> None:
+        """What waits is not done."""
+        with self._lock:
+            for theirs in self._waiting.values():
+                for work in theirs:
+                    work.done.cancel()
+            self._waiting.clear()
+
+    def _begin(self) -> None:
+        """With the lock: free threads go to who has fewest of them, and then to who had his last turn longest ago."""
+        while self._at_work.total() < self._threads:
+            may = [owner for owner in self._waiting if self._at_work[owner] < self._most]
+            if not may:
+                return
+            owner = min(may, key=lambda one: (self._at_work[one], self._served.get(one, -1)))
+            work = self._waiting[owner].popleft()
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+            if work.is_left():
+                work.done.cancel()
+            if not work.done.set_running_or_notify_cancel():
+                continue
+            self._turn += 1
+            self._served[owner] = self._turn
+            self._at_work[owner] += 1
+            self._begin_work(work.do).add_done_callback(functools.partial(self._ended, owner, work.done))
+
+    def _ended(self, owner: Hashable, done: Future[Any], worked: Future[Any]) -> None:
+        if worked.cancelled():  # the pool ends
+            done.set_exception(CancelledError())
+        elif error := worked.exception():
+            done.set_exception(error)
+        else:
+            done.set_result(worked.result())
+        with self._lock:
+            self._at_work[owner] -= 1
+            if not self._at_work[owner]:
+                del self._at_work[owner]
+                if owner not in self._waiting:
+                    self._served.pop(owner, None)
+            self._begin()

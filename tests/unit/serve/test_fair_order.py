@@ -1,12 +1,18 @@
-"""What vLLM is told of a request's place in its queue."""
+"""What vLLM is told of a request's place in its queue, and whose texts it reads next."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers.base import _SwappableExecutor
+from vllm.renderers.hf import HfRenderer
+from vllm.renderers.params import TokenizeParams
 
 from serve.api import answer_version, fair_order
 from serve.api.turns import ROLLOUTS, Turns, mark_of, number, place_in
@@ -149,3 +155,67 @@ async def test_the_owner_is_what_the_gateway_says() -> None:
     for headers in ([(b"x-appliance-owner", b"abc")], []):
         await answer_version.AnswerVersions(app)({"type": "http", "headers": headers}, None, None)
     assert seen == ["abc", ""]
+
+
+def test_a_text_that_is_too_long_is_not_read_to_its_end() -> None:
+    """vLLM made all its tokens, on the one thread that does so for everybody, and then said that they are too many."""
+    read = list[int]()
+
+    def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:
+        """A token for each letter; spaces have one together."""
+        read.append(len(text))
+        return {"input_ids": [1] * len(text.replace(" ", "") or " ")}
+
+    bounded = type("Bounded", (HfRenderer,), {})
+    fair_order.read_in_pieces(bounded)
+    renderer: Any = object.__new__(bounded)
+    renderer.get_tokenizer = lambda: tokenizer
+    renderer._wants_offsets = lambda *_: False
+    params = TokenizeParams(max_total_tokens=2000)
+    with pytest.raises(VLLMValidationError, match="maximum context length is 2000 tokens.*at least 2001 input tokens"):
+        renderer._tokenize_prompt({"prompt": " " * 32_000 + "x" * 1_000_000}, params)
+    assert read == [16_000] * 3
+    for text, tokens in (("x" * 1999, 1999), (" " * 100_000, 1)):
+        assert len(renderer._tokenize_prompt({"prompt": text}, params)["prompt_token_ids"]) == tokens
+
+
+@pytest.mark.parametrize("kind", ["texts", "pictures"])
+def test_texts_of_one_owner_keep_nobody_elses_from_being_read(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Sixty-four prompts that took a second each had everybody else's wait for a minute."""
+    executor: Any
+    if kind == "texts":
+        bounded = type("Bounded", (_SwappableExecutor,), {})
+        fair_order.read_in_turns(bounded)
+        executor = bounded(max_workers=1)
+    else:
+        plain = {"__init__": lambda self: setattr(self, "_mm_executor", ThreadPoolExecutor(max_workers=1))}
+        renderer: Any = type("Renderer", (), plain)
+        fair_order.pictures_in_turns(renderer)
+        executor = renderer()._mm_executor
+    begun, go = list[str](), threading.Event()
+
+    def read(name: str) -> str:
+        begun.append(name)
+        assert go.wait(30)
+        return name
+
+    def asked(owner: str, name: str) -> Any:
+        monkeypatch.setattr(answer_version, "current", lambda: answer_version.Answer(owner=owner))
+        return executor.submit(read, name)
+
+    many = [asked("ann", f"ann {number}") for number in range(20)]
+    ben = asked("ben", "ben")
+    assert many[7].cancel()
+    go.set()
+    assert [one.result(timeout=30) for one in (many[0], ben, many[19])]
+    assert begun.index("ben") == 1 and "ann 7" not in begun
+    if kind == "pictures":
+        executor.shutdown()
+        return
+
+    go.clear()
+    stuck, waits = asked("ann", "stuck"), asked("ben", "waits")
+    executor.replace_inner()
+    go.set()
+    assert waits.result(timeout=30) == "waits" and stuck.result(timeout=30)
+    executor.shutdown()

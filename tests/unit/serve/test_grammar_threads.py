@@ -65,7 +65,7 @@ def test_forms_of_one_owner_keep_nobody_elses_from_being_compiled() -> None:
     assert left.cancelled() and "left" not in begun
     assert begun.index("cyn") < 8 and begun.index("ben 3") < 12, begun
     pool.shutdown()
-    assert not pool._waiting and not pool._at_work and not pool._served
+    assert not pool._threads._waiting and not pool._threads._at_work and not pool._threads._served
 
 
 def test_forms_that_wait_are_not_compiled_where_an_engine_ends() -> None:
