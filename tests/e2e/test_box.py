@@ -24,10 +24,11 @@ from weights.format.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
 APPLES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
-EPOCHS = 4
-# Of jobs whose size is not what is tested: eight ranks on two cores take several times as long to start.
+EPOCHS, EXAMPLES, BATCH = 3, 60, 4
+# Of jobs whose size is not what is tested: each rank takes the two cores a second to start, and its share of each step.
 TWO_DEVICES = {"max_devices": 2}
-SPLIT, TRAIN = ("split", "--train", "4"), ("train",)  # all eight
+# Sizes of a job that moves: two ranks, and all that it takes.
+SPLIT, TRAIN, FOUR_DEVICES = ("split", "--train", "2"), ("train",), {"max_devices": 4}
 # Resized runs add the same numbers in another order (bf16 gradients, reduced in float32); a lost or repeated step
 # would move the loss by whole tenths.
 CURVE_TOLERANCE = 0.02
@@ -50,7 +51,7 @@ def starter(box):
 @pytest.fixture(scope="module")
 def unbroken(box, starter):
     """A job that ran undisturbed: every epoch published, so its model has several versions."""
-    train, held_out = box.upload(gsm8k("train", 100)), box.upload(gsm8k("test", 20), "test.jsonl")
+    train, held_out = box.upload(gsm8k("train", EXAMPLES)), box.upload(gsm8k("test", 12), "test.jsonl")
     job = box.client().fine_tuning.jobs.create(
         model=starter,
         training_file=train,
@@ -66,7 +67,7 @@ def unbroken(box, starter):
 
 
 def hyperparameters(**more):
-    return {"n_epochs": EPOCHS, "batch_size": 8, "publish": "epoch", "max_length": 256, **more}
+    return {"n_epochs": EPOCHS, "batch_size": BATCH, "publish": "epoch", "max_length": 256, **more}
 
 
 def says_something(client, model) -> bool:
@@ -400,7 +401,7 @@ def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
     ("architecture", "settings"),
     [
         (transformers.Qwen2ForCausalLM, {"lora_rank": 4, "zero_stage": 2, "learning_rate_multiplier": 20}),
-        (transformers.MistralForCausalLM, {"zero_stage": 3}),
+        pytest.param(transformers.MistralForCausalLM, {"zero_stage": 3}, marks=pytest.mark.soak),
     ],
     ids=["qwen2-lora-zero2", "mistral-full-zero3"],
 )
@@ -455,6 +456,7 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
         suffix="switched",
         seed=3,
         method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters(publish="end")}},
+        extra_body=FOUR_DEVICES,
     )
     with Load(box.url, box.key, starter, workers=3) as load:
         wait_for(lambda: load.finished >= 4, "the load to flow")
@@ -473,7 +475,7 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     box.run("job", "wait", job.id, "--timeout", "300")
     switched = box.losses(job.id)
     sizes = {row["devices"] for row in box.steps(job.id) if row["loss"]}
-    assert {4, 8} <= sizes
+    assert {2, 4} <= sizes
     assert sorted(switched) == list(range(1, max(switched) + 1))
     straight = box.losses(unbroken.id)
     assert straight.keys() == switched.keys()
@@ -556,10 +558,11 @@ def text_of(chunks) -> str:
 
 
 def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_box(box, starter, unbroken):
+    """And a revoked key stays one, a stored response stays there, and what was tuned answers again."""
     client = box.client()
     box.run("mode", "set", "split", "--train", "2", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
-    job_id = box.submit(starter, file_id, "--epochs 8 --batch-size 8 --set snapshot_every_s=2 --set max_length=256")
+    job_id = box.submit(starter, file_id, "--epochs 14 --batch-size 8 --set snapshot_every_s=2 --set max_length=256")
 
     def restarts_beyond(step):
         return lambda: max(box.losses(job_id), default=0) > step
@@ -582,6 +585,14 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     os.kill(gateway, signal.SIGKILL)
     wait_for(lambda: gateway not in box.pids_logging_to("gateway.log") and box.answers(), "another gateway")
 
+    made = box.ask("key", "create", "--name", "guest")
+    guest = openai.OpenAI(base_url=box.url, api_key=made["key"], max_retries=0)
+    assert guest.models.list().data
+    box.run("key", "revoke", "guest")
+    with pytest.raises(openai.AuthenticationError):
+        guest.models.list()
+    asked = client.responses.create(model=unbroken.fine_tuned_model, input="Hello.", max_output_tokens=4)
+
     reached = max(box.losses(job_id))
     main = box.main_pid()
     os.kill(main, signal.SIGKILL)
@@ -590,27 +601,12 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     box.up()
     assert box.ask("mode", "show")["policy"] == "split"
     assert "starter" in [model.id for model in client.models.list()]
+    assert client.responses.retrieve(asked.id).output == asked.output
+    with pytest.raises(openai.AuthenticationError):
+        guest.models.list()
     wait_for(restarts_beyond(reached), "training to go on after the death of everything")
     losses = box.losses(job_id)
     assert sorted(losses) == list(range(1, max(losses) + 1))
     assert client.fine_tuning.jobs.cancel(job_id).status == "cancelled"  # others run to their end
     box.run("mode", "set", "auto", "--wait")
-    assert says_something(client, starter)
-
-
-def test_a_revoked_key_ends_at_once_and_restart_keeps_everything(box, unbroken):
-    made = box.ask("key", "create", "--name", "guest")
-    guest = openai.OpenAI(base_url=box.url, api_key=made["key"], max_retries=0)
-    assert guest.models.list().data
-    box.run("key", "revoke", "guest")
-    with pytest.raises(openai.AuthenticationError):
-        guest.models.list()
-    asked = box.client().responses.create(model=unbroken.fine_tuned_model, input="Hello.", max_output_tokens=4)
-    box.run("down")
-    assert box.left() == []
-    box.up()
-    client = box.client()
-    assert client.responses.retrieve(asked.id).output == asked.output
     assert says_something(client, unbroken.fine_tuned_model)
-    with pytest.raises(openai.AuthenticationError):
-        guest.models.list()
