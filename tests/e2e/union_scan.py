@@ -131,8 +131,10 @@ def bodies(route: str, fields: list[str]) -> Iterator[tuple[str, dict[str, Any]]
                 yield f"{name} of text: {kind}", base | {"text": {"format": {"type": "text", name: value}}}
 
 
-def scan() -> Iterator[tuple[str, bool]]:
-    """(what was tried, whether it held)"""
+def scan(every: int) -> Iterator[tuple[str, bool]]:
+    """(what was tried, whether it held). every: one of so many bodies is tried."""
+    from itertools import islice
+
     import orjson
     from pydantic import TypeAdapter, ValidationError
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -159,7 +161,7 @@ def scan() -> Iterator[tuple[str, bool]]:
     tried, passed = 0, 0
     for route, model in models.items():
         adapter, path = TypeAdapter(model), resolve(b"POST", PATHS[route])
-        for what, body in bodies(route, sorted(FIELDS[route])):
+        for what, body in islice(bodies(route, sorted(FIELDS[route])), 0, None, every):
             tried += 1
             try:
                 check_body(path, orjson.dumps({"model": "m"} | body), Limits())
@@ -177,4 +179,7 @@ def scan() -> Iterator[tuple[str, bool]]:
         yield "an unknown encoding is refused", False
     except ValidationError as error:
         yield f"tokens are not read as messages, too: {error.error_count()} mismatches", error.error_count() < 20
-    yield f"of {tried} bodies {passed} passed the gateway: the scan looks at something", tried > 2000 and passed > 100
+    yield (
+        f"of {tried} bodies {passed} passed the gateway: the scan looks at something",
+        tried * every > 2000 and passed * every > 100,
+    )
