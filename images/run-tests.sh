@@ -44,8 +44,8 @@ side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
 suite types types_end
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
-# Two streams of whole files, where the machine has room for a box beside an engine and a training world: test_box.py is
-# the longest and the second in order, so that one stream begins with it.
+# Two streams of whole files, where the machine has room for a box beside an engine and a training world: the longest
+# two come first (tests/e2e/conftest.py).
 available_gb=$(awk '/^MemAvailable/ {print int($2 / 1000000)}' /proc/meminfo)
 streams=()
 [ "$cores" -lt 2 ] || [ "$available_gb" -lt 16 ] || streams=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)

@@ -29,7 +29,7 @@ def reference(base: str) -> list[float]:
     "ranks, fields",
     [
         (1, {"zero_stage": 1}),
-        (4, {"zero_stage": 2, "activation_checkpointing": True}),
+        pytest.param(4, {"zero_stage": 2, "activation_checkpointing": True}, marks=pytest.mark.soak),
         (2, {"zero_stage": 3}),
         (3, {"zero_stage": 1, "full": False, "lora_rank": 4, "batch_size": 3}),
         (2, {"zero_stage": 1, "tensor_parallel": 2}),

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.train_support.tiny import gsm8k, make_model_dir
@@ -10,6 +11,7 @@ from train.plan.auto import DatasetStats, ModelStats, resolve
 from train.plan.spec import TrainSpec
 
 
+@pytest.mark.soak  # test_box.py trains on shorter examples of it
 async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
     reports = {}
     for split, count in (("train", 48), ("test", 8)):

@@ -36,7 +36,7 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop,
     assert worst(losses, whole) <= ACROSS_SIZES
 
 
-@pytest.mark.parametrize("method", JUDGED)
+@pytest.mark.parametrize("method", ["reinforcement", pytest.param("distillation", marks=pytest.mark.soak)])
 async def test_ranks_that_share_a_model_sample_the_same_answers(shop, method):
     fields = {"method": method, "examples": 16, "packing": False, "n_epochs": 1}
     whole = await shop.run(shop.spec("sampled-whole", **fields), 2)

@@ -25,7 +25,7 @@ from train.plan.errors import RankFailed
         ("zero3", {"zero_stage": 3}),
         ("lora", {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}),
         ("by-loss", {"zero_stage": 1, "data_order": "loss"}),
-        ("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}),
+        pytest.param("dpo-zero3", {"method": "dpo", "zero_stage": 3, "model": {"tied": True}}, marks=pytest.mark.soak),
         ("dpo-lora", {"method": "dpo", "zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),
     ],
 )
@@ -58,12 +58,19 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
 
 
 @pytest.mark.parametrize(
-    "kind, fields",
-    [("zero3", {"zero_stage": 3}), ("lora", {"zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2})],
+    "method, fields",
+    [
+        ("reinforcement", {"zero_stage": 2, "full": False, "lora_rank": 4, "learning_rate": 1e-2}),
+        pytest.param("reinforcement", {"zero_stage": 3}, marks=pytest.mark.soak),
+        pytest.param("distillation", {"zero_stage": 2, "full": False, "lora_rank": 4}, marks=pytest.mark.soak),
+        ("distillation", {"zero_stage": 3}),
+    ],
+    ids=["reinforcement-lora", "reinforcement-zero3", "distillation-lora", "distillation-zero3"],
 )
-@pytest.mark.parametrize("method", JUDGED)
-async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, kind, fields, method):
+async def test_samples_of_a_run_that_moves_between_sizes_count_once(shop, method, fields):
     fields = {"method": method, "examples": 32, "packing": False, "n_epochs": 1} | fields
+    if fields["zero_stage"] == 3:  # which gathers each layer for each token
+        fields["options"] = METHODS[method][1] | {"max_completion_tokens": 5}
     unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
     total = unbroken.of("metrics")[0]["total_steps"]
     assert total == 8 and len(unbroken.asked) == 8
@@ -386,7 +393,9 @@ async def test_killed_ranks_cost_the_steps_since_the_snapshot_and_the_rest_goes_
     assert worst <= ACROSS_SIZES
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=[pytest.mark.soak] * (one == "distillation")) for one in METHODS]
+)
 async def test_another_group_takes_over_where_the_first_one_was_left(shop, method):
     """What a controller does that was killed while a job trained: same processes, no event lost, no step twice. What
     the ranks ask about their answers, and nobody answers any more, they ask the next one."""
@@ -431,7 +440,8 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
         {"zero_stage": 1, "precision": "bf16"},
         {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2},
         {"zero_stage": 2, "method": "dpo"},
-        *({"zero_stage": 1, "method": method, "packing": False} for method in JUDGED),
+        {"zero_stage": 1, "method": "reinforcement", "packing": False},
+        pytest.param({"zero_stage": 1, "method": "distillation", "packing": False}, marks=pytest.mark.soak),
     ],
     ids=["zero2", "zero1-bf16", "lora", "dpo", *JUDGED],
 )
@@ -464,8 +474,20 @@ async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fi
         ({"zero_stage": 2, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}, 11),
         ({"zero_stage": 1, "tensor_parallel": 2, "micro_batch": 2}, 11),
         ({"zero_stage": 1, "method": "dpo"}, 11),
-        # The answers to a prompt are learnt in two micro-batches, to two prompts on each rank.
-        *(({"zero_stage": 1, "method": method, "packing": False}, 21) for method in JUDGED),
+        # The answers to a prompt are learnt in two micro-batches, to two prompts on each rank; short answers will do.
+        *(
+            pytest.param(
+                {
+                    "zero_stage": 1,
+                    "method": method,
+                    "packing": False,
+                    "options": METHODS[method][1] | {"max_completion_tokens": 4},
+                },
+                21,
+                marks=[pytest.mark.soak] * (method == "distillation"),
+            )
+            for method in JUDGED
+        ),
     ],
     ids=["zero1-bf16", "zero2", "lora", "tp", "dpo", *JUDGED],
 )
