@@ -24,9 +24,10 @@ app = group("Forget a person: their keys, files, responses and their name.")
     "appliance forget --owner ann",
     "appliance forget --owner ann --cancel --models --yes",
     "",
-    "Deleted are files, uploads, stored responses, batches and the folders of jobs; keys are revoked; usage and",
-    "the audit log stay, under a pseudonym. Models trained on the files are listed; --models deletes them too,",
-    "in every tier. Texts that have the name as a part (a kept model, another's key) are named.",
+    "Deleted are files, uploads, stored responses and chat completions, batches and the folders of jobs; keys",
+    "are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed;",
+    "--models deletes them too, in every tier. Texts that have the name as a part (a kept model, another's",
+    "key) are named.",
 )
 def forget(
     session: Session,
