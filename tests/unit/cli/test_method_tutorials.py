@@ -14,12 +14,14 @@ import openai
 import pytest
 
 from appliance.controller.interfaces.ports import EngineAnswer
-from appliance.store.objects import jobs, models
+from appliance.controller.responses.completions import completion_row
+from appliance.store.objects import jobs, models, responses
 from appliance.store.rows import JobRow
 from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import insert_model
+from tests.unit.controller.test_completions import completion
 from train.methods.methods import METHODS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -55,7 +57,7 @@ def numbered(row: Any, number: int) -> Any:
 
 @pytest.fixture
 def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlledBox:
-    """A box with the models that pages name, and engines that answer anything."""
+    """A box with the models that pages name, completions that one of them made, and engines that answer anything."""
     monkeypatch.chdir(tmp_path)
     tokenizer().save_pretrained(tmp_path / "model")
 
@@ -63,6 +65,10 @@ def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for name in MODELS:
             insert_model(box.context.db, name)
             models.update_version(box.context.db, name, "v1", disk_path=str(tmp_path / "model"))
+        for number in range(12):
+            kept = completion(f"chatcmpl-{number}", model="large", metadata={"rated": "good"})
+            asked = {**kept["input"], "messages": [{"role": "user", "content": f"{number}?"}]}
+            responses.insert(box.context.db, completion_row("", "", asked, kept["response"]))
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "A"}}
