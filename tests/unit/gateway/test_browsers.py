@@ -121,7 +121,7 @@ async def test_head_needs_what_get_needs(box: Box) -> None:
     for target, key, status in (
         ("/v1/models", None, 401),
         ("/v1/files", "sk-test-inference", 403),
-        ("/v1/chat/completions", "sk-test-inference", 405),
+        ("/v1/embeddings", "sk-test-inference", 405),
         ("/nowhere", None, 404),
     ):
         wire = await box.connect()
