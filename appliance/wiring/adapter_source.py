@@ -1,11 +1,16 @@
 """Loads adapters that an engine misses from the nearest tier into shared memory.
 
 Implements the box side of `serve.adapters.source.AdapterServer`; that file documents the protocol with the engines.
+
+On threads of its own, owners taking turns: a tier elsewhere takes seconds for each, and who asked for two hundred names
+had the controller's other work on threads wait for all of them, with everybody else's adapters.
 """
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from appliance.store.database import Database
@@ -13,8 +18,11 @@ from appliance.store.objects import models
 from appliance.tiers.facts import name_of
 from appliance.tiers.restore import TierReturn
 from serve.adapters.source import AdapterServer
+from serve.api.turns import ThreadsInTurns
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore
+
+THREADS, OF_AN_OWNER = 4, 2
 
 
 class AdapterSource(AdapterServer):
@@ -23,9 +31,19 @@ class AdapterSource(AdapterServer):
     def __init__(self, path: Path, db: Database, store: WeightStore, back: TierReturn) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
         self._db, self._store, self._back = db, store, back
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
+        self._turns = ThreadsInTurns(self._pool.submit, THREADS, OF_AN_OWNER)
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._turns.cancel()
+        self._pool.shutdown(wait=False)
 
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
             raise LookupError(f"{model} {version} is not an adapter of this box")
-        return self._store.lease(await asyncio.to_thread(self._back.bring_in, name_of(row)))
+        made = models.find(self._db, model)
+        owner, bring_in = "" if made is None else made.owner, partial(self._back.bring_in, name_of(row))
+        brought = self._turns.submit(owner, bring_in, lambda: False)
+        return self._store.lease(await asyncio.wrap_future(brought))
