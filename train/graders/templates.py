@@ -39,6 +39,20 @@ class Sample:
                 f"sample.output_json: the output is not JSON ({error})", GradingErrors(sample_parse_error=True)
             ) from None
 
+    @cached_property
+    def _read(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, text: str) -> Any:
+        """What stands in a text of it that is JSON; the text itself if it is none. Read once: a template has room for
+        40,000 variables, and each of them read a whole answer again."""
+        if text not in self._read:
+            try:
+                self._read[text] = json.loads(text)
+            except (ValueError, RecursionError):
+                self._read[text] = text
+        return self._read[text]
+
     @property
     def choices(self) -> list[Any]:
         message = {"role": "assistant", "content": self.output_text, "tool_calls": self.output_tools or None}
@@ -116,7 +130,7 @@ def value(path: str, sample: Sample, item: Any) -> Any:
         found, steps = getattr(sample, steps[0]), steps[1:]
     for step in steps:
         if isinstance(found, str) and namespace == "sample":  # a call of a tool has its arguments as JSON
-            found = _read(found)
+            found = sample.read(found)
         if isinstance(found, Mapping) and step in found:
             found = found[step]
         elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):
@@ -126,14 +140,6 @@ def value(path: str, sample: Sample, item: Any) -> Any:
             lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
             raise GradingFailed(f"the variable {_shown(path)} has no value: {step[:_SHOWN]!r} is not there", lacks)
     return found
-
-
-def _read(text: str) -> Any:
-    """What stands in a text of JSON; the text itself if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _steps(path: str, param: str) -> Iterator[str]:

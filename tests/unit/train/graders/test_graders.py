@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 
@@ -106,6 +107,16 @@ def test_no_template_takes_long_to_read(text: str) -> None:
     with pytest.raises(InvalidGrader, match="at most|begins with neither") as refused:
         parse(CHECK | {"operation": "eq", "input": text + "}}"})
     assert time.process_time() - began_s < 30 and len(refused.value.message) < 1000
+
+
+def test_an_answer_is_read_once_for_all_variables_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 40,000 read it again: minutes, with the priority of the job that waits for its reward."""
+    read, loads = list[str](), json.loads
+    monkeypatch.setattr(templates.json, "loads", lambda text: read.append(text) or loads(text))
+    call = {"function": {"arguments": '{"a": 1}'}}
+    sample = Sample('{"a": "x"}', output_tools=[call])
+    variable = "{{sample.output_text.a}}{{sample.output_tools[0].function.arguments.a}}"
+    assert fill(variable * 1000, sample, {}) == "x1" * 1000 and len(read) == 2
 
 
 @pytest.mark.parametrize(
