@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from serve.core.errors import SwapFailed, VersionMismatch, VersionUnreadable, WrongState
+from runtime.devices.kinds import HOST
+from serve.core.errors import NotReloadable, SwapFailed, VersionMismatch, VersionUnreadable, WrongState
 from serve.core.fingerprint import Fingerprint, FingerprintBook, version_key
+from tests.e2e import quantised
 from tests.e2e.engine_support import client, edit_config, greedy, rewrite
 from weights.format.errors import VersionLeased
 from weights.format.layout import Layout, TensorSpec
@@ -289,6 +291,34 @@ async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, rep
         store.remove(stored["b"])
     await replica.stop()
     store.remove(stored["b"])
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(bool(HOST.lacks_for_quantised()), reason=HOST.lacks_for_quantised())
+@pytest.mark.parametrize("form", ["w4a16", "w8a8"])
+async def test_quantised_weights_are_loaded_again_or_refused_by_name(engine_box, replicas, form):
+    """vLLM's INT8 kernel for processors without AMX cannot load its weights a second time."""
+    a, b = engine_box.root / "versions" / f"{form}-a", engine_box.root / "versions" / f"{form}-b"
+    for seed, version in ((1, a), (2, b)):
+        plain = engine_box.version(f"plain-{version.name}", seed=seed)
+        quantised.write(plain, form, version, engine_box.root / "versions" / f"means-{version.name}")
+    spec = engine_box.spec(form, a)
+    replica = replicas()
+    await replica.start(spec)
+    first = await greedy(client(spec), "starter")
+    try:
+        swapped = await replica.swap("starter", "b", str(b))
+    except NotReloadable as refused:
+        assert form == "w8a8" and "kernel for processors" in str(refused)
+        assert await greedy(client(spec), "starter") == first
+        await replica.sleep()
+        with pytest.raises(NotReloadable, match="kernel for processors"):
+            await replica.wake("starter", "a", str(a))
+        return
+    assert swapped["how"] == "layerwise" and await greedy(client(spec), "starter") != first
+    await replica.sleep()
+    assert (await replica.wake("starter", "a", str(a)))["fingerprint"]["verdict"] == "verified"
+    assert await greedy(client(spec), "starter") == first
 
 
 @pytest.mark.soak
