@@ -61,10 +61,15 @@ def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
         convert._convert(other, tmp_path / "other")
 
 
-def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
+def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_not_read(library, tmp_path):
+    """But how to sample. A tokenizer_config.json beside it made transformers ask whether to run its code."""
     folder = tmp_path / "some-model-GGUF"
     folder.mkdir()
     file = gguf_files.write(folder / "tiny.Q8.gguf", gguf_files.model("llama"), "llama")
+    (folder / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["x.T", null]}, "tokenizer_class": "T"}'
+    )
+    (folder / "x.py").write_text("raise SystemExit(3)")
     seen: list[str] = []
     made = library.import_model(str(file), report=lambda done, total, unit, message: seen.append(message))
     assert (made.name, made.version, made.arch, made.task) == ("tiny.Q8", "v1", "LlamaForCausalLM", "generate")
@@ -73,6 +78,8 @@ def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
     other = library.import_model(str(folder), name="other")
     sampling, own = (json.loads((one.path / "generation_config.json").read_text()) for one in (other, made))
     assert other.name == "other" and sampling == {**own, "do_sample": True, "temperature": 0.2}
+    for one in (made, other):
+        assert not (one.path / "x.py").exists() and "auto_map" not in (one.path / "tokenizer_config.json").read_text()
     (folder / "second.gguf").write_bytes(file.read_bytes())
     with pytest.raises(SourceNotFound, match="second.gguf, tiny.Q8.gguf"):
         library.import_model(str(folder))
@@ -138,19 +145,6 @@ def test_an_unknown_architecture_names_those_that_are_known():
         convert._check_architecture("rwkv6")
     for known in ("llama", "qwen2moe", "gpt-oss", "gemma3"):
         convert._check_architecture(known)
-
-
-def test_nothing_beside_the_file_is_read(library, tmp_path):
-    """A tokenizer_config.json beside it made transformers ask whether to run its code."""
-    folder = tmp_path / "hostile"
-    folder.mkdir()
-    file = gguf_files.write(folder / "m.gguf", gguf_files.model("llama"), "llama")
-    (folder / "tokenizer_config.json").write_text(
-        '{"auto_map": {"AutoTokenizer": ["x.T", null]}, "tokenizer_class": "T"}'
-    )
-    (folder / "x.py").write_text("raise SystemExit(3)")
-    made = library.import_model(str(file))
-    assert not (made.path / "x.py").exists() and "auto_map" not in (made.path / "tokenizer_config.json").read_text()
 
 
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "vocab_size"])

@@ -194,8 +194,12 @@ def folder(tmp_path):
     return make_model_dir(tmp_path / "teacher", dtype=torch.float32, seed=7)
 
 
+SAMPLES = METHODS["distillation"][1]
+SHORT = {**SAMPLES, "max_completion_tokens": 4}
+
+
 def taught_spec(tmp_path, **fields):
-    return run_spec(tmp_path, **{"method": "distillation", "options": METHODS["distillation"][1]} | fields)
+    return run_spec(tmp_path, **{"method": "distillation", "options": SAMPLES} | fields)
 
 
 def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
@@ -215,7 +219,7 @@ def test_a_run_comes_nearer_to_its_teacher(tmp_path, folder):
 
 def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_job(tmp_path, folder):
     half = Taught(folder, lambda number: "the teacher gave nan" if number % 2 else "")
-    assert half.run(taught_spec(tmp_path))["outcome"] == "succeeded"
+    assert half.run(taught_spec(tmp_path, options=SHORT))["outcome"] == "succeeded"
     assert all(step["teacher_errors"] == 0.5 and np.isfinite(step["loss"]) for step in half.of("metrics"))
     silent = Taught(folder, lambda number: "no answer within 3600 s: no engine of the model is awake")
     with pytest.raises(NothingGraded, match="no log-probabilities of any of 32 answers: no answer within 3600 s"):
@@ -225,7 +229,7 @@ def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_
 def test_no_question_has_more_tokens_than_one_may(tmp_path, folder, monkeypatch):
     def asked(name, most):
         monkeypatch.setattr(teacher, "ASKED_TOKENS", most)
-        box, spec = Taught(folder), taught_spec(tmp_path, run_dir=str(tmp_path / name), job_id=name)
+        box, spec = Taught(folder), taught_spec(tmp_path, run_dir=str(tmp_path / name), job_id=name, options=SHORT)
         assert box.run(spec)["outcome"] == "succeeded"
         assert len({name for name, _ in box.questions}) == len(box.questions)
         return [one for _, part in box.questions for one in part], max(len(part) for _, part in box.questions)
@@ -239,7 +243,7 @@ class ImpatientTaught(Impatient, Taught):
 
 
 def test_a_step_that_is_broken_off_goes_on_with_the_same_samples(tmp_path, folder):
-    spec = taught_spec(tmp_path)
+    spec = taught_spec(tmp_path, options=SHORT)
     whole = Taught(folder)
     whole.run(spec)
     spec = replace(spec, run_dir=str(tmp_path / "other"), job_id="k")

@@ -283,6 +283,7 @@ def test_staleness_is_for_engines(tmp_path):
         REINFORCEMENT.resolve({**given, "staleness": 5}, DATASET, model, 1)
 
 
+@pytest.mark.soak
 def test_a_run_learns_from_samples_of_the_weights_of_a_step_before(tmp_path):
     spec = stale(tmp_path, 1, n_epochs=4, learning_rate=1e-2)
     box = Box(letters, PlainEngine(spec))
