@@ -15,8 +15,9 @@ from tests.unit.loop_cost.unfinished import BOUNDS, CANARIES, GATES, Unfinished,
 
 @pytest.mark.timeout(600)
 def test_no_round_of_the_loop_works_on_all_that_goes_on(tmp_path: Path):
-    """One test: of several each worker that has one would measure anew, for half a minute."""
-    counted = measure(tmp_path / "box", owners=2)
+    """One test: of several each worker that has one would measure anew, for half a minute. What grows with the number
+    of owners is for those that have twelve."""
+    counted = measure(tmp_path / "box", owners=1)
     as_much_as_owners_may_begin(counted)
     a_line_that_comes_back_is_looked_at_by_few_batches(counted)
     compare(counted)
@@ -40,14 +41,14 @@ def compare(counted: Unfinished) -> None:
 
 
 def as_much_as_owners_may_begin(counted: Unfinished) -> None:
-    assert counted.begun["batches"] == 2 * BOUNDS.batches
-    assert counted.begun["responses"] == 2 * BOUNDS.background
-    assert counted.begun["jobs"] == 2 * BOUNDS.jobs
+    assert counted.begun["batches"] == BOUNDS.batches
+    assert counted.begun["responses"] == BOUNDS.background
+    assert counted.begun["jobs"] == BOUNDS.jobs
     assert counted.begun["canaries"] == CANARIES
-    assert counted.begun["uploads"] == 2 * BOUNDS.uploads
-    assert counted.begun["gates"] == 2 * 3 * GATES
-    assert counted.begun["gates that were judged"] == 2 * GATES
-    assert counted.begun["wanted models"] >= 2 * BOUNDS.background
+    assert counted.begun["uploads"] == BOUNDS.uploads
+    assert counted.begun["gates"] == 3 * GATES
+    assert counted.begun["gates that were judged"] == GATES
+    assert counted.begun["wanted models"] >= BOUNDS.background
 
 
 def a_line_that_comes_back_is_looked_at_by_few_batches(counted: Unfinished) -> None:
