@@ -156,7 +156,8 @@ def test_the_pages_routes_are_those_that_its_scripts_name() -> None:
                 found.append(resolve(method, path.encode()))
             except HttpError:
                 continue
-        assert found and all(route.page for route in found), path
+        # The page asks models at a URL whose GET lists kept completions, which are none of the page's.
+        assert found and all(route.page or route.name == "stored completions" for route in found), path
 
 
 async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> None:
