@@ -280,11 +280,12 @@ def test_crash_at_every_point(make: Callable[[], Scenario], orphans_finish: bool
         assert run.end() == reference.end(), f"crash at point {n}"
 
 
-def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool) -> int:
-    """A crash at every point and, for each, another at every point of the life after it. Answers how many."""
+def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool, begin: int = 0, every: int = 1) -> int:
+    """A crash at every point, or at one of `every` from `begin` on, and for each another at every point of the life
+    after it. Answers how many."""
     reference = Run(make(), []).go()
     explored = 0
-    for first in range(reference.hook_calls[0]):
+    for first in range(begin, reference.hook_calls[0], every):
         for second in range(10_000):
             run = Run(make(), [crash_at(first), crash_at(second)], orphans_finish).go()
             assert run.end() == reference.end(), f"crashes at points {first} and {second}"
@@ -296,9 +297,10 @@ def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool) -> int:
 
 @pytest.mark.parametrize("orphans_finish", [False, True])
 def test_crash_at_every_pair_of_points(orphans_finish: bool) -> None:
-    explored = explore_pairs(short, orphans_finish)
+    """Every point is the first of pairs once: of even ones verbs end with the controller, of odd ones by themselves."""
+    explored = explore_pairs(short, orphans_finish, begin=int(orphans_finish), every=2)
     print(f"crash schedules explored: {explored}")
-    assert explored > 500
+    assert explored > 250
 
 
 @pytest.mark.soak
