@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -46,24 +48,28 @@ def test_a_model_without_structured_outputs_is_left_alone():
 
 def test_forms_of_one_owner_keep_nobody_elses_from_being_compiled() -> None:
     """They were compiled in the order in which they came, those that nobody waited for any more too."""
-    begun, go = list[str](), threading.Event()
+    begun, may_end = queue.SimpleQueue[str](), defaultdict[str, threading.Event](threading.Event)
 
     def compile_grammar(request: Any) -> str:
-        begun.append(request.name)
-        assert go.wait(30)
+        begun.put(request.name)
+        assert may_end[request.name].wait(30)
         return request.name
 
     pool = GrammarThreads(4)
-    many = [pool.submit(compile_grammar, form("ann", f"ann {number}")) for number in range(20)]
+    names = [f"ann {number}" for number in range(20)]
+    made = {name: pool.submit(compile_grammar, form("ann", name)) for name in names}
     left = pool.submit(compile_grammar, form("ann", "left", left=True))
     fails = pool.submit(lambda request: 1 // 0, form("ben", "ben 0"))
     assert isinstance(fails.exception(timeout=30), ZeroDivisionError), "with half of the threads at somebody else's"
-    ben = [pool.submit(compile_grammar, form("ben", f"ben {number}")) for number in range(1, 4)]
-    late = pool.submit(compile_grammar, form("cyn", "cyn"))
-    go.set()
-    assert [one.result(timeout=30) for one in (*many, *ben, late)]
-    assert left.cancelled() and "left" not in begun
-    assert begun.index("cyn") < 8 and begun.index("ben 3") < 12, begun
+    made |= {f"ben {number}": pool.submit(compile_grammar, form("ben", f"ben {number}")) for number in range(1, 4)}
+    made["cyn"] = pool.submit(compile_grammar, form("cyn", "cyn"))
+    order = list[str]()
+    for _ in made:  # each ends as it has begun: threads that go as they like do all of one owner's first, now and then
+        order.append(name := begun.get(timeout=30))
+        may_end[name].set()
+        assert made[name].result(timeout=30) == name
+    assert left.cancelled()
+    assert order.index("cyn") < 8 and order.index("ben 3") < 12, order
     pool.shutdown()
     assert not pool._threads._waiting and not pool._threads._at_work and not pool._threads._served
 

@@ -54,7 +54,10 @@ def request(tokens: int, computed: int) -> Any:
 def shared(running: list[Any], waiting: list[Any]) -> Any:
     """The scheduler after it has shared out a step of 150 tokens, and one for each answer."""
     scheduler = SimpleNamespace(
-        running=running, waiting=deque(waiting), scheduler_config=SimpleNamespace(long_prefill_token_threshold=0)
+        running=running,
+        waiting=deque(waiting),
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        owner_of=lambda request: 1,
     )
     pace = PrefillPace(2048)
     pace.computed(200, 1.0)
