@@ -136,7 +136,7 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        self._first_step = self.step
+        self._first_step = self.saving.began_at = self.step
         if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
         known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None

@@ -66,13 +66,17 @@ class Saving:
         self._beside = -1, Written("", 0, 0.0)
         self._room: threading.Thread | None = None
         self._reservation = SnapshotReservation(spec.job_id, self._reserve_snapshot) if self._rank == 0 else None
+        # The step that this world began after. What it began with is perhaps the job's only snapshot, and is not made
+        # again: reserving it anew removed it, and a job whose first step after a pause was left, or had no samples yet,
+        # started over.
+        self.began_at = -1
 
     # --- in a step
 
     def foresee(self, step: int) -> None:
         """Rank 0 reserves what the snapshot after `step`, the step under way, will be written into, once it is wished
         for or due."""
-        if self._reservation is None:
+        if self._reservation is None or step == self.began_at:
             return
         if self._cadence.due():
             self._signals.snapshot = True
@@ -122,6 +126,9 @@ class Saving:
 
     def snapshot_if_room(self, step: int, draft: int, pace_s: float) -> None:
         """A snapshot of this step, copied beside the next over about `pace_s`."""
+        if step == self.began_at:
+            self._signals.snapshot = False
+            return
 
         def tell(written: Written) -> None:
             self._beside = step, written

@@ -110,3 +110,22 @@ def test_what_is_due_is_wished_for(run):
     saving.foresee(3)
     assert saving._signals.snapshot
     saving.drop_reserved()
+
+
+def test_what_a_world_began_with_is_there_until_it_has_something_newer(run):
+    """A first step that was left, or had no samples yet, had it removed for a draft of the same step: the job started
+    over."""
+    saving, store, told = run
+    saving.snapshot_if_room(2, 0, 0.0)
+    saving.finish()
+    kept = snapshot.newest_snapshot(store, "j")
+    saving.began_at, saving._signals.suspend, saving._signals.snapshot = 2, True, True
+    saving.foresee(2)
+    assert saving.reserved(2) == 0
+    saving.snapshot_if_room(2, 0, 0.0)
+    saving.finish()
+    assert snapshot.newest_snapshot(store, "j") == kept is not None and not saving._signals.snapshot
+    assert [event for event, _ in told] == ["snapshot"]
+    saving.foresee(3)
+    assert saving.reserved(3), "the next one is foreseen"
+    saving.drop_reserved()
