@@ -288,7 +288,7 @@ def test_scopes(attacked, routes, tally):
     """No key does what its scopes do not say, whatever the route and the method."""
     before = attacked.key_names()
     may = {
-        "inference": ("/v1/batches", "/v1/responses", "/v1/models"),
+        "inference": ("/v1/batches", "/v1/responses", "/v1/chat/completions", "/v1/models"),
         "fine_tuning": (
             *("/v1/files", "/v1/uploads", "/v1/fine_tuning", "/v1/evals", "/v1/models"),
             *("/v1/gates", "/v1/pipelines", "/v1/sweeps"),
