@@ -45,5 +45,5 @@ class AdapterSource(AdapterServer):
             raise LookupError(f"{model} {version} is not an adapter of this box")
         made = models.find(self._db, model)
         owner, bring_in = "" if made is None else made.owner, partial(self._back.bring_in, name_of(row))
-        brought = self._turns.submit(owner, bring_in, lambda: False)
+        brought = self._turns.submit(owner, bring_in)
         return self._store.lease(await asyncio.wrap_future(brought))

@@ -203,4 +203,4 @@ def pictures_in_turns(renderer: Any) -> None:
 
 def _asked(turns: ThreadsInTurns, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """What nobody waits for any more is cancelled by who waited for it."""
-    return turns.submit(answer_version.owner(), functools.partial(do, *args, **kwargs), lambda: False)
+    return turns.submit(answer_version.owner(), functools.partial(do, *args, **kwargs))

@@ -71,6 +71,10 @@ class Turns:
             self._ends.pop(owner, None)
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
     do: Callable[[], Any]
@@ -89,7 +93,7 @@ class ThreadsInTurns:
         self._served: dict[Hashable, int] = {}  # of owners who are at work or wait: the number of their last turn
         self._turn = 0
 
-    def submit(self, owner: Hashable, do: Callable[[], Any], is_left: Callable[[], bool]) -> Future[Any]:
+    def submit(self, owner: Hashable, do: Callable[[], Any], is_left: Callable[[], bool] = _never) -> Future[Any]:
         """is_left: whether nobody waits for it any more; it is cancelled then when its turn comes."""
         work = _Work(do, is_left)
         with self._lock:

@@ -93,7 +93,6 @@ class Run:
             )
             self.feed = self.rollouts
         self.saving = Saving(spec, store, engine, self.plan, self.emit, signals, progress)
-        self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
         if self.rank == 0:
             stop.reset()  # no rank begins a step before the first all-reduce of `run`
@@ -136,7 +135,7 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        self._first_step = self.saving.began_at = self.step
+        self.saving.began_at = self.step
         if self.rank == 0 and self.spec.follows_validations:
             self._validations = Validations(self.spec.run_dir, self.step)
         known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
@@ -458,7 +457,7 @@ class Run:
     def _suspend(self, draft: int) -> dict[str, Any]:
         """Collective: write the state to shared memory, unless it has not changed since this run began."""
         path, nbytes, seconds = self._resumed_from, 0, 0.0
-        if self.step == self._first_step:
+        if self.step == self.saving.began_at:
             self.saving.drop_reserved()
             self.saving.give_back()
         else:

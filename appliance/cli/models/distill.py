@@ -84,16 +84,9 @@ def make(
         batch = wait_for_end(session, batch, timeout)
         refuse_unfinished(batch)
         examples, left_out, versions = _examples(session, batch, lessons, bool(system) and not keep_system)
-        content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
+        content = _lines(examples)
         lineage = {
-            "made": [
-                {
-                    "file": str(target),
-                    "sha256": hashlib.sha256(content).hexdigest(),
-                    "examples": len(examples),
-                    "bytes": len(content),
-                }
-            ],
+            "made": [_made(target, content, len(examples))],
             "from": [{"file": str(prompts), "sha256": source}],
             "read_examples": len(lessons),
             "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
@@ -152,16 +145,9 @@ def kept(
             continue
         same.add(text)
         examples.append({**lesson, "messages": [*one["messages"], answer]})
-    content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
+    content = _lines(examples)
     lineage = {
-        "made": [
-            {
-                "file": str(out),
-                "sha256": hashlib.sha256(content).hexdigest(),
-                "examples": len(examples),
-                "bytes": len(content),
-            }
-        ],
+        "made": [_made(out, content, len(examples))],
         "from": [],
         "read_examples": len(found),
         "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
@@ -176,6 +162,16 @@ def kept(
     _write(out, content)
     _write(out.with_name(f"{out.stem}.lineage.json"), json.dumps(lineage, indent=1).encode())
     session.show(lineage, file_data.made)
+
+
+def _lines(examples: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
+
+
+def _made(path: Path, content: bytes, examples: int) -> dict[str, Any]:
+    """What a lineage says of the file."""
+    digest = hashlib.sha256(content).hexdigest()
+    return {"file": str(path), "sha256": digest, "examples": examples, "bytes": len(content)}
 
 
 def _learnt(choice: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field
 
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.responses.entries import Wanted
+from appliance.controller.responses.entries import Wanted, chat_tool
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
 from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES
@@ -291,7 +291,7 @@ def fields_of(source: Sampled) -> dict[str, Any]:
     if sampling.text is not None and sampling.text.format is not None:
         fields["response_format"] = _format(sampling.text.format)
     if sampling.tools:
-        fields["tools"] = [tool if "function" in tool else _nested(tool) for tool in sampling.tools]
+        fields["tools"] = [tool if "function" in tool else chat_tool(tool) for tool in sampling.tools]
     return fields
 
 
@@ -313,10 +313,6 @@ def _messages(source: Sampled, item: dict[str, Any]) -> list[dict[str, Any]]:
             )
         messages.append({"role": message.role, "content": content})
     return messages
-
-
-def _nested(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _format(given: dict[str, Any]) -> dict[str, Any]:

@@ -176,9 +176,12 @@ def _part(part: Item) -> Item:
 def _chat_tools(tools: Any) -> list[Item]:
     """Function tools as chat completions have them."""
     return [
-        tool
-        if "function" in tool
-        else {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        tool if "function" in tool else chat_tool(tool)
         for tool in tools
         if isinstance(tool, dict) and tool.get("type") == "function"
     ]
+
+
+def chat_tool(tool: Item) -> Item:
+    """A function tool of /v1/responses, as chat completions have it."""
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
