@@ -289,7 +289,8 @@ class JobEventRow:
 class JobMetricRow:
     """One optimizer step. A step that is run again after a resume replaces its row. `rank_seconds`: what each rank
     computed by itself. `communication`: the share of its time in which the first rank communicated, of steps that were
-    profiled."""
+    profiled. `measured`, `valid_measured`: what the method measures of the step, and of a validation behind it, beside
+    the loss (train.methods.method: measured)."""
 
     job_id: str
     step: int
@@ -303,6 +304,8 @@ class JobMetricRow:
     devices: int | None = None
     rank_seconds: list[float] | None = json_column(default=None)
     communication: float | None = None
+    measured: dict[str, float] | None = json_column(default=None)
+    valid_measured: dict[str, float] | None = json_column(default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ The tests share one box and build on each other from top to bottom, as a person'
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -230,7 +231,7 @@ def test_fine_tuning_lowers_the_held_out_loss_and_changes_the_answers(box, start
     assert list((box.data_dir / "jobs" / unbroken.id / "tb").rglob("events.out.tfevents.*"))
     events = [event.message for event in client.fine_tuning.jobs.list_events(unbroken.id, limit=100)]
     assert any("started on" in text for text in events) and "The job has successfully completed" in events
-    table = client.files.content(unbroken.result_files[0]).text.splitlines()
+    table = base64.b64decode(client.files.content(unbroken.result_files[0]).content).decode().splitlines()
     assert len(table) > 2 and table[0].startswith("step,train_loss")
 
 

@@ -29,6 +29,10 @@ class Distillation(OwnAnswers):
     rate_share = 0.3
     token_bytes = 16  # its id, and its log-probability to either model
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return ("reverse_kl", "entropy")
+
     def group(self, options: Mapping[str, Any]) -> int:
         return int(options["samples"])
 

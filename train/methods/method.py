@@ -95,6 +95,12 @@ class Method(ABC):
     def rolls_out(self) -> bool:
         return bool(self.judged_by)
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What is kept of each step and validation beside its loss, the most telling first: names in their events,
+        where a step's may have "train_" before them."""
+        return ("mean_token_accuracy", *self.metric_names)
+
     # -- before the run: in the controller and in commands, without torch or numpy -----------------------------------
 
     def resolve(

@@ -33,6 +33,10 @@ class Reinforcement(OwnAnswers):
     token_bytes = 12  # its id and log-probability
     further_fields = ", with what a grader compares the answer with in further fields"
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return ("mean_reward",)
+
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         super().own_hyperparameters(given, fields)
         effort = given.choice("reasoning_effort", ("default", "low", "medium", "high"), auto="default")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
@@ -85,17 +88,29 @@ def get(
     if save is None:
         session.show(answer, _fields)
         return
-    where = f"{paths.file(file_id)}/content"
     if save == "-":
-        session.client.download(where, sys.stdout.buffer)
+        _download(session, answer | {"id": file_id}, sys.stdout.buffer)
         sys.stdout.buffer.flush()
         return
     try:
         with open(save, "wb") as out:
-            saved_bytes = session.client.download(where, out)
+            saved_bytes = _download(session, answer | {"id": file_id}, out)
     except OSError as error:
         raise BadUsage(f"cannot write {save}: {error.strerror}") from error
     session.show(answer, lambda _: f"{save}: {formats.size(saved_bytes)}")
+
+
+def _download(session: Session, file: dict[str, Any], out: BinaryIO) -> int:
+    """Copies a file's content to `out`; returns how many bytes. A job's table becomes CSV again: boxes keep it in
+    base64, as OpenAI does, and those of older releases as it is."""
+    where = f"{paths.file(file['id'])}/content"
+    if file.get("purpose") != "fine-tune-results":
+        return session.client.download(where, out)
+    table = io.BytesIO()
+    session.client.download(where, table)
+    with suppress(binascii.Error):
+        return out.write(base64.b64decode(table.getvalue(), validate=True))
+    return out.write(table.getvalue())
 
 
 @box_command(app, "appliance file rm file-abc123", "appliance file rm file-abc123 file-def456")

@@ -7,6 +7,7 @@ one twice (after a crash between the commit and its acknowledgement) changes not
 from __future__ import annotations
 
 import asyncio
+import base64
 import csv
 import io
 import logging
@@ -130,7 +131,7 @@ class JobEvents:
 
     async def will_succeed(self, job_id: str) -> None:
         """The ranks report no more: writes the table of the job's steps on a thread, because there may be 100,000."""
-        table = await self._db.read(BOX, _metrics_table, self._db, job_id)
+        table = await self._db.read(BOX, _metrics_table, self._db, jobs.get(self._db, job_id))
         made = await asyncio.to_thread(results.write, self._files_dir, table)
         self._forget_table(job_id)
         self._tables[job_id] = made
@@ -167,7 +168,7 @@ class JobEvents:
         reach the scheduler's loop, which would end the job again in each round and plan nothing."""
         db = self._db
         try:
-            table = self._tables.get(row.id) or results.write(self._files_dir, _metrics_table(db, row.id))
+            table = self._tables.get(row.id) or results.write(self._files_dir, _metrics_table(db, row))
             return [results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)]
         except OSError as error:
             where = f"`GET /admin/v1/jobs/{row.id}/metrics` has them"
@@ -225,6 +226,7 @@ class JobEvents:
                 tokens_per_s=event.get("tokens_per_s"),
                 devices=event.get("devices"),
                 rank_seconds=event.get("rank_seconds"),
+                measured=_measured(row, event, "train_"),
             ),
         )
         total = event.get("total_steps") or row.total_steps
@@ -247,7 +249,11 @@ class JobEvents:
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
-        job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
+        measured = _measured(row, event)
+        job_records.upsert_metric(
+            db,
+            JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss, valid_measured=measured),
+        )
         jobs.update(db, row.id, valid_loss=loss)
         reward = event.get("mean_reward")
         told = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
@@ -488,14 +494,35 @@ def _add_event(
     )
 
 
-def _metrics_table(db: Database, job_id: str) -> bytes:
-    """The CSV that OpenAI's result files hold: one line per step."""
+def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:
+    """What the job's method measures beside the loss, where the event has it."""
+    found = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
+    return {name: value for name, value in found.items() if value is not None} or None
+
+
+_COLUMNS = {
+    "mean_token_accuracy": ("train_accuracy", "valid_mean_token_accuracy"),
+    "mean_reward": ("train_reward_mean", "valid_reward_mean"),
+}
+"""OpenAI's names of what is measured in a step and in a validation, where they are others than "train_" and "valid_"
+before the name."""
+
+
+def _metrics_table(db: Database, job: JobRow) -> bytes:
+    """What OpenAI's result files hold: CSV in base64, one line per step; of a supervised job exactly its columns."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens_per_s", "devices"])
+    first, *others = METHODS[job.method].measured
+    train, valid = zip(
+        *(_COLUMNS.get(name, (f"train_{name}", f"valid_{name}")) for name in (first, *others)), strict=True
+    )
+    more = (column for pair in zip(train[1:], valid[1:], strict=True) for column in pair)
+    writer.writerow(["step", "train_loss", train[0], "valid_loss", valid[0], *more])
     after = -1
-    while rows := job_records.list_metrics(db, job_id, after_step=after, limit=5000):
+    while rows := job_records.list_metrics(db, job.id, after_step=after, limit=5000):
         for m in rows:
-            writer.writerow([m.step, m.loss, m.valid_loss, m.learning_rate, m.grad_norm, m.tokens_per_s, m.devices])
+            trained, validated = m.measured or {}, m.valid_measured or {}
+            told = (one for name in others for one in (trained.get(name), validated.get(name)))
+            writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *told])
         after = rows[-1].step
-    return out.getvalue().encode()
+    return base64.b64encode(out.getvalue().encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
@@ -351,6 +352,18 @@ def test_files(box, tmp_path):
     assert box.run("file", "get", made["id"], "--save", "-").stdout_bytes == path.read_bytes()
     assert box.run("file", "rm", made["id"]).stdout.strip() == f"deleted {made['id']}"
     assert box.json("file", "list")["data"] == []
+
+
+def test_a_table_of_a_job_is_saved_as_csv(prepared, tmp_path):
+    """The box keeps it in base64, as OpenAI does; that of a box of an older release is not."""
+    table = b"step,train_loss\r\n1,2.0\r\n"
+    for content in (base64.b64encode(table), table):
+        prepared.prepare("GET", "/v1/files/file-1", (200, {"id": "file-1", "purpose": "fine-tune-results"}))
+        prepared.prepare("GET", "/v1/files/file-1/content", (200, content))
+        saved = tmp_path / "metrics.csv"
+        assert prepared.run("file", "get", "file-1", "--save", str(saved)).exit_code == 0
+        assert saved.read_bytes() == table
+        assert prepared.run("file", "get", "file-1", "--save", "-").stdout_bytes == table
 
 
 def test_bad_training_data_is_named_by_line(box, tmp_path):

@@ -333,6 +333,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "step": at.place,
             "rank_seconds": [0.1234] * 8,
             "communication": 0.25 if at.place % 2 else None,
+            "measured": {"mean_token_accuracy": 0.5},
         },
     ),
     "checkpoints": (
