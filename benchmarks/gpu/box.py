@@ -15,6 +15,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,12 @@ from typing import Any
 import openai
 
 from appliance.demo.load_generator import Load
-from appliance.demo.main import MADE_HERE, REAL, DemoBox
+from appliance.demo.main import MADE_HERE, REAL, DemoBox, _demo_data
+from benchmarks._models import SIZES
 from runtime.devices.kinds import present
 
 MB = 1e6
+PARTS = ("modes", "full", "swap", "kill", "owners", "methods", "quantised", "doctor")
 FULL = {"full": True, "batch_size": 8, "learning_rate_multiplier": 1, "publish": "epoch"}
 
 
@@ -35,20 +38,38 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"in this order, of {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="of the models with random, quantised weights; none: no such part"
+    )
     options = parser.parse_args()
     run = Run(DemoBox(options.data_dir))
+    parts = {
+        "modes": lambda: run.modes(REAL.model),
+        "full": lambda: run.full(),
+        "swap": lambda: run.swap(run.full_model),
+        "kill": lambda: run.kill(REAL.model),
+        "owners": lambda: run.owners(REAL.model),
+        "methods": lambda: run.methods(REAL.model),
+        "quantised": lambda: options.tokenizer and run.quantised(options.tokenizer, options.data_dir.parent),
+        "doctor": run.doctor,
+    }
+    failed = []
     try:
         run.box.up()
         run.start(options.model)
-        run.modes(REAL.model)
-        full = run.train("full", replace(REAL, files={"train": MADE_HERE.files["train"]}, hyperparameters={}), 2, FULL)
-        run.swap(full)
-        run.kill(REAL.model)
+        for name in options.parts.split(","):
+            try:
+                parts[name]()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the GPUs are lent by the minute: the other parts still tell
+                failed.append(name)
+                run.say(f"{name} FAILED", "".join(traceback.format_exception(error))[-3000:])
+            options.results.write_text(json.dumps(run.found, indent=1) + "\n")
     finally:
         run.found["steps"] = run.steps()
         options.results.write_text(json.dumps(run.found, indent=1) + "\n")
         run.box.down()
-    return 0
+    return bool(failed)
 
 
 class Run:
@@ -56,6 +77,7 @@ class Run:
 
     def __init__(self, box: DemoBox):
         self.box, self.found, self._began_s = box, {}, time.monotonic()
+        self.full_model = ""
 
     def say(self, name: str, value: Any) -> None:
         self.found[name] = value
@@ -118,6 +140,10 @@ class Run:
         losses = [round(event.data["train_loss"], 3) for event in reversed(told)]
         self.say(f"{name}: losses", losses[:: max(1, len(losses) // 8)])
 
+    def full(self) -> None:
+        lesson = replace(REAL, files={"train": MADE_HERE.files["train"]}, hyperparameters={})
+        self.full_model = self.train("full", lesson, 2, FULL)
+
     def swap(self, tuned: str) -> None:
         """Versions of a fully trained model change in place while streams flow."""
         newest = self.box.admin("model", "show", tuned)["active_version"]
@@ -161,6 +187,87 @@ class Run:
         self.timed("an answer after kill -9 of every engine", lambda: self._capital(model))
         self.holders("after the kill")
 
+    def owners(self, model: str) -> None:
+        """First tokens of an owner who asks one short question after another, alone and beside one with 64 streams."""
+        self._capital(model)
+        alone = self.box.admin("key", "create", "--name", "asks-little", "--scope", "inference")["key"]
+        greedy = self.box.admin("key", "create", "--name", "asks-much", "--scope", "inference")["key"]
+        self.say("first token alone, s, median and worst of 20", _ends(_first_tokens(self.box.url, alone, model, 20)))
+        with Load(self.box.url, greedy, model, workers=64, max_tokens=1024) as load:
+            _wait(lambda: load.finished >= 64)
+            began_s, written = time.monotonic(), load.finished
+            beside = _first_tokens(self.box.url, alone, model, 20)
+            spent_s = time.monotonic() - began_s
+            self.say("of the other owner meanwhile, answers/s", (load.finished - written) / spent_s)
+        self.say("first token beside 64 streams of another owner, s, median and worst of 20", _ends(beside))
+        self._report("the other owner's", load)
+
+    def methods(self, model: str) -> None:
+        """A short job of each other method, its answers sampled by the rank."""
+        lines = [json.loads(line)["messages"] for line in _demo_data("gsm8k_train.jsonl")[:64]]
+        pairs = [
+            {
+                "input": {"messages": asked[:-1]},
+                "preferred_output": asked[-1:],
+                "non_preferred_output": [{"role": "assistant", "content": "I do not know."}],
+            }
+            for asked in lines
+        ]
+        dpo = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 2, "batch_size": 16}}}
+        self._method("dpo", model, pairs, dpo)
+        sums = [
+            {"messages": [{"role": "user", "content": f"How many are {a} and {b}?"}], "answer": str(a + b)}
+            for a in range(1, 5)
+            for b in range(1, 9)
+        ]
+        right = {
+            "type": "string_check",
+            "name": "right",
+            "operation": "like",
+            "input": "{{ sample.output_text }}",
+            "reference": "{{ item.answer }}",
+        }
+        given = {"n_epochs": 1, "batch_size": 8, "max_completion_tokens": 64, "eval_interval": 100}
+        rewards = {"type": "reinforcement", "reinforcement": {"grader": right, "hyperparameters": given}}
+        self._method("rewards", model, sums, rewards)
+
+    def _method(self, name: str, model: str, rows: list[dict[str, Any]], method: dict[str, Any]) -> None:
+        client = self.box.client
+        text = "\n".join(map(json.dumps, rows)).encode()
+        file = client.files.create(file=(f"{name}.jsonl", text), purpose="fine-tune")
+        began_s = time.monotonic()
+        job = client.fine_tuning.jobs.create(model=model, training_file=file.id, seed=7, suffix=name, method=method)
+        while job.status not in ("succeeded", "failed", "cancelled"):
+            time.sleep(0.2)
+            job = client.fine_tuning.jobs.retrieve(job.id)
+        self.say(f"{name}: ended", f"{job.status} {job.error.message if job.error and job.error.message else ''}")
+        self.say(f"{name}: whole, s", time.monotonic() - began_s)
+        self.say(f"{name}: steps", [event.data for event in reversed(_metrics(client, job.id, 100))])
+
+    def quantised(self, tokenizer: Path, folder: Path) -> None:
+        for form in ("w4a16", "fp8", "w8a8"):
+            self._quantised(form, [_quantised(folder / f"{form}-{seed}", tokenizer, form, seed) for seed in (1, 2)])
+
+    def _quantised(self, form: str, versions: list[Path]) -> None:
+        """Two versions of one model: asked, changed in the engine and changed back, then it answers as before."""
+        name = f"random-{form}"
+        self.box.admin("model", "import", str(versions[0]), "--name", name)
+        self.box.admin("model", "deploy", name, "--max-num-seqs", "8", "--max-model-len", "1024")
+        first = self.timed(f"{form}: first answer", lambda: self._capital(name))
+        self.timed(
+            f"{form}: a second version", lambda: self.box.admin("model", "import", str(versions[1]), "--name", name)
+        )
+        other = self._capital(name)
+        self.timed(f"{form}: back", lambda: self.box.admin("model", "rollback", name))
+        again = self._capital(name)
+        self.say(f"{form}: another answer, the first again", [other != first, again == first])
+        self.say(f"{form}: said of it", self.box.admin("model", "show", name))
+        self.holders(f"with {form}")
+
+    def doctor(self) -> None:
+        told = self.box.admin("doctor", "--all")
+        self.say("doctor", told)
+
     def steps(self) -> list[dict[str, Any]]:
         told = self.box.admin("mode", "history", "--limit", "1000")["data"]
         names = ("verb", "target", "state", "started_s", "ended_s", "detail")
@@ -173,6 +280,35 @@ class Run:
         told = load.report()
         counts = {"answered": told.requests, "dropped": told.dropped, "truncated": told.truncated}
         self.say(name, {**counts, "duplicated": told.duplicated, "longest_s": round(told.longest_s, 2)})
+
+
+def _first_tokens(url: str, key: str, model: str, asked: int) -> list[float]:
+    load = Load(url, key, model, workers=1, max_tokens=8)
+    with load:
+        _wait(lambda: sum(one.streamed for one in load.outcomes) >= asked)
+    return [one.first_token_s for one in load.outcomes if one.first_token_s is not None]
+
+
+def _ends(seconds: list[float]) -> list[float]:
+    return [round(statistics.median(seconds), 4), round(max(seconds), 4)]
+
+
+def _quantised(folder: Path, tokenizer: Path, form: str, seed: int) -> Path:
+    """A Llama with random weights of `seed` in the quantised form `form`, below `folder`."""
+    import torch
+    import transformers
+
+    from tests.e2e import quantised
+
+    folder.mkdir(parents=True)
+    read = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    shape = SIZES["200M"] | {"num_hidden_layers": 4, "vocab_size": len(read), "eos_token_id": read.eos_token_id}
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**shape, max_position_embeddings=2048, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / "plain")
+    read.save_pretrained(folder / "plain")
+    quantised.write(folder / "plain", form, folder / form, folder / "means")
+    return folder / form
 
 
 def _metrics(client: openai.OpenAI, job_id: str, limit: int) -> list[Any]:
