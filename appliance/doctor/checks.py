@@ -164,6 +164,22 @@ def _limits(facts: Facts) -> Iterator[Finding]:
 
 def _kernel(facts: Facts) -> Iterator[Finding]:
     yield _judged(
+        "environment",
+        not facts.steered,
+        ", ".join(facts.steered) or "nothing that changes how it computes",
+        "none of these set",
+        "take them out of the environment that the box is started with, once they have served their purpose",
+        "warn",
+    )
+    yield _judged(
+        "huge pages",
+        facts.huge_pages,
+        "when a program asks, or always" if facts.huge_pages else "never",
+        "madvise or always",
+        "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`: large copies touch fewer pages",
+        "warn",
+    )
+    yield _judged(
         "overcommit",
         None if facts.overcommit is None else facts.overcommit != 2,
         f"vm.overcommit_memory is {facts.overcommit}",
@@ -212,15 +228,38 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             hot = reading.slowdown_c - reading.temperature_c <= MARGIN_C
         heat = "" if hot is None else f"{reading.temperature_c} °C of {reading.slowdown_c} °C"
         errors = f"{reading.ecc_uncorrected} uncorrected memory errors" if reading.ecc_uncorrected else ""
-        found = "; ".join([*wrong, *filter(None, (errors, heat))]) or "answers"
-        state: State = "fail" if wrong else "warn" if hot or errors else "ok"
+        slowed = " and ".join(word.replace("_", " ") for word in reading.throttled if word != "power_cap")
+        slowed = f"slowed down by {slowed}" if slowed else ""
+        found = "; ".join([*wrong, *filter(None, (errors, slowed, heat))]) or "answers"
+        state: State = "fail" if wrong else "warn" if hot or errors or slowed else "ok"
         name = reading.device_id
         remedy = (
             f"`appliance gpu drain {name}`; cool or reset it (docs/gpu.md); `appliance gpu undrain {name} --check`"
             if state != "ok"
             else ""
         )
-        yield Finding(f"device {name}", state, found, "no fault, cool", remedy)
+        yield Finding(f"device {name}", state, found, "no fault, cool, not slowed down", remedy)
+    for one in facts.remarks:
+        yield _judged(one.check, one.well, one.found, one.wanted, one.remedy, "fail" if one.fails else "warn")
+    if facts.numa_nodes > 1 and facts.locks_pages:
+        lost = [device.id for device in facts.devices if device.numa_node is None]
+        yield _judged(
+            "place of devices",
+            not lost,
+            f"the processors near {', '.join(lost)} are not known" if lost else "known",
+            "known",
+            "the machine's firmware says it (NPS on AMD, SNC on Intel): without it copies cross sockets",
+            "warn",
+        )
+    if not facts.runs and facts.devices:
+        yield _judged(
+            "others' programs",
+            None if facts.readings is None else not facts.foreign,
+            "; ".join(facts.foreign) or ("" if facts.readings is None else "none on the devices"),
+            "none",
+            "end them: what they hold, engines and ranks will not find",
+            "warn",
+        )
 
 
 def _endpoint(facts: Facts) -> Iterator[Finding]:

@@ -13,19 +13,19 @@ from pathlib import Path
 
 from appliance import last_backup
 from appliance.boot import endpoint
-from appliance.boot.box_state import read_end, read_troubles
+from appliance.boot.box_state import read_end, read_pid, read_troubles
 from appliance.config import BoxConfig
 from appliance.gateway import compiled
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import Certificate
 from appliance.last_backup import LastBackup
 from appliance.paths import SHM_MOUNT, BoxPaths
-from runtime.devices.kind import DevicesRefused, Reading
+from runtime.devices.kind import DevicesRefused, Reading, Remark
 from runtime.devices.kinds import kind_of
 from runtime.libc import libc
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
-from scheduler.devices.discovery import check_build, discover_devices
+from scheduler.devices.discovery import check_build, discover_devices, foreign_use
 from scheduler.devices.host_reading import read_memory
 
 SYNCS = 20
@@ -50,6 +50,10 @@ class Facts:
     refused: str = ""
     locks_pages: bool = False
     readings: tuple[Reading, ...] | None = None
+    remarks: tuple[Remark, ...] = ()
+    foreign: tuple[str, ...] = ()
+    steered: tuple[str, ...] = ()
+    huge_pages: bool | None = None
     locked_bytes: int | None = None
     open_files: int | None = None
     processes: int | None = None
@@ -93,6 +97,10 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
         refused=refused,
         locks_pages=kind is not None and kind.locks_pages,
         readings=None if watch is None else watch(()),
+        remarks=() if kind is None else kind.remarks({device.index: device.id for device in devices}),
+        foreign=() if runs or not devices else tuple(foreign_use(devices)),
+        steered=_steered(root, read_pid(paths.state_file) if runs else None, kind.steered_by if kind else ()),
+        huge_pages=_huge_pages(root),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=_processes(root),
@@ -192,6 +200,21 @@ def _processes(root: Path) -> int | None:
 def _governors(root: Path) -> frozenset[str]:
     files = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")
     return frozenset(_text(file) for file in files) - {""}
+
+
+def _steered(root: Path, pid: int | None, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the box's environment while it runs, else of ours, with which it would be started."""
+    try:
+        environment = (root / "proc" / str(pid or "self") / "environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return ()
+    there = (pair.partition("=")[0] for pair in environment)
+    return tuple(sorted(name for name in there if name.startswith(("LD_PRELOAD", *names))))
+
+
+def _huge_pages(root: Path) -> bool | None:
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return "[never]" not in text if text else None
 
 
 def _synchronised() -> bool | None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pynvml
 
-from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading
+from runtime.devices import nvml_setup
+from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading, Remark
 from runtime.devices.nvml_power import NvmlPower
 from runtime.devices.torch_cuda import TorchCuda, started, told_at_import
 from runtime.devices.xids import fault_of
@@ -62,6 +63,7 @@ class Cuda(TorchCuda):
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
+    steered_by = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_", "NVIDIA_TF32_OVERRIDE")
 
     def present(self) -> bool:
         return _CONTROL.exists()
@@ -105,6 +107,9 @@ class Cuda(TorchCuda):
 
     def watch(self, devices: Mapping[int, str]) -> Callable[[Collection[str]], tuple[Reading, ...]]:
         return _Watch(devices).read
+
+    def remarks(self, devices: Mapping[int, str]) -> tuple[Remark, ...]:
+        return nvml_setup.remarks(devices)
 
     def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
         # Nsight Systems cannot attach to processes that run; the GPUs' counters it samples without any (its user guide,

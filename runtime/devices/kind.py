@@ -65,6 +65,20 @@ ordered. `power_cap`: at its power limit, which is no fault."""
 
 
 @dataclass(frozen=True, slots=True)
+class Remark:
+    """What its driver says of how devices are set up or connected. `check`: what was asked. `well`: None if none of
+    them tells. `found`, which names those that differ, `wanted`, `remedy`: as a person reads them. `fails`: whether
+    they cannot be used as it is, or only are worse."""
+
+    check: str
+    well: bool | None
+    found: str
+    wanted: str
+    remedy: str = ""
+    fails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PowerLimits:
     """A device's power limit in watts, and the least and the most that it may be set to."""
 
@@ -123,6 +137,7 @@ class DeviceKind(ABC):
     attention backends that need a compiler which the box does not install; "": none does. `has_compiler`: the function
     of vLLM's that says whether it is there. `report_commands`: the maker's tools that print their state, for a support
     bundle. `head_sizes`: elements of an attention head that engines compute on it; empty where only the engine knows.
+    `steered_by`: names of variables, or their beginnings, that change how everything computes on it, unasked.
     `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
@@ -140,6 +155,7 @@ class DeviceKind(ABC):
     has_compiler: str = ""
     report_commands: tuple[tuple[str, ...], ...] = ()
     head_sizes: frozenset[int] = frozenset()
+    steered_by: tuple[str, ...] = ()
     untried: str = ""
 
     def of_this_torch(self) -> bool:
@@ -169,6 +185,11 @@ class DeviceKind(ABC):
         """Return a function that reads the health of the devices {index: id} in some milliseconds. It is given the ids
         of those to let go: it reads nothing of them and keeps nothing of them open. None: they report nothing."""
         return None
+
+    def remarks(self, devices: Mapping[int, str]) -> tuple[Remark, ...]:
+        """How the devices {index: id} are set up and connected, as a process without a privilege can ask in some
+        milliseconds."""
+        return ()
 
     def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
         """The command that samples these devices' own counters for so long, whoever computes on them, with the tool of

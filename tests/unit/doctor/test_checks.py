@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from appliance.boot.box_state import read_end
+from appliance.boot.box_state import read_end, read_pid
 from appliance.config import load_config
 from appliance.doctor import facts as facts_module
 from appliance.doctor.checks import exit_code, findings
 from appliance.doctor.facts import Facts, read
 from appliance.last_backup import LastBackup
-from runtime.devices.kind import Reading
+from runtime.devices.kind import Reading, Remark
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
 from tests.unit.cli.test_tree import is_command
@@ -31,9 +31,11 @@ WELL = Facts(
     file_system="ext4",
     sync_s=(0.001, 0.002, 0.5),
     now_s=1e9,
-    devices=(Device("n0/0", "n0", 0, "cuda"),),
+    devices=(Device("n0/0", "n0", 0, "cuda", numa_node=0),),
     locks_pages=True,
     readings=(Reading("n0/0", 1e9, temperature_c=60, slowdown_c=87),),
+    remarks=(Remark("persistence mode", True, "on", "on"),),
+    huge_pages=True,
     map_count=1 << 20,
     overcommit=0,
     governors=frozenset({"performance"}),
@@ -79,6 +81,9 @@ def test_what_is_to_be_typed_is_there():
         sync_s=(1.0, 1.0),
         devices=(Device("n0/0", "n0", 0, "cuda", unfit="does not answer"),),
         readings=(Reading("n0/0", 1e9, temperature_c=86, slowdown_c=87),),
+        remarks=(Remark("fabric", False, "not set up", "set up", "`systemctl restart it`", fails=True),),
+        steered=("LD_PRELOAD",),
+        huge_pages=False,
         open_files=1024,
         processes=1024,
         overcommit=2,
@@ -123,11 +128,18 @@ def test_a_machine_that_is_well():
         ({"numa_balancing": True}, "NUMA balancing", "warn"),
         ({"clock_synchronised": False}, "clock", "warn"),
         ({"refused": "its driver is too old", "devices": (), "readings": None}, "devices", "fail"),
-        ({"devices": (Device("n0/0", "n0", 0, "cuda", unfit="is cut by MIG"),)}, "device n0/0", "fail"),
+        ({"devices": (Device("n0/0", "n0", 0, "cuda", numa_node=0, unfit="is cut by MIG"),)}, "device n0/0", "fail"),
         ({"readings": (Reading("n0/0", 1e9, faults=("reported Xid 79",)),)}, "device n0/0", "fail"),
         ({"readings": (Reading("n0/0", 1e9, lost="GPU is lost"),)}, "device n0/0", "fail"),
         ({"readings": (Reading("n0/0", 1e9, temperature_c=83, slowdown_c=87),)}, "device n0/0", "warn"),
         ({"readings": (Reading("n0/0", 1e9, ecc_uncorrected=2),)}, "device n0/0", "warn"),
+        ({"readings": (Reading("n0/0", 1e9, throttled=("power_brake", "power_cap")),)}, "device n0/0", "warn"),
+        ({"remarks": (Remark("memory correction", False, "off", "on", "switch it on"),)}, "memory correction", "warn"),
+        ({"remarks": (Remark("fabric", False, "no", "yes", "start it", fails=True),)}, "fabric", "fail"),
+        ({"devices": (Device("n0/0", "n0", 0, "cuda"),)}, "place of devices", "warn"),
+        ({"foreign": ("n0/0 is used by 2 other processes",)}, "others' programs", "warn"),
+        ({"steered": ("LD_PRELOAD",)}, "environment", "warn"),
+        ({"huge_pages": False}, "huge pages", "warn"),
         ({"port_taken": "port 8000 is in use by nginx"}, "port", "fail"),
         ({"certificate_expires_s": 1e9 + 86_400}, "certificate", "warn"),
         ({"certificate_expires_s": 1e9 - 1}, "certificate", "fail"),
@@ -156,6 +168,9 @@ def test_what_cannot_be_read_is_skipped_and_not_called_right():
         numa_balancing=None,
         clock_synchronised=None,
         oom_kills=None,
+        huge_pages=None,
+        remarks=(Remark("fabric", None, "", "set up"),),
+        readings=(Reading("n0/0", 1e9, throttled=("power_cap",)),),
     )
     assert wrong(unknown) == {}
     skipped = {one.check for one in findings(unknown) if one.state == "skip"} - {"box"}
@@ -167,6 +182,8 @@ def test_what_cannot_be_read_is_skipped_and_not_called_right():
         "NUMA balancing",
         "clock",
         "killed for memory",
+        "huge pages",
+        "fabric",
     }
 
 
@@ -200,6 +217,26 @@ def test_limits_are_those_of_the_control_group_too(tmp_path):
     assert facts_module._oom_kills(root) == 7
     assert facts_module._file_system(root, Path("/srv/box")) == "nfs4"
     assert facts_module._file_system(root, Path("/home")) == "ext4"
+
+
+def test_what_steers_the_box_is_read_of_its_own_environment_while_it_runs(tmp_path):
+    for who, text in {"self": "PATH=/bin\0LD_PRELOAD=x.so\0", "77": "NCCL_DEBUG=INFO\0HOME=/\0NOT_NCCL_=1\0"}.items():
+        file = tmp_path / "proc" / who / "environ"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    (tmp_path / "box.json").write_text(json.dumps({"pid": 77}))
+    assert facts_module._steered(tmp_path, None, ("NCCL_",)) == ("LD_PRELOAD",)
+    assert facts_module._steered(tmp_path, read_pid(tmp_path / "box.json"), ("NCCL_",)) == ("NCCL_DEBUG",)
+    assert facts_module._steered(tmp_path, 78, ()) == () and read_pid(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("text", "given"), [("always [madvise] never", True), ("always madvise [never]", False)])
+def test_huge_pages_are_as_the_kernel_says(tmp_path, text, given):
+    assert facts_module._huge_pages(tmp_path) is None
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert facts_module._huge_pages(tmp_path) is given
 
 
 def test_a_full_disk_is_no_reason_to_fail(tmp_path, monkeypatch):
