@@ -24,7 +24,7 @@ from typing import Any
 import openai
 
 from appliance.demo.load_generator import Load
-from appliance.demo.main import MADE_HERE, REAL, DemoBox, _demo_data
+from appliance.demo.main import MADE_HERE, REAL, DemoBox, _demo_data, _run
 from benchmarks._models import SIZES
 from runtime.devices.kinds import present
 
@@ -227,7 +227,7 @@ class Run:
             "input": "{{ sample.output_text }}",
             "reference": "{{ item.answer }}",
         }
-        given = {"n_epochs": 1, "batch_size": 8, "max_completion_tokens": 64, "eval_interval": 100}
+        given = {"n_epochs": 1, "batch_size": 8, "max_completion_tokens": 64}
         rewards = {"type": "reinforcement", "reinforcement": {"grader": right, "hyperparameters": given}}
         self._method("rewards", model, sums, rewards)
 
@@ -265,8 +265,8 @@ class Run:
         self.holders(f"with {form}")
 
     def doctor(self) -> None:
-        told = self.box.admin("doctor", "--all")
-        self.say("doctor", told)
+        told = _run("appliance", "doctor", "--all", "--data-dir", str(self.box.data_dir), check=False, capture=True)
+        self.say("doctor", told.stdout)
 
     def steps(self) -> list[dict[str, Any]]:
         told = self.box.admin("mode", "history", "--limit", "1000")["data"]
