@@ -1,18 +1,21 @@
 """Asks models of the box on behalf of a key if a grader needs their answer. Such questions are handled like lines of
-batches: on capacity that interactive requests leave idle, checked and paid for in the same way."""
+batches: on capacity that interactive requests leave idle, owners taking turns, checked and paid for in the same way."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import orjson
 
 from appliance.controller.access.model_access import why_not_asked
+from appliance.controller.batches import share
 from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
 from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
@@ -44,7 +47,11 @@ class ModelAnswers:
         self._context, self._db = context, context.db
         self._metering = metering
         self._asking: Counter[str] = Counter()
-        self._flying: Counter[str] = Counter()  # by the model on whose engines they are
+        # By the model on whose engines they are, or are to be: owners of those that are there; of those that wait for a
+        # place, their keys with the owners of these.
+        self._flying: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._waiting: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+        self._last_sent: dict[str, int] = {}
         self._turns: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore] = WeakValueDictionary()
         self._held_until_s: dict[str, float] = {}  # keys whose limits held a question back, on the monotonic clock
 
@@ -69,7 +76,8 @@ class ModelAnswers:
         finally:
             self._asking -= Counter([model])
             if not self._asking:
-                self._held_until_s.clear()
+                for kept in (self._held_until_s, self._last_sent, self._flying, self._waiting):
+                    kept.clear()
             self._tell_wants()
 
     def _turn(self, key_id: str | None, model: str) -> asyncio.Semaphore:
@@ -80,19 +88,10 @@ class ModelAnswers:
     ) -> EngineAnswer | str:
         question, deaths = new_id("req_"), Deaths()
         tokens = len(orjson.dumps(body)) // BYTES_PER_TOKEN
-        key, asks_again_s = None, 0.0
         while True:
-            now_s = time.monotonic()
-            has_room = now_s >= self._held_until_s.get(key_id or "", 0.0) and self._room(model)
-            if has_room or now_s >= asks_again_s:
-                # Not all at once.
-                asks_again_s = now_s + REFUSED_EVERY_S * random.uniform(0.5, 1.5)  # noqa: S311
-                key = keys.find(self._db, key_id) if key_id is not None else None
-                if refused := self._refused(key_id, key, model, url, expires_s):
-                    return refused
-            if not has_room or self._is_held(key, tokens, now_s):
-                await self._context.batch_engines.changed(LOOK_EVERY_S)
-                continue
+            key = await self._place(key_id, model, url, tokens, expires_s)
+            if isinstance(key, str):
+                return key
             try:
                 alone = deaths.goes_alone(question)
                 answer, sent = await self._sent(key, model, url, salted(body, key.owner if key else ""), alone)
@@ -105,6 +104,26 @@ class ModelAnswers:
             charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s, silent=silent)
             self._metering.charge(key, model, [charge])
             return answer
+
+    async def _place(
+        self, key_id: str | None, model: str, url: str, tokens: int, expires_s: float
+    ) -> KeyRow | None | str:
+        """Waits until it may go to an engine, and charges its key's limits then. Returns its key, or why it may not."""
+        key = keys.find(self._db, key_id) if key_id is not None else None
+        asker, asks_again_s = (key_id or "", key.owner if key else ""), 0.0
+        with self._counted(self._waiting, model, asker):
+            while True:
+                now_s = time.monotonic()
+                has_room = now_s >= self._held_until_s.get(asker[0], 0.0) and self._room(model, asker)
+                if has_room or now_s >= asks_again_s:
+                    # Not all at once.
+                    asks_again_s = now_s + REFUSED_EVERY_S * random.uniform(0.5, 1.5)  # noqa: S311
+                    key = keys.find(self._db, key_id) if key_id is not None else None
+                    if refused := self._refused(key_id, key, model, url, expires_s):
+                        return refused
+                if has_room and not self._is_held(key, tokens, now_s):
+                    return key
+                await self._context.batch_engines.changed(LOOK_EVERY_S)
 
     def _is_held(self, key: KeyRow | None, tokens: int, now_s: float) -> bool:
         """Whether its key's limits hold it back; charges them if not."""
@@ -124,25 +143,43 @@ class ModelAnswers:
         refusal = self._metering.refusal(key, model, expires_s)
         return str(refusal.body["error"]["message"]) if refusal is not None else ""
 
-    def _room(self, model: str) -> bool:
+    def _room(self, model: str, asker: tuple[str, str]) -> bool:
+        """Whether a question of this key and owner is among those whose turn it is."""
         engines = self._context.batch_engines
-        return engines.room(model).lines > self._flying[engines.host(model)]
+        host = engines.host(model)
+        flying, waiting = self._flying[host], self._waiting[host]
+        free = engines.room(model).lines - flying.total()
+        if free <= 0 or len(waiting) < 2:
+            return free > 0
+        wanting: Counter[str] = Counter()
+        for (key_id, owner), number in waiting.items():
+            if key_id == asker[0] or key_id not in self._held_until_s:
+                wanting[owner] += number
+        return share.slots(free, wanting, flying, self._last_sent)[asker[1]] > 0
+
+    @contextmanager
+    def _counted(self, among: defaultdict[str, Counter[Any]], model: str, one: Any) -> Iterator[None]:
+        host = self._context.batch_engines.host(model)
+        among[host][one] += 1
+        try:
+            yield
+        finally:
+            among[host] -= Counter([one])
 
     async def _sent(
         self, key: KeyRow | None, model: str, url: str, body: dict[str, Any], alone: bool
     ) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned."""
         sent, engines = Sent(url, body, len(orjson.dumps(body)), time.monotonic()), self._context.batch_engines
-        owner, host = key.owner if key else "", engines.host(model)
-        self._flying[host] += 1
+        owner = key.owner if key else ""
+        self._last_sent[owner] = max(self._last_sent.values(), default=0) + 1
         try:
-            return await engines.send(model, url, body, new_id("req_"), owner=owner, alone=alone), sent
+            with self._counted(self._flying, model, owner):
+                return await engines.send(model, url, body, new_id("req_"), owner=owner, alone=alone), sent
         except asyncio.CancelledError:
             # A caller who gives up pays for what was computed meanwhile.
             self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))
             raise
-        finally:
-            self._flying -= Counter([host])
 
     def _tell_wants(self) -> None:
         self._context.batch_engines.wants(list(self._asking), ASKER)

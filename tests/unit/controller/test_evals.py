@@ -748,7 +748,7 @@ async def test_of_what_one_key_asks_a_model_few_wait_for_it(control: Control, mo
     looks: list[str] = []
     models = control.app.state.evaluations._answers
     room = models._room
-    monkeypatch.setattr(models, "_room", lambda model: looks.append(model) or False)
+    monkeypatch.setattr(models, "_room", lambda model, asker: looks.append(model) or False)
     body = {"model": "starter", "messages": []}
     asking = [asyncio.create_task(models.ask(key_id, body, 60)) for _ in range(4 * model_answers.MAX_OF_A_KEY)]
     await asyncio.sleep(0)
@@ -768,7 +768,7 @@ async def test_who_waits_for_an_engine_looks_for_room_and_for_nothing_else(
     waiting = control.app.state.evaluations._answers
     looks, refusals = list[str](), list[str]()
     refused = waiting._refused
-    monkeypatch.setattr(waiting, "_room", lambda model: looks.append(model) or False)
+    monkeypatch.setattr(waiting, "_room", lambda model, asker: looks.append(model) or False)
     monkeypatch.setattr(waiting, "_refused", lambda *asked: (refusals.append(asked[2]), refused(*asked))[1])
 
     async def asked_until(looked: int) -> asyncio.Task[Any]:
@@ -807,6 +807,29 @@ async def test_questions_share_the_places_of_engines_by_whatever_names_they_ask_
     assert {told.status for told in await asyncio.gather(*asking)} == {200} and not waiting._flying
 
 
+async def test_owners_take_turns_at_engines_however_much_one_of_them_asks(control: Control):
+    """Who had asked first went first: with many names of the same engines, or jobs, one owner had hundreds of questions
+    in front of another's."""
+    engine, waiting = control.context.batch_engines, control.app.state.evaluations._answers
+    engine.lines, told = 0, list[str]()
+
+    async def rule(body: dict[str, Any]) -> None:
+        told.append(body["messages"][0]["content"])
+
+    engine.rule = rule
+    keys_of = {owner: control.as_key(owner) for owner in ("carol", "dave")}
+
+    def ask(owner: str) -> asyncio.Task[Any]:
+        body = {"model": "starter", "messages": [{"role": "user", "content": owner}]}
+        return asyncio.create_task(waiting.answer(keys_of[owner], model_answers.URL, body, 60))
+
+    asking = [ask(owner) for owner in ["carol"] * 8 + ["dave"] * 2]
+    await asyncio.sleep(0)
+    engine.lines = 1
+    assert {one.status for one in await asyncio.gather(*asking)} == {200}
+    assert told[:4].count("dave") == 2, told
+
+
 async def test_limits_that_hold_back_a_keys_questions_are_asked_once_for_all(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
@@ -816,7 +839,7 @@ async def test_limits_that_hold_back_a_keys_questions_are_asked_once_for_all(
     monkeypatch.setattr(model_answers, "LIMITED_EVERY_S", 3600.0)
     room, looks, asked, refusals = waiting._room, list[str](), list[int](), list[str]()
     refused, is_limited = waiting._refused, True
-    monkeypatch.setattr(waiting, "_room", lambda model: looks.append(model) or room(model))
+    monkeypatch.setattr(waiting, "_room", lambda model, asker: looks.append(model) or room(model, asker))
     monkeypatch.setattr(waiting, "_refused", lambda *told: (refusals.append(told[2]), refused(*told))[1])
     monkeypatch.setattr(
         waiting._metering, "waits_for", lambda key, tokens: asked.append(tokens) or ("its limit" if is_limited else "")
