@@ -117,6 +117,7 @@ def _key(
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": spent_until_s(db, row, now_s),
+        "quota": min((one for one in (row.tokens_per_day, row.tokens_per_month) if one is not None), default=None),
         "sessions": sessions,
     }
     given = {name: value for name, value in limits.items() if value is not None}

@@ -117,11 +117,12 @@ class OwnerUse:
 
 
 class KeyUse:
-    """The buckets of one key's own limits, and what its owner has open."""
+    """The buckets of one key's own limits, what its owner has open, and how many tokens its open requests may take."""
 
     def __init__(self, owner: OwnerUse) -> None:
         self.owner = owner
         self.allowance: Allowance | None = None
+        self.under_way = 0
 
 
 def duration(seconds: float) -> bytes:

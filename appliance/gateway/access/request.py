@@ -25,7 +25,8 @@ class Request:
 
     replica, model_version: its last placement, empty before; the version as the engine names it, once it answers.
     stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only if traces are
-    exported. estimated_tokens: charged to its key's allowance; tokens: its cost as the engine reported it.
+    exported. estimated_tokens: charged to its key's allowance; under_way: counted against its key's quota while it is
+    open; tokens: its cost as the engine reported it.
     rate_headers: the answer's headers about that allowance; more_headers: what else its head asks for
     (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, weight: as how
     many, streams: as a stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine
@@ -55,6 +56,7 @@ class Request:
     stream_events: int = 0
     trace: bytes = b""
     estimated_tokens: int = 0
+    under_way: int = 0
     rate_headers: Pairs = ()
     more_headers: Pairs = ()
     head_only: bool = False

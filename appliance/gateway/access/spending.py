@@ -141,6 +141,12 @@ class Spending:
         if checked.stream and use.owner.streams >= limits.owner_streams:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("streams", limits.owner_streams)
+        caller = request.caller
+        quota = None if caller is None or caller.quota is None else max(1, caller.quota // self._workers)
+        # What it costs is known only at its end: all that a key had open at once went past its quota. One alone may.
+        if quota is not None and use.under_way and use.under_way + checked.tokens > quota:
+            self._events["concurrency_limited"] += 1
+            raise errors.too_much_of_a_quota(use.under_way, checked.tokens, quota)
         allowance = use.allowance
         if allowance is not None:
             refused = allowance.take_tokens(checked.tokens, time.monotonic())
@@ -155,6 +161,8 @@ class Spending:
         use = request.use
         assert use is not None
         use.owner.requests += checked.weight
+        use.under_way += checked.tokens
+        request.under_way = checked.tokens
         request.counted = True
         request.weight = checked.weight
         request.asked = checked.asked
@@ -167,6 +175,7 @@ class Spending:
         assert use is not None
         request.counted = False
         use.owner.requests -= request.weight
+        use.under_way -= request.under_way
         if request.streams:
             use.owner.streams -= 1
 

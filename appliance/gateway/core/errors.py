@@ -245,6 +245,17 @@ def too_many_at_once(what: str, limit: int) -> HttpError:
     )
 
 
+def too_much_of_a_quota(open_tokens: int, more: int, limit: int) -> HttpError:
+    return HttpError(
+        429,
+        f"Requests of this API key that are under way may take {open_tokens} tokens, and this one {more}; together it "
+        f"may be {limit} at once, by its quota. Please try again when one of them has ended.",
+        kind="tokens",
+        code="rate_limit_exceeded",
+        retry_after_s=1,
+    )
+
+
 def quota_spent(until: str) -> HttpError:
     """No Retry-After: the quota renews in hours, and clients should not wait for that."""
     return HttpError(

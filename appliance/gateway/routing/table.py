@@ -27,8 +27,8 @@ class Caller:
 
     owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
-    renews, None while quota is left. cache_salt: separates its owner's prefixes from other owners' in an engine's
-    cache; salt_field: the same as a field of a request's body.
+    renews, None while quota is left; quota: tokens of the smaller of its quotas, None without one. cache_salt:
+    separates its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a request's body.
     """
 
     id: str
@@ -42,6 +42,7 @@ class Caller:
     owner: str = ""
     cache_salt: bytes = b""
     salt_field: bytes = b""
+    quota: int | None = None
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -259,6 +260,7 @@ def _caller(digest: str, row: Any) -> Caller:
         owner,
         salt,
         salt_field(salt),
+        _limit(row.get("quota"), f"{where}.quota"),
     )
 
 

@@ -95,6 +95,30 @@ async def test_a_used_up_quota_says_when_it_is_renewed(box: Box) -> None:
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
+async def test_requests_that_are_open_take_no_more_than_a_quota(start_box: Start) -> None:
+    """What an answer costs is known at its end: with 64 requests of eight choices at once a key of 500 tokens a day was
+    given 64 answers of eight, and could have been given 1,536."""
+    box = await start_box()
+    await box.engine("e0", hang)
+    box.serve("m", "e0")
+    box.limit(quota=500)
+    wires = [await box.connect() for _ in range(4)]
+    asked = chat(max_tokens=100, n=2)
+    for number, wire in enumerate(wires[:2], 1):
+        await wire.send(request_bytes("POST", "/v1/chat/completions", asked))
+        await engine_has(box, number)
+    refused = await box.ask("POST", "/v1/chat/completions", asked)
+    assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
+    assert "500 at once, by its quota" in refused.error["message"] and refused.headers["retry-after"] == "1"
+    wires[0].close()
+    use = use_of(box, KEY)
+    await box.until(lambda: use.requests == 1)
+    wires[1].close()
+    await box.until(lambda: use.requests == 0)
+    await wires[2].send(request_bytes("POST", "/v1/chat/completions", chat(max_tokens=4000)))
+    await engine_has(box, 3)  # one alone goes, whatever it may take
+
+
 async def test_models_that_a_key_may_not_call_do_not_exist_for_it(box: Box) -> None:
     box.serve("other", "e0")
     box.limit(models=["other"])
