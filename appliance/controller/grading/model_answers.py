@@ -76,8 +76,10 @@ class ModelAnswers:
         finally:
             self._asking -= Counter([model])
             if not self._asking:
-                for kept in (self._held_until_s, self._last_sent, self._flying, self._waiting):
-                    kept.clear()
+                self._held_until_s.clear()
+                self._last_sent.clear()
+                self._flying.clear()
+                self._waiting.clear()
             self._tell_wants()
 
     def _turn(self, key_id: str | None, model: str) -> asyncio.Semaphore:

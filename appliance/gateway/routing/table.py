@@ -28,7 +28,8 @@ class Caller:
     owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
     renews, None while quota is left; quota: tokens of the smaller of its quotas, None without one. cache_salt:
-    separates its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a request's body.
+    separates its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a
+    request's body.
     """
 
     id: str
