@@ -174,7 +174,11 @@ def test_a_text_that_is_too_long_is_not_read_to_its_end() -> None:
     params = TokenizeParams(max_total_tokens=2000)
     with pytest.raises(VLLMValidationError, match="maximum context length is 2000 tokens.*at least 2001 input tokens"):
         renderer._tokenize_prompt({"prompt": " " * 32_000 + "x" * 1_000_000}, params)
-    assert read == [16_000] * 3
+    assert read == [4096] * 9
+    read.clear()
+    with pytest.raises(VLLMValidationError, match="at least 2001 input tokens"):
+        renderer._tokenize_prompt({"prompt": "👩" * 15_000}, params)
+    assert read == [4096], "few characters, and many bytes"
     for text, tokens in (("x" * 1999, 1999), (" " * 100_000, 1)):
         assert len(renderer._tokenize_prompt({"prompt": text}, params)["prompt_token_ids"]) == tokens
 
