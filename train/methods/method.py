@@ -172,7 +172,7 @@ class Method(ABC):
         float32. `options`: TrainSpec.options. A method whose loss needs more than `loss` gets makes its own."""
         from train.methods.packed_objective import LogProbObjective
 
-        return LogProbObjective(model, partial(self.loss, options=options))
+        return LogProbObjective(model, partial(self.loss, options=options), self.sequences)
 
     def loss(
         self, log_probs: torch.Tensor, batch: dict[str, Any], options: Mapping[str, Any]
@@ -186,6 +186,13 @@ class Method(ABC):
         from train.methods.packed_objective import to_batch
 
         return to_batch(row, scale, device)
+
+    def hits(self, objective: torch.nn.Module) -> list[int]:
+        """Over the micro-batches since it was asked last: tokens to be learnt that were the likeliest ones, and all of
+        them; [0, 0] of a method that learns no given tokens."""
+        from train.methods.packed_objective import PackedObjective
+
+        return (objective.take_hits() if isinstance(objective, PackedObjective) else []) or [0, 0]
 
     def metrics(self, objective: torch.nn.Module) -> list[float]:
         """Sums over the micro-batches since it was asked last, one for each of `metric_names`; they are summed over all

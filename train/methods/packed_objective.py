@@ -40,6 +40,7 @@ class PackedObjective(nn.Module):
         self._fused = plain and not any(getattr(config, name, None) for name in _HEAD_EXTRAS)
         if self._fused:
             output.__class__ = head
+        self._hits: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._peaks: list[torch.Tensor] = []
 
@@ -48,6 +49,15 @@ class PackedObjective(nn.Module):
         self._sums.append(torch.stack(list(sums)) * scale)
         if peaks:
             self._peaks.append(torch.stack(list(peaks)))
+
+    def report_hits(self, right: torch.Tensor) -> None:
+        """Of one micro-batch: for each token that is to be learnt, whether it is the likeliest one, (n,) bool."""
+        self._hits.append(torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]))
+
+    def take_hits(self) -> list[int]:
+        """[tokens that were the likeliest, all of them] of what was reported since the last call; [] if nothing was."""
+        seen, self._hits = self._hits, []
+        return torch.stack(seen).sum(0).tolist() if seen else []
 
     def take_metrics(self) -> list[float]:
         """What was reported since the last call, added up; [] if nothing was."""
@@ -70,34 +80,41 @@ class PackedObjective(nn.Module):
         """(n, vocabulary) float32 of the n learnt positions, by the model's own forward."""
         return self.model(**_row(batch), logits_to_keep=batch["predict_at"]).logits[0].float()
 
-    def log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
-        """(n,) float32: the log-probability of each learnt token, for an objective whose head is a LogProbHead."""
+    def log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n,) float32: the log-probability of each learnt token, for an objective whose head is a LogProbHead; and
+        (n,) bool: whether it is the likeliest one."""
         allowed = batch.get("allowed")
         if self._fused:
-            return self.head(batch, allowed)
+            log_probs = self.head(batch, allowed)
+            return log_probs, self.model.get_output_embeddings().right
         logits = self.logits(batch) if allowed is None else only(self.logits(batch).clone(), allowed)
-        return -functional.cross_entropy(logits, batch["labels"], reduction="none")
+        log_probs = -functional.cross_entropy(logits, batch["labels"], reduction="none")
+        return log_probs, logits.detach().argmax(-1) == batch["labels"]
 
-    def sequence_log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
-        """(sequences,) float32: the log-probability of what is learnt of each sequence."""
+    def sequence_log_probs(self, batch: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(sequences,) float32: the log-probability of what is learnt of each sequence; and of each whether its tokens
+        are the likeliest ones."""
+        log_probs, right = self.log_probs(batch)
+        sizes = list(batch["sequence_sizes"])
         # Not index_add, whose order of addition differs from run to run on a GPU.
-        return torch.stack([part.sum() for part in self.log_probs(batch).split(list(batch["sequence_sizes"]))])
+        return torch.stack([part.sum() for part in log_probs.split(sizes)]), list(right.split(sizes))
 
 
 class LogProbObjective(PackedObjective):
     """For a loss that is a function of the log-probabilities of what is learnt. `loss(log_probs, batch)` returns what
-    `Method.loss` does."""
+    `Method.loss` does. sequences: of an example; its first is what an answer should be, and counted in `take_hits`."""
 
-    def __init__(self, model: PreTrainedModel, loss: Loss):
+    def __init__(self, model: PreTrainedModel, loss: Loss, sequences: int):
         super().__init__(model, LogProbHead)
-        self._loss = loss
+        self._loss, self._sequences = loss, sequences
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The row's loss times batch["scale"]; a float32 scalar. For a batch `as_reference`, what the model says of
         each sequence."""
-        log_probs = self.sequence_log_probs(batch)
+        log_probs, right = self.sequence_log_probs(batch)
         if batch.get("as_reference"):
             return log_probs
+        self.report_hits(torch.cat(right[:: self._sequences]))
         loss, values = self._loss(log_probs, batch)
         with torch.no_grad():
             self.report([each.sum() for each in values], batch["scale"])
@@ -106,9 +123,10 @@ class LogProbObjective(PackedObjective):
 
 class LogProbHead(nn.Linear):
     """The output head; called with labels it returns their log-probabilities in place of logits. wide: computed in
-    float32."""
+    float32. right: (n,) bool, which labels of the last call were the likeliest tokens."""
 
     wide = False
+    right: torch.Tensor
 
     def forward(
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, allowed: torch.Tensor | None = None
@@ -117,7 +135,8 @@ class LogProbHead(nn.Linear):
         `only` has it, leaves of the vocabulary; without labels the usual logits (..., vocabulary)."""
         if labels is None:
             return super().forward(hidden)
-        return _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed)
+        log_probs, self.right = _LinearLogProbs.apply(hidden, self.weight, labels, self.wide, allowed)
+        return log_probs
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -131,15 +150,18 @@ class _LinearLogProbs(torch.autograd.Function):
             hidden, weight = hidden.float(), weight.float()
         log_probs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(log_probs)
+        right = torch.empty(len(labels), dtype=torch.bool, device=hidden.device)
         for part in _chunks(hidden, weight):
-            logits = _logits(hidden[part], weight, allowed, part)
-            log_sums[part] = torch.logsumexp(logits, dim=-1)
-            log_probs[part] = logits.gather(1, labels[part, None])[:, 0] - log_sums[part]
+            logits, target = _logits(hidden[part], weight, allowed, part), labels[part, None]
+            log_sum, likeliest = log_sum_exp(logits)
+            log_sums[part], right[part] = log_sum[:, 0], (likeliest == target)[:, 0]
+            log_probs[part] = logits.gather(1, target)[:, 0] - log_sums[part]
         ctx.log_sums, ctx.wide, ctx.allowed = log_sums, wide, allowed
-        return log_probs
+        ctx.mark_non_differentiable(right)
+        return log_probs, right
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, _):
         hidden, weight, labels = ctx.saved_tensors
         dtypes = hidden.dtype, weight.dtype
         if ctx.wide:
@@ -160,6 +182,13 @@ class _LinearLogProbs(torch.autograd.Function):
         found = hidden_grad, None if weight_grad is None else weight_grad.total()
         gradients = (None if one is None else one.to(kind) for one, kind in zip(found, dtypes, strict=True))
         return *gradients, None, None, None
+
+
+def log_sum_exp(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch.logsumexp over the vocabulary, to the bit, and which token has the largest logit, (n, 1) each: it needs the
+    maximum anyway, so that the likeliest token costs next to nothing (benchmarks/results.md)."""
+    top, likeliest = logits.max(dim=-1, keepdim=True)
+    return (logits - top).exp_().sum(dim=-1, keepdim=True).log_().add_(top), likeliest
 
 
 def only(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class ReinforcementObjective(PackedObjective):
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Minus the sum of the surrogate over the row's learnt tokens, times batch["scale"]; float32 scalar."""
-        log_probs, advantages = self.log_probs(batch), batch["advantages"]
+        (log_probs, _), advantages = self.log_probs(batch), batch["advantages"]
         moved = log_probs - batch["sampled"]
         surrogate, cut = _weighted(log_probs, moved, advantages) if self._by_engine else _clipped(moved, advantages)
         with torch.no_grad():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from runtime.devices.kinds import in_host_memory
 from train.methods.head_gradient import HeadGradient, chunk_rows
-from train.methods.packed_objective import LogProbHead, PackedObjective
+from train.methods.packed_objective import LogProbHead, PackedObjective, log_sum_exp
 
 
 class SupervisedObjective(PackedObjective):
@@ -27,10 +27,14 @@ class SupervisedObjective(PackedObjective):
         """Sum over the row of the cross entropy of its learnt tokens, times batch["scale"]; a float32 scalar. For a
         batch `as_reference`, what the model says of each sequence."""
         if batch.get("as_reference"):
-            return self.sequence_log_probs(batch)
+            return self.sequence_log_probs(batch)[0]
         if self._fused:
-            return self.head(batch, batch["scale"])
-        return functional.cross_entropy(self.logits(batch), batch["labels"], reduction="sum") * batch["scale"]
+            loss = self.head(batch, batch["scale"])
+            self.report_hits(self.model.get_output_embeddings().right)
+            return loss
+        logits = self.logits(batch)
+        self.report_hits(logits.detach().argmax(-1) == batch["labels"])
+        return functional.cross_entropy(logits, batch["labels"], reduction="sum") * batch["scale"]
 
 
 class LossHead(LogProbHead):
@@ -42,7 +46,8 @@ class LossHead(LogProbHead):
         """hidden (n, width), labels (n,) int64 -> scalar; without a scale what a LogProbHead returns."""
         if labels is None or scale is None:
             return super().forward(hidden, labels)
-        return _LinearCrossEntropy.apply(hidden, self.weight, labels, scale)
+        loss, self.right = _LinearCrossEntropy.apply(hidden, self.weight, labels, scale)
+        return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -56,11 +61,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if need_hidden else None
         weight_grad = HeadGradient(hidden, vocabulary, rows) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        right = torch.empty(n, dtype=torch.bool, device=hidden.device)
         for start in range(0, n, rows):
             part = hidden[start : start + rows]
             target = labels[start : start + rows, None]
             logits = (part @ weight.t()).float()
-            log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
+            log_sum, likeliest = log_sum_exp(logits)
+            right[start : start + rows] = (likeliest == target)[:, 0]
             total += (log_sum - logits.gather(1, target)).sum()
             if not (need_hidden or need_weight):
                 continue
@@ -71,10 +78,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if need_hidden:
                 torch.mm(grad, weight, out=hidden_grad[start : start + rows])
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.total())
-        return total * scale
+        ctx.mark_non_differentiable(right)
+        return total * scale, right
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, _):
         hidden_grad, weight_grad = ctx.saved_tensors
         return (_times(hidden_grad, upstream), _times(weight_grad, upstream), None, None)
 

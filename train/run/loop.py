@@ -230,8 +230,7 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         with self._profiling.reading_input():
             rows = self.feed.rows()
-        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have left some
-            forget(self.engine.module)
+        self._forget_measured()
         self._forward_time.begin_step()
         self.leaving.begin()
         for turn, (number, row) in enumerate(rows, 1):
@@ -261,6 +260,11 @@ class Run:
         agreed = self._agree_and_report(loss, rate, total, started)
         self._profiling.after_step(self.step)
         return agreed
+
+    def _forget_measured(self) -> None:
+        """A step that was left may have left some."""
+        for forget in (self.method.hits, self.method.metrics, self.method.peaks):
+            forget(self.engine.module)
 
     def _leave_step(self) -> dict[str, Any]:
         """Collective: leave the current step; return the requested signal."""
@@ -334,9 +338,9 @@ class Run:
         signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
         # The other ranks of a tensor parallel group have the same values.
-        told = [0.0] * len(self.method.metric_names)
+        told = [0.0] * (2 + len(self.method.metric_names))
         if loss is not None and self.grid.tensor_rank == 0:
-            told = self.method.metrics(self.engine.module)
+            told = [*self.method.hits(self.engine.module), *self.method.metrics(self.engine.module)]
         sent_for = [float(signals[name]) for name in SIGNALS]
         took = [0.0] * self.world_size
         took[self.rank] = self._forward_time.seconds() if loss is not None else 0.0
@@ -346,8 +350,8 @@ class Run:
         comm.all_reduce(message)
         total, draft, *sent = message.tolist()
         found = {name: count > 0 for name, count in zip(SIGNALS, sent[: len(SIGNALS)], strict=True)}
-        names, rest = self.method.metric_names, sent[len(SIGNALS) :]
-        metrics = dict(zip(names, rest[: len(names)], strict=True))
+        names, (hits, learnt, *rest) = self.method.metric_names, sent[len(SIGNALS) :]
+        metrics = _accuracy(hits, learnt) | dict(zip(names, rest[: len(names)], strict=True))
         if loss is not None and self.method.peak_names:
             peaks = torch.tensor(self.method.peaks(self.engine.module), device=self.engine.device)
             comm.all_reduce(peaks, op=comm.ReduceOp.MAX)
@@ -413,10 +417,9 @@ class Run:
         if self.spec.validation_batches:
             packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
         scale = 1.0 / self.method.denominator(self.valid, packs)
-        # The loss, then the metrics of the method.
-        told = torch.zeros(1 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
-        for forget in (self.method.metrics, self.method.peaks):  # a step that was left may have left some
-            forget(self.engine.module)
+        # The loss, the tokens that were the likeliest and all of them, then the metrics of the method.
+        told = torch.zeros(3 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
+        self._forget_measured()
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
         turns, began_s, left = -(-len(packs) // self.grid.data_size), time.monotonic(), False
@@ -428,14 +431,16 @@ class Run:
             with torch.no_grad():
                 row = self.valid.row(packs[[index % len(packs)]])
                 part = self.engine(self.method.batch(row, scale, self.engine.device))
-            metrics = self.method.metrics(self.engine.module)
+            metrics = [*self.method.hits(self.engine.module), *self.method.metrics(self.engine.module)]
             if index < len(packs) and self.grid.tensor_rank == 0:
                 told += torch.tensor([part.item(), *metrics], device=told.device)
         self.engine.train()
         if left:
             return self._tell_validation(None)
         comm.all_reduce(told)
-        self._tell_validation(dict(zip(("loss", *self.method.metric_names), told.tolist(), strict=True)))
+        loss, hits, learnt, *metrics = told.tolist()
+        named = zip(self.method.metric_names, metrics, strict=True)
+        self._tell_validation({"loss": loss, **_accuracy(hits, learnt), **dict(named)})
 
     def _leaves_validation(self, left_s: float) -> bool:
         """Collective: whether the devices are wanted, and this validation would still take long, which rank 0 says."""
@@ -476,3 +481,8 @@ class Run:
 def _number(value: float) -> float | None:
     """The value if it is finite, as JSON requires; else None."""
     return value if math.isfinite(value) else None
+
+
+def _accuracy(hits: float, learnt: float) -> dict[str, float]:
+    """The share of the tokens to be learnt that were the likeliest ones."""
+    return {"mean_token_accuracy": hits / learnt} if learnt else {}

@@ -15,6 +15,8 @@ from appliance.cli.operations import LOOK_EVERY_S, Patience
 _MEASURED = (
     ("train_loss", "loss", ".4f"),
     ("valid_loss", "validation loss", ".4f"),
+    ("train_mean_token_accuracy", "accuracy", ".1%"),
+    ("valid_mean_token_accuracy", "validation accuracy", ".1%"),
     ("train_mean_reward", "reward", ".4f"),
     ("valid_mean_reward", "validation reward", ".4f"),
     ("reverse_kl", "reverse KL", ".4f"),

@@ -30,6 +30,10 @@ from train.methods.methods import METHODS
 log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
+_OF_TRAINING = ("loss", "mean_token_accuracy")
+"""Called "train_…" in a step's event, as OpenAI does."""
+_OF_VALIDATION = ("loss", "mean_token_accuracy", "mean_reward")
+"""Called "full_valid_…" where all of the file was read, as OpenAI does."""
 SNAPSHOT_EVENT_EVERY_S = 60
 
 
@@ -244,7 +248,8 @@ class JobEvents:
         reward = event.get("train_mean_reward")
         told = f"training loss={_shown(loss)}" if reward is None else f"mean reward={_shown(reward)}"
         text = f"Step {step}/{total}: {told}"
-        data = {key: value for key, value in event.items() if key not in ("event", "loss")} | {"train_loss": loss}
+        data = {key: value for key, value in event.items() if key not in ("event", *_OF_TRAINING)}
+        data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
@@ -260,7 +265,7 @@ class JobEvents:
         text = f"Step {step}/{row.total_steps}: {told}"
         known = ("event", "step", "total_steps")
         data = {"step": step, "total_steps": row.total_steps}
-        data |= {f"valid_{key}": value for key, value in event.items() if key not in known}
+        data |= _of_validation(row, {key: value for key, value in event.items() if key not in known})
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _anomaly(self, row: JobRow, event: dict[str, Any]) -> None:
@@ -368,7 +373,7 @@ class JobEvents:
                     model=row.output_model,
                     version=version,
                     step=step,
-                    metrics=self._losses_at(row.id, step),
+                    metrics=self._measured_at(row, step),
                     created_s=time.time(),
                 ),
             )
@@ -451,11 +456,13 @@ class JobEvents:
     def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
         """The rank is done; the job is done when its group reports it (`succeeded`), after all ranks have left."""
 
-    def _losses_at(self, job_id: str, step: int) -> dict[str, float]:
-        row = job_records.metric_at(self._db, job_id, step)
+    def _measured_at(self, job: JobRow, step: int) -> dict[str, float]:
+        row = job_records.metric_at(self._db, job.id, step)
         if row is None:
             return {}
-        found = {"train_loss": row.loss, "valid_loss": row.valid_loss, "full_valid_loss": row.valid_loss}
+        trained = {"loss": row.loss, **(row.measured or {})}
+        found = {f"train_{name}": value for name, value in trained.items()}
+        found |= _of_validation(job, {"loss": row.valid_loss, **(row.valid_measured or {})})
         return {name: value for name, value in found.items() if value is not None}
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
@@ -498,6 +505,14 @@ def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str,
     """What the job's method measures beside the loss, where the event has it."""
     found = {name: event.get(f"{prefix}{name}", event.get(name)) for name in METHODS[row.method].measured}
     return {name: value for name, value in found.items() if value is not None} or None
+
+
+def _of_validation(row: JobRow, found: dict[str, Any]) -> dict[str, Any]:
+    """What a validation has found by OpenAI's names, which has others for one of the whole file."""
+    told = {f"valid_{name}": value for name, value in found.items()}
+    if not (row.resolved or {}).get("validation_batches"):
+        told |= {f"full_valid_{name}": found[name] for name in _OF_VALIDATION if name in found}
+    return told
 
 
 _COLUMNS = {

@@ -68,8 +68,14 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     running = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert running.status == "running"
     for step in range(1, 11):
-        events.ingest(job_id, metrics(step, 3.0 - step / 10))
-    events.ingest(job_id, {"event": "validation", "step": 10, "loss": 2.5})
+        events.ingest(job_id, metrics(step, 3.0 - step / 10) | {"mean_token_accuracy": step / 16})
+    told = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0].data
+    assert (told["train_loss"], told["train_mean_token_accuracy"]) == (2.0, 0.625) and "mean_token_accuracy" not in told
+    events.ingest(job_id, {"event": "validation", "step": 10, "loss": 2.5, "mean_token_accuracy": 0.25})
+    told = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0].data
+    measured = {"valid_loss": 2.5, "valid_mean_token_accuracy": 0.25}
+    measured |= {f"full_{name}": value for name, value in measured.items()}
+    assert measured.items() <= told.items()
     events.ingest(job_id, published(10))
     row = jobs.get(control.db, job_id)
     assert (row.step, row.total_steps, row.loss, row.valid_loss) == (10, 20, 2.0, 2.5)
@@ -80,7 +86,9 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     # A checkpoint can be used before the job is done; the model itself cannot.
     (checkpoint,) = (await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data
     assert checkpoint.fine_tuned_model_checkpoint == f"{row.output_model}:ckpt-step-10"
-    assert (checkpoint.step_number, checkpoint.metrics.train_loss, checkpoint.metrics.valid_loss) == (10, 2.0, 2.5)
+    assert checkpoint.step_number == 10
+    measured |= {"train_loss": 2.0, "train_mean_token_accuracy": 0.625, "step": 10}
+    assert checkpoint.metrics.to_dict() == measured, "every field that OpenAI's type has"
     assert (await control.sdk.models.retrieve(checkpoint.fine_tuned_model_checkpoint)).owned_by == "org-local"
     assert row.output_model not in [model.id for model in (await control.sdk.models.list()).data]
 
@@ -152,6 +160,10 @@ async def test_the_table_of_a_job_has_what_its_method_measures(
     events.ingest(job_id, {"event": "validation", "step": 1, **validation})
     events.ingest(job_id, published(1))
     events.succeeded(job_id)
+    if method == "reinforcement":
+        (checkpoint,) = (await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data
+        found = checkpoint.metrics.to_dict()
+        assert [found[f"{part}_mean_reward"] for part in ("train", "valid", "full_valid")] == [0.5, 0.75, 0.75]
     (line,) = await table_of(control, job_id)
     assert {name: line[name] for name in columns} == columns
     assert "mismatch_kl" not in str(line)

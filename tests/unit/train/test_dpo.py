@@ -115,11 +115,26 @@ def test_it_computes_what_trl_computes(tmp_path, monkeypatch):
         # Sums of a hundred float32 numbers; the norm is rounded to 13 bits (train.state.fragments).
         assert [step["logps/chosen"], step["logps/rejected"]] == pytest.approx([chosen_logp, rejected_logp], abs=1e-4)
         assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert all(0 <= step["mean_token_accuracy"] <= 1 for step in steps)
     # Strictly greater: equal rewards are not success.
     assert [step["rewards/accuracies"] for step in steps[:2]] == [0.0, 1.0]
     first, *_, last = [event for event in told if event["event"] == "validation"]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and first["rewards/accuracies"] == 0.0
     assert last["loss"] < steps[6]["loss"] and last["rewards/accuracies"] == 1.0
+    assert 0 <= last["mean_token_accuracy"] <= 1
+
+
+def test_accuracy_is_of_the_preferred_output_alone(tmp_path):
+    objective = DPO.objective(load_model(tiny_spec(tmp_path)), {"beta": 0.1})
+    draw = np.random.default_rng(0)
+    sides = [(draw.integers(3, 250, size).astype(np.int32), np.arange(size) > 3) for size in (20, 30, 12, 40)]
+    batch = to_batch(build_row([sides], 128, 0, packing=True), 1.0, "cpu") | {"reference": torch.zeros(4)}
+    with torch.no_grad():
+        said = objective.logits(batch).argmax(-1)
+        preferred = torch.cat([torch.full((size,), side % 2 == 0) for side, size in enumerate(batch["sequence_sizes"])])
+        batch["labels"] = torch.where(preferred, said, (said + 1) % 250)
+        objective(batch)
+    assert objective.take_hits() == [preferred.sum(), preferred.sum()]
 
 
 def tiny_spec(tmp_path, **fields):

@@ -73,6 +73,28 @@ def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypa
         assert torch.allclose(gradient, wanted[name], rtol=1e-4, atol=1e-5), name
 
 
+@pytest.mark.parametrize("rows", [1000, 7])
+def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
+    monkeypatch.setattr(head_gradient, "HOST_LOGITS_BYTES", 4 * 384 * rows)
+    objective = SupervisedObjective(load_model(spec))
+    row = build_row([examples(6)], 512, 0, packing=True)
+    batch = to_batch(row, 1.0, "cpu")
+    with torch.no_grad():
+        # A third of what is to be learnt is what the model says.
+        said = objective.logits(batch).argmax(-1)
+        batch["labels"] = torch.where(torch.arange(len(said)) % 3 == 0, said, (said + 1) % 384)
+    objective(batch).backward()  # with gradients, which are made of the logits in their place
+    with torch.no_grad():
+        objective(batch)
+    right = -(-len(said) // 3)
+    assert objective.take_hits() == [2 * right, 2 * len(said)] and objective.take_hits() == []
+    with torch.no_grad():
+        objective._fused = False  # by the model's own forward
+        objective(batch)
+        objective(batch | {"as_reference": True})
+    assert objective.take_hits() == [right, len(said)]
+
+
 def test_what_stands_in_one_example_never_reaches_another(spec):
     objective = SupervisedObjective(load_model(spec))
     a, b, c = examples(3, seed=1)

@@ -328,7 +328,7 @@ def test_the_head_computes_in_float32_whatever_the_weights_are(tmp_path):
     _, row = rollout_row()
     objective = ReinforcementObjective(load_model(spec))
     batch = to_batch(row, 1.0, "cpu")
-    log_probs = objective.log_probs(batch)
+    log_probs = objective.log_probs(batch)[0]
     hidden = objective.model.get_decoder()(
         input_ids=batch["input_ids"], position_ids=batch["position_ids"], segments=batch["segments"], use_cache=False
     ).last_hidden_state[0, batch["predict_at"]]
@@ -364,7 +364,7 @@ def test_sampled_log_probabilities_are_those_that_the_loss_computes(tmp_path, mo
         advantages=np.ones(len(log_probs), np.float32),
         sampled=log_probs,
     )
-    assert objective.log_probs(to_batch(found, 1.0, "cpu")).detach().numpy() == pytest.approx(log_probs, abs=1e-4)
+    assert objective.log_probs(to_batch(found, 1.0, "cpu"))[0].detach().numpy() == pytest.approx(log_probs, abs=1e-4)
     # An answer depends on its own numbers alone: not on who is sampled beside it, nor on how many fit the memory.
     alone = sampled(objective.model, prompts[4:5], chances[4:5])
     assert torch.equal(alone.ids[0], made.ids[4])
@@ -432,7 +432,7 @@ def test_what_is_learnt_under_a_form_is_its_own_distribution(tmp_path, monkeypat
         allowed=lambda: allowed,
     )
     batch = to_batch(found, 1.0, "cpu")
-    computed = objective.log_probs(batch)
+    computed = objective.log_probs(batch)[0]
     assert computed.detach().numpy() == pytest.approx(log_probs, abs=1e-4)
     one_left = np.array([np.unpackbits(one.view(np.uint8)).sum() == 1 for one in allowed])
     assert 0 < one_left.sum() < len(one_left) and not log_probs[one_left].any()

@@ -147,6 +147,7 @@ function Acts({ job, onChange }) {
 // name has "valid_" before it, but for OpenAI's.
 const MEASURED = {
   "job.reward": ["train_mean_reward", "valid_mean_reward"],
+  "job.token_accuracy": ["train_mean_token_accuracy", "valid_mean_token_accuracy"],
   "job.reverse_kl": ["reverse_kl"],
   "job.answer_reverse_kl": ["answer_reverse_kl"],
   "job.accuracy": ["rewards/accuracies"],
