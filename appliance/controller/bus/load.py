@@ -87,11 +87,18 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
-    """Counts for one version since a canary began. owners: times of those that succeeded, by who asked."""
+    """Counts for one version since a canary began. owners: times of those that succeeded, by who asked; asked: by
+    owner, how many requests and how many of them failed."""
 
     requests: int = 0
     errors: int = 0
     owners: Mapping[str, Times] = field(default_factory=dict)
+    asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def without(self, owner: str) -> VersionLoad:
+        """Of all others; times are left out."""
+        requests, errors = self.asked.get(owner, (0, 0))
+        return VersionLoad(self.requests - requests, self.errors - errors)
 
     @property
     def times(self) -> Times:
@@ -231,7 +238,8 @@ def _version(row: Mapping[str, Any]) -> VersionLoad:
         )
         for owner, times in row["owners"].items()
     }
-    return VersionLoad(int(row["requests"]), int(row["errors"]), owners)
+    asked = {str(owner): (int(requests), int(errors)) for owner, (requests, errors) in row["asked"].items()}
+    return VersionLoad(int(row["requests"]), int(row["errors"]), owners, asked)
 
 
 def total(
@@ -289,6 +297,11 @@ def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
         {
             owner: a.owners.get(owner, Times()).plus(b.owners.get(owner, Times()))
             for owner in a.owners.keys() | b.owners.keys()
+        },
+        {
+            owner: (mine[0] + its[0], mine[1] + its[1])
+            for owner in a.asked.keys() | b.asked.keys()
+            for mine, its in [(a.asked.get(owner, (0, 0)), b.asked.get(owner, (0, 0)))]
         },
     )
 

@@ -1,14 +1,14 @@
 """Decides whether a canary is promoted, rolled back or watched further: a pure function of both versions' data.
 
 Errors are tested at every check, by Fisher's exact test (R. A. Fisher, 1922) with a threshold far below the usual 5 %,
-because there are many checks. Times are judged once the canary was watched long enough, so that an engine's first slow
-requests do not decide.
+because there are many checks: those of everybody, and those of everybody but who asked the canary most. Times are
+judged once the canary was watched long enough, so that an engine's first slow requests do not decide.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
@@ -67,13 +67,15 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"{stable.version} {stable.valid_loss:.4f}",
             )
     new, old = canary.load, stable.load
-    chance = chance_of_errors(new.errors, new.requests, old.errors, old.requests)
-    if chance < ERROR_CHANCE:
-        return Decision(
-            "roll back",
-            f"{canary.version} failed {new.errors} of {new.requests} requests, "
-            f"{stable.version} {old.errors} of {old.requests}",
-        )
+    # Whoever asked it thousands of times what it answers well hid what failed for others.
+    most = max(new.asked, key=lambda owner: new.asked[owner], default="")
+    for mine, its, but in ((new, old, ""), (new.without(most), old.without(most), ", but for who asked it most")):
+        if chance_of_errors(mine.errors, mine.requests, its.errors, its.requests) < ERROR_CHANCE:
+            return Decision(
+                "roll back",
+                f"{canary.version} failed {mine.errors} of {mine.requests} requests, "
+                f"{stable.version} {its.errors} of {its.requests}{but}",
+            )
     few = [
         f"{side.version} answered {side.load.requests} of {terms.min_requests} requests"
         for side in (canary, stable)
@@ -104,14 +106,24 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
 
 
 def pairs(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Times, Times]]:
-    """Times of each owner who has had enough answers of both versions; of all together where nobody has.
+    """Times of each owner who has had enough answers of both versions, and of all others together if those have.
 
     Owners are compared each with themselves, and more than half have to agree: who asks knows which version answers a
     conversation, and one of many could have it rolled back by asking for long answers where it was the new one."""
-    sides = [(times, old.get(owner, Times())) for owner, times in new.items()]
-    enough = [pair for pair in sides if min(sum(times.first_byte.values()) for times in pair) >= ENOUGH]
-    everybody = (reduce(Times.plus, new.values(), Times()), reduce(Times.plus, old.values(), Times()))
-    return enough or [everybody]
+    sides = {owner: (times, old.get(owner, Times())) for owner, times in new.items()}
+    enough = {owner: pair for owner, pair in sides.items() if _is_enough(pair)}
+    rest = _together(new, enough), _together(old, enough)
+    if not enough:
+        return [rest]
+    return [*enough.values(), *([rest] if _is_enough(rest) else [])]
+
+
+def _is_enough(pair: tuple[Times, Times]) -> bool:
+    return min(sum(times.first_byte.values()) for times in pair) >= ENOUGH
+
+
+def _together(of: Mapping[str, Times], but: Collection[str]) -> Times:
+    return reduce(Times.plus, (times for owner, times in of.items() if owner not in but), Times())
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:

@@ -39,11 +39,14 @@ class _Times:
 
 
 class _Version:
-    __slots__ = ("requests", "errors", "owners")
+    """asked: by owner, how many requests and how many of them failed."""
+
+    __slots__ = ("requests", "errors", "owners", "asked")
 
     def __init__(self) -> None:
         self.requests = self.errors = 0
         self.owners: defaultdict[str, _Times] = defaultdict(_Times)
+        self.asked: dict[str, tuple[int, int]] = {}
 
 
 class Comparison:
@@ -74,6 +77,8 @@ class Comparison:
             return
         counts = versions.setdefault(version, _Version())
         counts.requests += 1
+        asked, errors = counts.asked.get(owner, (0, 0))
+        counts.asked[owner] = asked + 1, errors + failed
         if failed:
             counts.errors += 1
         elif first_byte_s is not None:
@@ -82,8 +87,8 @@ class Comparison:
             times.duration[bucket(duration_s)] += 1
 
     def report(self) -> Mapping[str, Any]:
-        """{model: {"since_s", "versions": {version: {"requests", "errors", "owners": {owner: {"first_byte",
-        "duration"}}}}}}, the last two numbers of requests by bucket."""
+        """{model: {"since_s", "versions": {version: {"requests", "errors", "asked": {owner: [requests,
+        errors]}, "owners": {owner: {"first_byte", "duration"}}}}}}, the last two numbers of requests by bucket."""
         return {
             name: {
                 "since_s": self._canaries[name].since_s,
@@ -91,6 +96,7 @@ class Comparison:
                     version: {
                         "requests": counts.requests,
                         "errors": counts.errors,
+                        "asked": {owner: list(asked) for owner, asked in counts.asked.items()},
                         "owners": {owner: times.report() for owner, times in counts.owners.items()},
                     }
                     for version, counts in versions.items()

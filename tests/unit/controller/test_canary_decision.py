@@ -108,6 +108,32 @@ def test_one_owner_of_several_decides_nothing_by_the_times_of_his_answers() -> N
     assert verdict({owner: few for owner in "abcd"})[0] == "promote", "all together"
 
 
+def test_nobody_hides_what_fails_for_others() -> None:
+    """With 5,000 short requests of one owner, which knows what is answered by the canary, a version that failed four of
+    ten was promoted."""
+    times = {"a": Times({bucket(0.1): 100}, {bucket(1.0): 100})}
+
+    def verdict(**more: tuple[int, int]) -> tuple[str, str]:
+        asked = {"a": (10, 4), **more}
+        requests, errors = (sum(one[of] for one in asked.values()) for of in (0, 1))
+        load = VersionLoad(requests, errors, times, asked)
+        found = decide(Side("v2", load), Side("v1", VersionLoad(90, 0, times, {"a": (90, 0)})), TERMS, OVER_S)
+        return found.verdict, found.reason
+
+    assert verdict()[0] == "roll back"
+    assert verdict(b=(5000, 0)) == ("roll back", "v2 failed 4 of 10 requests, v1 0 of 90, but for who asked it most")
+
+
+def test_who_has_few_answers_is_heard_with_the_others_who_have() -> None:
+    """Of two hundred owners with a few answers each, and one who asked the new version for long ones, he alone was
+    asked."""
+    few = {f"owner {number}": Times({bucket(0.1): 3}, {bucket(1.0): 3}) for number in range(200)}
+    new = {"c": Times({bucket(0.1): 20}, {bucket(60.0): 20}), **few}
+    old = {"c": Times({bucket(0.1): 20}, {bucket(1.0): 20}), **few}
+    sides = (Side(name, VersionLoad(620, 0, times)) for name, times in (("v2", new), ("v1", old)))
+    assert decide(*sides, TERMS, OVER_S).verdict == "promote"
+
+
 def test_times_of_all_owners_are_shown_together() -> None:
     load = VersionLoad(6, 0, {"a": Times({1: 2}, {3: 2}), "b": Times({1: 1, 2: 3}, {9: 4})})
     assert load.times == Times({1: 3, 2: 3}, {3: 2, 9: 4})

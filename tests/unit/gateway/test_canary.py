@@ -109,6 +109,7 @@ async def test_answers_of_500_are_errors_and_of_400_are_not(start_box: Start) ->
         assert (await box.ask("POST", "/v1/chat/completions", asked(1) | {"seed": status})).status == status
     counts = load_report(box.state)["canaries"]["m"]["versions"]["v2"]
     assert (counts["requests"], counts["errors"]) == (3, 1)
+    assert list(counts["asked"].values()) == [[3, 1]]
     metrics = (await box.ask("GET", "/metrics")).body.decode()
     assert 'appliance_gateway_canary_errors{model="m",version="v2"} 1' in metrics
 
