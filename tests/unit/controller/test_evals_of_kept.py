@@ -161,7 +161,10 @@ async def test_what_is_too_long_to_be_judged_is_left_out(control: Control, monke
     await send(control, completion("chatcmpl-1"), completion("chatcmpl-2", text="x" * 5000))
     await send(control, copy(1), copy(2, previous=1))
     monkeypatch.setattr(entries, "MAX_BYTES", 4000)
+    read, find = list[str](), responses.find
+    monkeypatch.setattr(responses, "find", lambda db, one: (read.append(one), find(db, one))[1])
     assert await judged(control, await made(control), of_completions()) == ["1"]
+    assert read == ["chatcmpl-1"], "sixteen at once were read, of up to 20 MiB each, before they were left out"
     row = responses.find(control.db, name(2))
     assert row is not None
     monkeypatch.setattr(entries, "MAX_BYTES", row.bytes)
