@@ -7,8 +7,9 @@ import asyncio
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,8 +31,8 @@ URL = "/v1/chat/completions"
 ASKER = "graders"
 LOOK_EVERY_S = 0.5
 REFUSED_EVERY_S = 4.0
-"""Of what waits for an engine it is asked about this often whether it may still ask; all that wait look for room
-whenever anything changes: 384 questions, each with its key and its model, took the loop 70 ms every time."""
+"""Of what waits for an engine, or is at one, it is asked about this often whether it may still ask; all that wait look
+for room whenever anything changes: 384 questions, each with its key and its model, took the loop 70 ms every time."""
 LIMITED_EVERY_S = 0.5
 """The limits of a key that hold one of its questions back are asked for none of its others before that, in the order in
 which they came: 384 of one key that had its minute's requests took the loop 70 ms whenever anything changed."""
@@ -94,9 +95,15 @@ class ModelAnswers:
             key = await self._place(key_id, model, url, tokens, expires_s)
             if isinstance(key, str):
                 return key
+            owner = key.owner if key else ""
+            sending = self._sent(key, model, url, salted(body, owner), deaths.goes_alone(question))
+            with self._counted(self._flying, model, owner):
+                self._last_sent[owner] = max(self._last_sent.values(), default=0) + 1
+                asked = asyncio.create_task(sending)
+                if forbidden := await self._ended_while_allowed(asked, partial(self._forbidden, key_id, model, url)):
+                    return forbidden
             try:
-                alone = deaths.goes_alone(question)
-                answer, sent = await self._sent(key, model, url, salted(body, key.owner if key else ""), alone)
+                answer, sent = asked.result()
             except LineReturned as error:
                 self._metering.give_back(key, tokens)
                 if error.yielded or deaths.counted(question):
@@ -138,12 +145,28 @@ class ModelAnswers:
         return False
 
     def _refused(self, key_id: str | None, key: KeyRow | None, model: str, url: str, expires_s: float) -> str:
-        if keys.is_revoked(self._db, key_id):
-            return "the key that asks was revoked"
-        if why := why_not_asked(self._db, key_id, model, chats=url == URL):
+        if why := self._forbidden(key_id, model, url):
             return why
         refusal = self._metering.refusal(key, model, expires_s)
         return str(refusal.body["error"]["message"]) if refusal is not None else ""
+
+    def _forbidden(self, key_id: str | None, model: str, url: str) -> str:
+        if keys.is_revoked(self._db, key_id):
+            return "the key that asks was revoked"
+        return why_not_asked(self._db, key_id, model, chats=url == URL)
+
+    async def _ended_while_allowed(self, asked: asyncio.Task[Any], forbidden: Callable[[], str]) -> str:
+        """Returns when it has ended, or why it was ended: its key may not ask this any more."""
+        try:
+            while not asked.done():
+                await asyncio.wait([asked], timeout=REFUSED_EVERY_S * random.uniform(0.5, 1.5))  # noqa: S311
+                if not asked.done() and (why := forbidden()):
+                    return why
+            return ""
+        finally:
+            if not asked.done():
+                asked.cancel()
+                await asyncio.wait([asked])  # it pays
 
     def _room(self, model: str, asker: tuple[str, str]) -> bool:
         """Whether a question of this key and owner is among those whose turn it is."""
@@ -174,10 +197,8 @@ class ModelAnswers:
         """Raises LineReturned."""
         sent, engines = Sent(url, body, len(orjson.dumps(body)), time.monotonic()), self._context.batch_engines
         owner = key.owner if key else ""
-        self._last_sent[owner] = max(self._last_sent.values(), default=0) + 1
         try:
-            with self._counted(self._flying, model, owner):
-                return await engines.send(model, url, body, new_id("req_"), owner=owner, alone=alone), sent
+            return await engines.send(model, url, body, new_id("req_"), owner=owner, alone=alone), sent
         except asyncio.CancelledError:
             # A caller who gives up pays for what was computed meanwhile.
             self._metering.pay(self._metering.left(key.id if key else "", model, [sent]))

@@ -785,6 +785,31 @@ async def test_who_waits_for_an_engine_looks_for_room_and_for_nothing_else(
     assert "revoked" in (await asking).error, "it hears of it all the same"
 
 
+@pytest.mark.parametrize("ends", ["key", "model"])
+async def test_what_is_at_an_engine_ends_with_its_key_and_its_model(
+    control: Control, monkeypatch: pytest.MonkeyPatch, ends: str
+):
+    """Eight answers of an evaluation, each as long as a model may write, went on after their key was revoked."""
+    key_id, engine = control.as_key("carol"), control.context.batch_engines
+    waiting, begun, paid = control.app.state.evaluations._answers, asyncio.Event(), list[dict[str, Any]]()
+    monkeypatch.setattr(model_answers, "REFUSED_EVERY_S", 0.01)
+    monkeypatch.setattr(waiting._metering, "pay", paid.extend)
+
+    async def rule(_: dict[str, Any]) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    engine.rule = rule
+    asking = asyncio.create_task(waiting.ask(key_id, {"model": "starter", "messages": []}, 3600))
+    await begun.wait()
+    if ends == "key":
+        keys.revoke(control.db, key_id)
+    else:
+        keys.update(control.db, key_id, models=["another"])
+    assert ("revoked" if ends == "key" else "does not exist") in (await asking).error
+    assert not engine._at_once and not waiting._flying and [row["key"] for row in paid] == [key_id]
+
+
 async def test_questions_share_the_places_of_engines_by_whatever_names_they_ask_them(control: Control):
     key_id, engine = control.as_key("carol"), control.context.batch_engines
     engine.lines, engine.hosts, held = 2, {"starter@v1": "starter"}, asyncio.Event()
