@@ -106,6 +106,14 @@ class Root(typer.core.TyperGroup):
             raise typer.Exit(2) from error
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        from importlib import metadata  # 25 ms, which no other command needs
+
+        typer.echo(f"appliance {metadata.version('appliance')}")
+        raise typer.Exit()
+
+
 app = group("One box that fine-tunes and serves. `appliance COMMAND --help` explains each command with examples.")
 
 
@@ -137,6 +145,16 @@ def root(
             callback=completion.show_callback,
             expose_value=False,
             help="Print that completion instead.",
+        ),
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_say_version,
+            is_eager=True,
+            expose_value=False,
+            help="Say which release this command is of.",
         ),
     ] = False,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import typer.main
@@ -378,6 +379,10 @@ def test_short_forms():
         name: sorted(o for p in command.params for o in p.opts if len(o) == 2) for name, command in commands().items()
     }
     assert short["job logs"] == ["-f", "-o"] and short["status"] == ["-o", "-w"] and short["up"] == ["-d", "-o"]
+
+
+def test_the_command_says_which_release_it_is_of():
+    assert run("--version").stdout == f"appliance {metadata.version('appliance')}\n"
 
 
 @pytest.mark.parametrize("name", FROZEN)
