@@ -22,6 +22,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -49,6 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     die_with_parent()
+    # The kernel would write out the memory of an engine or rank that a library aborts, as NCCL's watchdog does:
+    # prompts and weights, gigabytes. Until that is done it holds its devices and seems to hang.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _redirect_output(options.log)
     configure_logging("warm parent")
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import resource
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ def echo(lifeline, args):
         {
             "echo": lambda **kw: {"args": args, "got": kw, "pid": os.getpid(), "preloaded_in": PRELOADED_IN},
             "let_go": lambda: LET_GO,
+            "core_bytes": lambda: resource.getrlimit(resource.RLIMIT_CORE),
             "env": lambda name: os.environ.get(name),
             "fail": fail,
             "later": lambda value: pool.submit(lambda: value * 2),

@@ -66,6 +66,12 @@ async def test_a_parent_lets_go_of_drivers_before_it_forks(warm, tmp_path):
     assert await child.stop(10)
 
 
+async def test_the_memory_of_what_is_aborted_is_written_nowhere(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    assert await child.call("core_bytes") == [0, 0]
+    assert await child.stop(10)
+
+
 async def test_exceptions_futures_and_events_travel(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     with pytest.raises(ChildError, match="ValueError: no good") as caught:
