@@ -4,6 +4,7 @@ time is computed, each step as long as one of SmolLM2-135M on one core."""
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -32,7 +33,8 @@ class Clock:
 
 
 class Engine:
-    """One scheduler, and the times at which each request got its tokens. paced: as this project has it, or as vLLM."""
+    """One scheduler, and the times at which each request got its tokens. paced: as this project has it, or as vLLM.
+    ahead: that of GPUs, which takes a step before the tokens of the one before are known."""
 
     def __init__(
         self,
@@ -43,9 +45,11 @@ class Engine:
         bounds_loads: bool = True,
         blocks: int = 4000,
         passes: bool = True,
+        ahead: bool = False,
     ) -> None:
         import torch
         from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
@@ -87,7 +91,7 @@ class Engine:
         memory = KVCacheConfig(
             num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
         )
-        made = FinishingScheduler if paced else Scheduler
+        made = AsyncScheduler if ahead else FinishingScheduler if paced else Scheduler
         self.scheduler = made(
             vllm_config=config,
             kv_cache_config=memory,
@@ -160,7 +164,7 @@ class Engine:
 
     def _with_room(self, name: str) -> Any:
         """A method of the scheduler; its schedule makes room first, if wanted."""
-        plain = getattr(FinishingScheduler, name)
+        plain = getattr(type(self.scheduler), name)
         if name == "schedule":
             plain = unfit_requests.looked_anew(plain)
         if name == "_handle_blocked_waiting_request":
@@ -285,6 +289,67 @@ def test_nobody_has_all_places_of_an_engine(tmp_path: Path, monkeypatch: pytest.
         engine.step()
         steps += 1
     assert not ended and steps < 500, "all are written to their end"
+
+
+class Ahead:
+    """As an engine on a GPU steps: the next step is scheduled, and given to the runner, before the tokens of this one
+    are known. Of vLLM's second runner here are the slots; the token that it writes is the place that it has."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.slots = scheduler, dict[str, list[int]]()
+        scheduler.use_v2_model_runner = True
+        self._on_its_way = deque[tuple[Any, dict[str, list[int]]]]()
+
+    def step(self) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output = self.scheduler.schedule()
+        self._on_its_way.append((output, self._computed(output)))
+        if len(self._on_its_way) == 2:
+            output, made = self._on_its_way.popleft()
+            told = {
+                "req_id_to_index": {name: at for at, name in enumerate(made)},
+                "sampled_token_ids": [*made.values()],
+            }
+            self.scheduler.update_from_output(output, ModelRunnerOutput(req_ids=[*made], **told))
+
+    def _computed(self, output: Any) -> dict[str, list[int]]:
+        for name in {*output.finished_req_ids, *output.preempted_req_ids}:
+            self.slots.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            self.slots[new.req_id] = [new.num_computed_tokens, len(new.prefill_token_ids)]
+        assert len(self.slots) <= PLACES, "the runner has no more slots"
+        made = {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            self.slots[name][0] += tokens
+            computed, known = self.slots[name]
+            made[name] = [computed] if computed >= known else []
+        return made
+
+
+def test_an_answer_that_gives_up_its_place_has_each_of_its_tokens_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU one of them is on its way when it does, and comes when it has no place any more."""
+    engine = Engine(tmp_path, monkeypatch, paced=True, ahead=True)
+    runner, asked = Ahead(engine.scheduler), list[Any]()
+
+    def ask(owner: str, name: str, most: int) -> None:
+        engine.ask(owner, name, 20, most)
+        asked.append(engine.scheduler.requests[name])
+
+    for one in range(PLACES + 8):
+        ask("many", f"long {one}", 120)
+    for turn in range(1000):
+        if turn % 20 == 10 and turn < 200:
+            ask(f"neighbour {turn % 3}", f"short {turn}", 3)
+        runner.step()
+        engine.clock.now_s += STEP_S
+        if not engine.scheduler.requests:
+            break
+    assert sum(one.num_preemptions for one in asked) > 3
+    for one in asked:
+        assert list(one.output_token_ids) == list(range(20, 20 + one.max_tokens)), one.request_id
 
 
 @pytest.mark.parametrize("adapters, given", [(1, 0), (2, 1)])
