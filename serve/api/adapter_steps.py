@@ -57,8 +57,6 @@ class Loads:
         full = len({one.lora_request.lora_int_id for one in running}) >= scheduler.lora_config.max_loras
         # Where all places are taken, room is made for who has none (serve.vllm.owner_places), and not for rollouts.
         have = {mark_of(ROLLOUTS), *(owner_in(one.priority) for one in running)} if full else set()
-        # Nor is one chosen that no step takes: nobody else's was loaded as long as it was.
-        kept = kept_waiting(scheduler, now_s)
         waiting = [
             (self._of_owners.get(mark, 0), request)
             for request in scheduler.waiting._heap
@@ -66,8 +64,11 @@ class Loads:
             and request.lora_request.lora_int_id not in self.there
             and (mark := owner_in(request.priority)) not in have
             and not Scheduler._is_blocked_waiting_status(request.status)
-            and not kept(request)
         ]
+        if waiting:
+            # Nor is one chosen that no step takes: nobody else's was loaded as long as it was.
+            kept = kept_waiting(scheduler, now_s)
+            waiting = [one for one in waiting if not kept(one[1])]
         if waiting:
             self._chosen = min(waiting)[1].lora_request.lora_int_id
 

@@ -78,10 +78,11 @@ def give_turns(scheduler: Scheduler) -> None:
     have = {owner_in(request.priority) for request in scheduler.running}
     have.add(mark_of(ROLLOUTS))
     firsts, others = dict[int, Request](), list[Request]()
+    adapter_fits = _adapter_fits(scheduler, scheduler.running)
     for request in waiting._heap:
         if (mark := owner_in(request.priority)) in have:
             others.append(request)
-        elif (mark not in firsts or request < firsts[mark]) and may_run(request) and _adapter_fits(scheduler, request):
+        elif (mark not in firsts or request < firsts[mark]) and may_run(request) and adapter_fits(request):
             firsts[mark] = request
     if not firsts or not others:
         return
@@ -103,13 +104,14 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
         return
     of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
     newest = min(of_greatest, key=lambda request: (request.num_tokens, -request.arrival_time))
+    adapter_fits = _adapter_fits(scheduler, [request for request in scheduler.running if request is not newest])
     without = [
         request
         for request in waiting._heap
         if (mark := owner_in(request.priority)) not in have
         and now_s - made.get(mark, -AGAIN_S) >= AGAIN_S
         and may_run(request)
-        and _adapter_fits(scheduler, request, newest)
+        and adapter_fits(request)
     ]
     if not without:
         return
@@ -170,15 +172,19 @@ def _exchange(scheduler: Scheduler, first: Request, gone: list[Request], now_s: 
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
-def _adapter_fits(scheduler: Scheduler, request: Request, gone: Request | None = None) -> bool:
-    """Whether the batch without `gone` has room for the adapter of `request`, and may load it. Otherwise the scheduler
-    would pass it over, and `gone` would have given up its place for nothing."""
-    if not scheduler.lora_config or not request.lora_request:
-        return True
-    adapter = request.lora_request.lora_int_id
-    there = {one.lora_request.lora_int_id for one in scheduler.running if one is not gone and one.lora_request}
-    fits = adapter in there or len(there) < scheduler.lora_config.max_loras
-    return fits and loads_of(scheduler).takes(adapter)
+def _adapter_fits(scheduler: Scheduler, batch: list[Request]) -> Callable[[Request], bool]:
+    """Whether `batch` has room for the adapter of a request, and may load it. Otherwise the scheduler would pass it
+    over, and who made room for it would have given up a place for nothing."""
+    there = {one.lora_request.lora_int_id for one in batch if one.lora_request}  # once, not for each that waits
+
+    def fits(request: Request) -> bool:
+        if not scheduler.lora_config or not request.lora_request:
+            return True
+        adapter = request.lora_request.lora_int_id
+        room = adapter in there or len(there) < scheduler.lora_config.max_loras
+        return room and loads_of(scheduler).takes(adapter)
+
+    return fits
 
 
 def _move(scheduler: Scheduler, request: Request, place: int) -> None:

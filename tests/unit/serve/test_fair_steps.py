@@ -376,6 +376,31 @@ def test_no_place_is_given_to_a_request_whose_adapter_finds_none(
     assert engine.clock.now_s - began_s < 2, "the only place for an adapter goes round"
 
 
+def test_how_many_wait_for_an_adapter_makes_no_look_at_the_batch_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Batch(list[Any]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            self.looks += 1
+            return super().__iter__()
+
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=1, max_cpu_loras=RESIDENT)
+    for one in range(4):
+        engine.ask("many", f"long {one}", 20, 400, adapter=1)
+    engine.step()
+    looks = []
+    for waiting in range(10):
+        engine.ask("neighbour", f"waits {waiting}", 20, 2, adapter=2)
+        engine.scheduler.running = Batch(engine.scheduler.running)
+        owner_places.give_turns(engine.scheduler)
+        owner_places.make_room(engine.scheduler, engine.clock.now_s)
+        looks.append(engine.scheduler.running.looks)
+    assert looks[-1] == looks[0] > 0
+
+
 def adapters_taken(engine: Engine, owners: list[str], *, makes_room: bool = True) -> float:
     """First token for an adapter of somebody else while these owners, one for each place for adapters, write long
     answers with theirs."""
