@@ -172,23 +172,59 @@ class CompletionTranscript(Transcript):
 def kept_completion(data: dict[str, Any]) -> CompletionTranscript | None:
     """The transcript of a checked chat request that says `store`; None for one that is not to be kept. Raises HttpError
     400."""
-    if not flag(data, "store"):
-        return None
     metadata = data.get("metadata")
+    if not flag(data, "store"):
+        if metadata is not None:
+            raise errors.bad_request(
+                "The 'metadata' parameter is only allowed when 'store' is enabled.", param="metadata"
+            )
+        return None
     if metadata is not None:
         _check_metadata(metadata)
     return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
 
 
 def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or len(metadata) > METADATA_PAIRS:
+    if not isinstance(metadata, dict):
+        raise _not("metadata", "an object", metadata)
+    if len(metadata) > METADATA_PAIRS:
         raise errors.bad_request(
-            f"Invalid value for `metadata`: expected an object of at most {METADATA_PAIRS} pairs.", param="metadata"
+            f"Invalid 'metadata': too many properties. Expected an object with at most {METADATA_PAIRS} properties, "
+            f"but got an object with {len(metadata)} properties instead.",
+            param="metadata",
+            code="object_above_max_properties",
         )
     for name, value in metadata.items():
-        if len(name) > METADATA_KEY_CHARS or not isinstance(value, str) or len(value) > METADATA_CHARS:
+        if len(name) > METADATA_KEY_CHARS:
             raise errors.bad_request(
-                f"Invalid value for `metadata`: expected names of at most {METADATA_KEY_CHARS} characters and texts of "
-                f"at most {METADATA_CHARS}.",
+                f"Invalid property name in 'metadata': {name[:METADATA_KEY_CHARS]!r}… is too long. Expected a name "
+                f"with maximum length {METADATA_KEY_CHARS}, but got a name with length {len(name)} instead.",
                 param="metadata",
+                code="string_above_max_length",
             )
+        if not isinstance(value, str):
+            raise _not(f"metadata.{name}", "a string", value)
+        if len(value) > METADATA_CHARS:
+            raise errors.bad_request(
+                f"Invalid 'metadata.{name}': string too long. Expected a string with maximum length {METADATA_CHARS}, "
+                f"but got a string with length {len(value)} instead.",
+                param=f"metadata.{name}",
+                code="string_above_max_length",
+            )
+
+
+_TYPES: Final = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def _not(param: str, wanted: str, given: Any) -> errors.HttpError:
+    """In OpenAI's words."""
+    got = _TYPES.get(type(given), "null")
+    message = f"Invalid type for '{param}': expected {wanted}, but got {got} instead."
+    return errors.bad_request(message, param=param, code="invalid_type")

@@ -203,7 +203,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         checked.weight = -(-len(inputs) // _INPUTS_OF_ONE)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
-    elif "store" in data and route.name == CHAT:
+    elif route.name == CHAT and ("store" in data or "metadata" in data):
         checked.transcript = kept_completion(data)
     return checked
 

@@ -4,6 +4,7 @@ without it is handled as ever."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ async def test_an_answer_is_stored_with_what_it_was_asked_with_and_passes_unchan
     assert copy == {"key": "key_all", "previous": None, "input": asked, "response": chat_answer()}
 
 
-@pytest.mark.parametrize("more", [{}, {"store": False}, {"store": None}, {"metadata": {"a": "b"}}])
+@pytest.mark.parametrize("more", [{}, {"store": False}, {"store": None}, {"metadata": None}])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_does_not_say_store_is_not_stored(front: Box, stream: bool, more: dict[str, Any]) -> None:
     assert (await front.ask("POST", URL, chat(stream=stream, **more))).status == 200
@@ -161,21 +162,30 @@ def test_a_stream_with_an_error_in_it_is_not_stored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "param", "says"),
     [
-        ("store", "yes"),
-        ("store", 1),
-        ("metadata", [1]),
-        ("metadata", {"a": 1}),
-        ("metadata", {"a" * 65: "b"}),
-        ("metadata", {"a": "b" * 513}),
-        ("metadata", {str(number): "" for number in range(17)}),
+        ("store", "yes", "store", "true or false"),
+        ("store", 1, "store", "true or false"),
+        ("store", False, "metadata", "The 'metadata' parameter is only allowed when 'store' is enabled."),
+        ("store", None, "metadata", "The 'metadata' parameter is only allowed when 'store' is enabled."),
+        ("metadata", [1], "metadata", "expected an object, but got an array instead"),
+        ("metadata", {"a": 1}, "metadata.a", "'metadata.a': expected a string, but got an integer instead"),
+        ("metadata", {"a": None}, "metadata.a", "but got null instead"),
+        ("metadata", {"a" * 65: "b"}, "metadata", "maximum length 64, but got a name with length 65"),
+        ("metadata", {"a": "b" * 513}, "metadata.a", "maximum length 512, but got a string with length 513"),
+        ("metadata", {str(number): "" for number in range(17)}, "metadata", "at most 16 properties"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(HttpError) as caught:
+def test_what_cannot_be_kept_is_refused_by_name(name: str, value: Any, param: str, says: str) -> None:
+    with pytest.raises(HttpError, match=re.escape(says)) as caught:
         kept_completion({"messages": [], **KEPT, name: value})
-    assert (caught.value.status, caught.value.param) == (400, name)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_metadata_without_store_is_refused_at_the_front() -> None:
+    body = json.dumps(chat(metadata={"use": "test"})).encode()
+    with pytest.raises(HttpError, match="only allowed when 'store' is enabled"):
+        check_body(EXACT[URL.encode()], body, Limits())
 
 
 def test_a_request_without_store_has_no_transcript() -> None:
