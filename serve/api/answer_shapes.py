@@ -1,11 +1,13 @@
-"""Answers have the shapes of the APIs they speak, where vLLM 0.32 differs: Anthropic's messages and OpenAI's responses.
+"""Answers have the shapes of the APIs they speak, where vLLM 0.32 differs: Anthropic's messages, OpenAI's responses and
+calls of tools in OpenAI's chat.
 
 Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a
 conversation that ends with the assistant's own text is continued from there; `thinking` asks nothing of a model that
 vLLM sees no reasoning of, as clients set it for every model. OpenAI's: a stream of /v1/responses that
 `max_output_tokens` cut off ends with `response.incomplete`; null is OpenAI's default for `background` and `truncation`,
 where vLLM fails once the answer is complete; ids of calls begin with `call_`; `tool_choice` of an answer without tools
-is OpenAI's default "auto", where vLLM writes "none".
+is OpenAI's default "auto", where vLLM writes "none". In chat, the `content` beside a call that the client demanded
+(`tool_choice` "required" or a tool's name) is null, in a stream too, where vLLM writes an empty text.
 
 A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
 the client speaks. By itself vLLM writes it for chat and completions alone: under /v1/messages it is an event of a type
@@ -22,6 +24,7 @@ from typing import Any, Literal
 
 from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.responses import api_router as response_routes
 from vllm.entrypoints.openai.responses import serving as responses
 from vllm.entrypoints.serve.exception_handling import error_response
@@ -34,6 +37,7 @@ _ERROR = 'data: {"error"'
 _CALL_ID, _TOOL_USE_ID = "call_", "toolu_"
 # Inside a JSON text a quote is escaped, so this is never what a model wrote.
 _STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID = f'"id":"{_CALL_ID}', f'"id":"{_TOOL_USE_ID}'
+_EMPTY_TEXT, _NO_TEXT = '"content":""', '"content":null'
 _OTHER_ERROR = "event: error\n"
 
 log = init_logger("vllm.appliance.answer_shapes")
@@ -46,6 +50,9 @@ class ResponseIncompleteEvent(responses.ResponseCompletedEvent):
 def apply() -> None:
     """Call once per process, before vLLM makes its routes."""
     name_calls()
+    chat = OpenAIServingChat
+    chat._create_chat_message = _null_beside_calls(chat._create_chat_message)
+    chat.chat_completion_stream_generator = _streams_null_beside_calls(chat.chat_completion_stream_generator)
     anthropic.AnthropicMessagesResponse.model_post_init = _own_id
     served = AnthropicServingMessages
     served._build_base_request = classmethod(_continues(vars(served)["_build_base_request"].__func__))
@@ -69,6 +76,29 @@ def _call_id(id_type: str = "random", func_name: str | None = None, idx: int | N
     if id_type == "kimi_k2":
         return f"functions.{func_name}:{idx}"
     return f"call_{random_uuid()}"  # type: ignore[name-defined]  # noqa: F821
+
+
+def _null_beside_calls(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        message = create(*args, **kwargs)
+        if message.tool_calls and message.content == "":
+            message.content = None
+        return message
+
+    return run
+
+
+def _streams_null_beside_calls(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a stream in which a call was demanded: whether another one calls a tool is not known when it begins."""
+
+    @functools.wraps(generate)
+    async def run(self: OpenAIServingChat, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        demanded = bool(request.tools) and request.tool_choice not in (None, "none", "auto")
+        async for event in generate(self, request, *args, **kwargs):
+            yield event.replace(_EMPTY_TEXT, _NO_TEXT) if demanded else event
+
+    return run
 
 
 def _own_id(message: anthropic.AnthropicMessagesResponse, context: Any) -> None:

@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
+    ChatMessage,
 )
 from vllm.renderers import chat_utils
 
@@ -113,6 +114,28 @@ async def test_calls_of_anthropics_form_have_ids_of_its_own(shaped):
     assert written == '{"a":1}', "vLLM finds a piece's call by the id"
     quoted = chunk({"content": 'say "id":"call_1'})
     assert "call_1" in "".join([event async for event in shaped([CHUNKS[0], quoted])]), "what a model wrote"
+
+
+def test_beside_a_call_that_says_nothing_the_content_is_null():
+    create = answer_shapes._null_beside_calls(lambda **fields: ChatMessage(role="assistant", **fields))
+    for content, calls, told in (("", [CALL], None), ("x", [CALL], "x"), ("", [], "")):
+        assert create(content=content, tool_calls=calls).model_dump()["content"] == told
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [("required", None), ({"type": "function", "function": {"name": "f"}}, None), ("auto", ""), (None, "")],
+)
+async def test_so_it_is_in_a_stream_in_which_a_call_was_demanded(choice, told):
+    tools = [{"type": "function", "function": F}]
+    body = {"model": "m", "messages": OLDER["messages"][:1], "tools": tools, "tool_choice": choice}
+    request = ChatCompletionRequest.model_validate(body)
+    written = chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"content":""}'}}]})
+    convert = answer_shapes._streams_null_beside_calls(lambda self, request: stream([*CHUNKS, written]))
+    events = [event async for event in convert(None, request)]
+    deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events if "DONE" not in event]
+    assert [delta["content"] for delta in deltas if "content" in delta] == [told, told]
+    assert deltas[-1]["tool_calls"][0]["function"]["arguments"] == '{"content":""}', "what the model wrote"
 
 
 def test_ids_of_calls_begin_as_openais_wherever_they_are_made():
