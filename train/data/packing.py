@@ -36,7 +36,7 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_g
 @dataclass(frozen=True)
 class StepPlan:
     """The endless stream of packs (epoch after epoch, each shuffled again unless `shuffled` is false) cut into steps of
-    `batch_size`."""
+    `batch_size`. Of the last step only what belongs to `n_epochs` counts: an epoch is each pack once."""
 
     n_packs: int
     batch_size: int
@@ -71,6 +71,14 @@ class StepPlan:
         orders = {int(epoch): self._order(int(epoch)) for epoch in np.unique(epochs)}
         return np.array([orders[int(e)][p % self.n_packs] for e, p in zip(epochs, positions, strict=True)])
 
+    def counted(self, step: int) -> int:
+        """How many of the first packs of this step are learnt from; those behind them fill it up."""
+        return min(self.batch_size, self.n_packs * self.n_epochs - step * self.batch_size)
+
+    def learnt_in_step(self, step: int) -> np.ndarray:
+        """The packs of this step that count."""
+        return self.packs_of_step(step)[: self.counted(step)]
+
     def micro_batches(self, step: int, rank: int, world_size: int) -> list[tuple[int, np.ndarray]]:
         """(number within the step, pack indices) of the micro-batches that `rank` computes in `step`."""
         packs = self.packs_of_step(step).reshape(-1, self.micro_batch)
@@ -90,6 +98,7 @@ class Row:
     learnt and that token. segments: (start, end) of each sequence; the rest of a pack is padding, a separate segment
     without labels. sequence_sizes: the number of labels of each sequence, one after the other in `labels`. reference:
     (sequences,) float32, what the starting model says of each (train.run.reference); None where it is not known.
+    weight: 1, or 0 where the row only fills a step, so that every rank computes equally many.
     """
 
     input_ids: np.ndarray
@@ -100,6 +109,7 @@ class Row:
     sequence_sizes: tuple[int, ...]
     n_tokens: int  # without padding
     reference: np.ndarray | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,11 @@ class PackedObjective(nn.Module):
         if peaks:
             self._peaks.append(torch.stack(list(peaks)))
 
-    def report_hits(self, right: torch.Tensor) -> None:
-        """Of one micro-batch: for each token that is to be learnt, whether it is the likeliest one, (n,) bool."""
-        self._hits.append(torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]))
+    def report_hits(self, right: torch.Tensor, scale: float) -> None:
+        """Of one micro-batch: for each token that is to be learnt, whether it is the likeliest one, (n,) bool. scale: 0
+        of a row that only fills a step."""
+        if scale:
+            self._hits.append(torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]))
 
     def take_hits(self) -> list[int]:
         """[tokens that were the likeliest, all of them] of what was reported since the last call; [] if nothing was."""
@@ -114,7 +116,7 @@ class LogProbObjective(PackedObjective):
         log_probs, right = self.sequence_log_probs(batch)
         if batch.get("as_reference"):
             return log_probs
-        self.report_hits(torch.cat(right[:: self._sequences]))
+        self.report_hits(torch.cat(right[:: self._sequences]), batch["scale"])
         loss, values = self._loss(log_probs, batch)
         with torch.no_grad():
             self.report([each.sum() for each in values], batch["scale"])

@@ -30,10 +30,10 @@ class SupervisedObjective(PackedObjective):
             return self.sequence_log_probs(batch)[0]
         if self._fused:
             loss = self.head(batch, batch["scale"])
-            self.report_hits(self.model.get_output_embeddings().right)
+            self.report_hits(self.model.get_output_embeddings().right, batch["scale"])
             return loss
         logits = self.logits(batch)
-        self.report_hits(logits.detach().argmax(-1) == batch["labels"])
+        self.report_hits(logits.detach().argmax(-1) == batch["labels"], batch["scale"])
         return functional.cross_entropy(logits, batch["labels"], reduction="sum") * batch["scale"]
 
 

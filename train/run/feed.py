@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from train.data.packing import Row, StepPlan
 from train.data.token_set import TokenSet
@@ -24,7 +27,7 @@ class Feed(Protocol):
         """What the loss of the step is divided by, the same on every rank."""
 
     def tokens(self) -> int:
-        """How many tokens the step reads, over all ranks."""
+        """How many tokens the step learns from, with those before them, over all ranks."""
 
     def told(self) -> dict[str, Any]:
         """Return further data of the step's event, the same on every rank."""
@@ -46,13 +49,17 @@ class DataFeed:
 
     def rows(self) -> list[tuple[int, Row]]:
         micro_batches = self._plan.micro_batches(self._step, self._grid.data_rank, self._grid.data_size)
-        return [(number, self._tokens.row(micro)) for number, micro in micro_batches]
+        return [(number, self._row(number, micro)) for number, micro in micro_batches]
+
+    def _row(self, number: int, packs: np.ndarray) -> Row:
+        learnt = packs[: max(0, self._plan.counted(self._step) - number * len(packs))]
+        return self._tokens.row(learnt) if len(learnt) else replace(self._tokens.row(packs), weight=0.0)
 
     def denominator(self) -> int:
-        return self._method.denominator(self._tokens, self._plan.packs_of_step(self._step))
+        return self._method.denominator(self._tokens, self._plan.learnt_in_step(self._step))
 
     def tokens(self) -> int:
-        return self._tokens.tokens_in(self._plan.packs_of_step(self._step))
+        return self._tokens.tokens_in(self._plan.learnt_in_step(self._step))
 
     def told(self) -> dict[str, Any]:
         return {}

@@ -241,7 +241,7 @@ class Run:
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             with self._profiling.reading_input():
-                batch = self.method.batch(row, scale, self.engine.device)
+                batch = self.method.batch(row, scale * row.weight, self.engine.device)
             with self._forward_time.measured():
                 part = self.engine(batch)
             # Use a separate tensor: on the engine's own output DeepSpeed 0.19.8 divides by the accumulation steps even
@@ -309,7 +309,7 @@ class Run:
                 total_steps=total,
                 devices=self.world_size,
                 tokens=tokens,
-                epoch=self.step * self.spec.batch_size / len(self.train.packs),
+                epoch=min(self.spec.n_epochs, self.step * self.spec.batch_size / len(self.train.packs)),
                 **metrics,
                 rank_seconds=[round(one, 4) for one in agreed["rank_seconds"]],
                 **({"timing": {"step": timing}} if seconds else {}),

@@ -155,6 +155,9 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
     if made.room:
         text = f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step"
         emit("message", level="info", text=text)
+        if more := -len(train.packs) * spec.n_epochs % spec.batch_size:
+            text = f"the last step is filled up with {more} prompts of a further pass over the data (batch_size)"
+            emit("message", level="info", text=text)
         if effort := spec.options.get("reasoning_effort"):
             text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
             emit("message", level="warn", text=text)

@@ -95,6 +95,16 @@ def test_tokens_that_are_the_likeliest_are_counted(spec, monkeypatch, rows):
     assert objective.take_hits() == [right, len(said)]
 
 
+def test_a_row_that_only_fills_a_step_moves_and_counts_nothing(spec):
+    model = load_model(spec)
+    objective = SupervisedObjective(model)
+    loss = objective(to_batch(build_row([examples(2)], 128, 0, packing=True), 0.0, "cpu"))
+    loss.backward()
+    # Every weight has a gradient: ZeRO's ranks wait for each.
+    assert loss == 0 and all(not gradient.any() for gradient in gradients(model).values())
+    assert objective.take_hits() == []
+
+
 def test_what_stands_in_one_example_never_reaches_another(spec):
     objective = SupervisedObjective(load_model(spec))
     a, b, c = examples(3, seed=1)

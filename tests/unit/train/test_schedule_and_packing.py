@@ -1,14 +1,16 @@
 """Learning rate and the order of data as pure functions of the step."""
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from train.data.packing import StepPlan, build_row, plan_packs
+from train.data.packing import Row, StepPlan, build_row, plan_packs
 from train.plan.best_fit import best_fit
 from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS, TrainSpec
+from train.run.feed import DataFeed
 
 SPEC = {
     "job_id": "j",
@@ -134,3 +136,34 @@ def test_a_plan_counts_rows_of_millions_of_tokens_as_quickly_as_short_ones():
         tracemalloc.stop()
         assert sorted(capacity - sum(lengths[index] for index in pack) for pack in packs) == sorted(spaces)
         assert sorted(index for pack in packs for index in pack) == list(range(300)) and taken < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("n_packs", "n_epochs", "batch", "micro"), [(1, 1, 2, 1), (3, 1, 4, 2), (5, 3, 8, 2), (4, 2, 4, 1)]
+)
+def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs, batch, micro):
+    """Of a single row of pairs a step of two counted each pair twice, and nothing said so."""
+    plan = StepPlan(n_packs, batch, micro, n_epochs, seed=1)
+    row = Row(*[np.zeros(0)] * 4, (), (), 0)
+    laid, denominators = [], 0
+
+    def lay(packs):
+        laid.append(packs)
+        return row
+
+    tokens = SimpleNamespace(row=lay, tokens_in=len)
+    method = SimpleNamespace(denominator=lambda _, packs: len(packs))
+    learnt = []
+    for step in range(plan.total_steps):
+        for rank in range(2 if batch // micro % 2 == 0 else 1):
+            size = 2 if batch // micro % 2 == 0 else 1
+            feed = DataFeed(method, plan, tokens, SimpleNamespace(data_rank=rank, data_size=size))
+            feed.ready(step)
+            laid.clear()
+            rows = feed.rows()
+            assert len(rows) == batch // micro // size, "every rank computes equally many"
+            for (_, made), packs in zip(rows, laid, strict=True):
+                learnt += list(packs) if made.weight else []
+        assert feed.denominator() == feed.tokens()
+        denominators += feed.denominator()
+    assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
