@@ -262,9 +262,10 @@ class JobEvents:
         jobs.update(db, row.id, valid_loss=loss)
         reward = event.get("mean_reward")
         told = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
-        text = f"Step {step}/{row.total_steps}: {told}"
+        total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
+        text = f"Step {step}/{total}: {told}"
         known = ("event", "step", "total_steps")
-        data = {"step": step, "total_steps": row.total_steps}
+        data = {"step": step, "total_steps": total}
         data |= _of_validation(row, {key: value for key, value in event.items() if key not in known})
         _add_event(db, row.id, "metrics", text, "info", data)
 
@@ -533,7 +534,7 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
     )
     more = (column for pair in zip(train[1:], valid[1:], strict=True) for column in pair)
     writer.writerow(["step", "train_loss", train[0], "valid_loss", valid[0], *more])
-    after = -1
+    after = 0  # what is measured before the first step is of the starting model
     while rows := job_records.list_metrics(db, job.id, after_step=after, limit=5000):
         for m in rows:
             trained, validated = m.measured or {}, m.valid_measured or {}

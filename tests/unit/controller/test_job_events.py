@@ -67,6 +67,8 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     events.started(job_id, ["n0/0", "n0/1"], resumed=False)
     running = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert running.status == "running"
+    events.ingest(job_id, {"event": "validation", "step": 0, "total_steps": 20, "loss": 3.0})
+    assert (await control.messages(job_id))[-1] == "Step 0/20: validation loss=3.0000"
     for step in range(1, 11):
         events.ingest(job_id, metrics(step, 3.0 - step / 10) | {"mean_token_accuracy": step / 16})
     told = (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=1)).data[0].data
@@ -118,7 +120,7 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     assert lines[9]["valid_loss"] == "2.5"
     assert (await control.sdk.files.retrieve(job.result_files[0])).purpose == "fine-tune-results"
     kinds = [event.type async for event in control.sdk.fine_tuning.jobs.list_events(job_id, limit=7)]
-    assert kinds.count("metrics") == 21
+    assert kinds.count("metrics") == 22
 
 
 @pytest.mark.parametrize(
