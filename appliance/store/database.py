@@ -293,33 +293,36 @@ class Database:
         after: str | None = None,
         limit: int = 20,
         descending: bool = True,
+        order_by: str = "",
         unread: Collection[str] = (),
     ) -> Page[Row]:
         """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
-        scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor if
-        `after` is not a row of the list. The filter may hide that row: a cursor is only a position.
+        order_by: a column that comes before that order. scope: column values that say whose list it is. where,
+        parameters: a filter on it. Raises UnknownCursor if `after` is not a row of the list. The filter may hide that
+        row: a cursor is only a position.
 
         A page ends before `limit` after PAGE_ROWS rows, or once its text is longer than PAGE_BYTES or weighs more than
         PAGE_WEIGHT; it has one row at least. unread: columns that the list does not show, and that are None in its
         rows.
         """
         limit = min(limit, PAGE_ROWS)
-        scope = scope or {}
+        scope, places = scope or {}, (order_by, "seq") if order_by else ("seq",)
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
         conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
         if after is not None:
             found = self.execute(
-                f"SELECT seq FROM {table} WHERE {owned} AND id = ?", [*scope.values(), after]
+                f"SELECT {', '.join(places)} FROM {table} WHERE {owned} AND id = ?", [*scope.values(), after]
             ).fetchone()
             if found is None:
-                raise UnknownCursor(table, after)
-            conditions.append("seq < ?" if descending else "seq > ?")
-            values.append(found["seq"])
-        order = "DESC" if descending else "ASC"
+                raise UnknownCursor(after)
+            marks = ", ".join("?" * len(places))
+            conditions.append(f"({', '.join(places)}) {'<' if descending else '>'} ({marks})")
+            values += list(found)
+        order = ", ".join(f"{place} {'DESC' if descending else 'ASC'}" for place in places)
         columns = ", ".join(f"NULL AS {name}" if name in unread else name for name, _ in _columns(kind))
         cursor = self.execute(
-            f"SELECT {columns} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?",
+            f"SELECT {columns} FROM {table} WHERE {' AND '.join(conditions)} ORDER BY {order} LIMIT ?",
             [*values, limit + 1],
         )
         rows: list[Row] = []

@@ -6,7 +6,7 @@ StoreError
 ├── NoRoomForCopy       an older release's file cannot be copied before its schema is changed
 ├── RowNotFound         no row has this id
 ├── DuplicateRow        a row with this id or name exists already
-├── UnknownCursor       `after` names no row of this list
+├── UnknownCursor       `after` is the id of nothing in this list
 ├── IllegalTransition   a finished job, operation or hand-over was asked to change
 ├── UnknownColumn       a caller named a column that the table does not have
 ├── WriteWhileReading   what reads on a thread of its own tried to write
@@ -65,8 +65,10 @@ class DuplicateRow(StoreError):
 
 
 class UnknownCursor(StoreError):
-    def __init__(self, table: str, after: str):
-        super().__init__(f"after={after!r} names no row of {table}: pass the id of the last object of the page before")
+    def __init__(self, after: str):
+        super().__init__(
+            f"No object with id {after!r} is in this list; 'after' is the id of the last object of the page before"
+        )
         self.after = after
 
 

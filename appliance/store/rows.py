@@ -456,9 +456,9 @@ class JobJudgeRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalRow:
-    """An evaluation: the shape of its items, and the graders that judge a sample of each. include_sample: whether the
-    schema that is shown has the sample's fields. bytes: of both as JSON. kept: of one over what is kept (completions,
-    responses), {"type", "metadata"}."""
+    """An evaluation: the shape of its items, and the graders that judge a sample of each. updated_s: of its last
+    change. include_sample: whether the schema that is shown has the sample's fields. bytes: of both as JSON. kept: of
+    one over what is kept (completions, responses), {"type", "metadata"}."""
 
     id: str
     name: str
@@ -471,6 +471,7 @@ class EvalRow:
     metadata: dict[str, str] | None = json_column(default=None)
     bytes: int = 0
     kept: dict[str, Any] | None = json_column(default=None)
+    updated_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,13 @@ class InvalidGrader(ValueError):
         self.param, self.message = param, message
 
 
+class MissingField(InvalidGrader):
+    """It lacks the field `param`."""
+
+    def __init__(self, param: str):
+        super().__init__(param, "is missing")
+
+
 @dataclass(frozen=True, slots=True)
 class GradingErrors:
     """The flags that a graded sample carries, by the names of OpenAI's API (`MetadataErrors` in openai 3.52)."""

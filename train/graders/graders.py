@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import (
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from train.graders import formula, similarity, templates
-from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
+from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
 
 MAX_GRADERS = 32
 MAX_MESSAGES = 64
@@ -290,11 +290,10 @@ TYPES = ("string_check", "text_similarity", "python", "score_model", "label_mode
 
 def parse(given: Any) -> Grader:
     """The graders of a `multi` may be a dictionary by name, a list, or one alone: the documentation and the SDK of
-    OpenAI's API have all three. A grader without a name, of which the documentation has several, is called by its type,
-    one of a dictionary by its key. Raises InvalidGrader."""
+    OpenAI's API have all three. One of a dictionary that has no name is called by its key. Raises InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
-    given, parts = _named(given, given.get("type")), given.get("graders")
+    parts = given.get("graders")
     if given.get("type") == "multi":
         given = {**given, "graders": _by_name(parts)}
     try:
@@ -327,6 +326,24 @@ def leaves(grader: Grader) -> dict[str, StringCheck | TextSimilarity | Python | 
     return dict(grader.graders) if isinstance(grader, Multi) else {grader.name: grader}
 
 
+def texts(grader: Grader) -> Iterator[tuple[str, str]]:
+    """Its templates, each with its path."""
+    for name, leaf in leaves(grader).items():
+        within = f"graders.{name}." if isinstance(grader, Multi) else ""
+        if isinstance(leaf, StringCheck | TextSimilarity):
+            yield f"{within}input", leaf.input
+            yield f"{within}reference", leaf.reference
+        elif isinstance(leaf, ScoreModel | LabelModel):
+            for place, message in enumerate(leaf.input):
+                yield from ((f"{within}input.{place}.content", text) for text in message.parts)
+
+
+def sources(grader: Grader) -> dict[str, str]:
+    """The code of its python graders, each by its path."""
+    within = "graders.{}.source" if isinstance(grader, Multi) else "source"
+    return {within.format(name): leaf.source for name, leaf in leaves(grader).items() if isinstance(leaf, Python)}
+
+
 def models_asked(kept: Mapping[str, Any]) -> set[str]:
     """Names of the models that a grader asks, as it was kept when it was parsed; it is not parsed again."""
     parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
@@ -348,7 +365,8 @@ def _is_one(graders: Any) -> bool:
 
 
 def _by_name(graders: Any) -> Any:
-    if _is_one(graders):
+    alone = _is_one(graders)
+    if alone:
         graders = [graders]
     if isinstance(graders, Mapping | list) and len(graders) > MAX_GRADERS:
         raise InvalidGrader("graders", f"are {len(graders)}; expected 1 to {MAX_GRADERS}")
@@ -356,6 +374,9 @@ def _by_name(graders: Any) -> Any:
         return {name: _named(one, name) for name, one in graders.items()}
     if not isinstance(graders, list):
         return graders
+    for place, one in enumerate(graders):
+        if isinstance(one, Mapping) and "name" not in one:
+            raise MissingField("graders.name" if alone else f"graders.{place}.name")
     names = [one.get("name") if isinstance(one, Mapping) else None for one in graders]
     if len(set(map(str, names))) != len(names):
         raise InvalidGrader("graders", "two graders have the same name; the formula could not tell them apart")
@@ -369,6 +390,8 @@ def _refuse(error: ValidationError) -> NoReturn:
         str(step) for step in first["loc"] if step not in (*TYPES, "str", "_Part") and not str(step).startswith("list[")
     ]
     message = first["msg"]
+    if first["type"] == "missing":
+        raise MissingField(".".join(path))
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         path, message = [*path, "type"], f"is not a kind of grader; expected one of {', '.join(TYPES)}"
     elif first["type"] == "extra_forbidden":

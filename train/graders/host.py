@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -73,6 +73,11 @@ class GraderHost:
             limits = f"{cpu_s} s of CPU and {CHECK_BYTES >> 30} GiB of memory"
             raise WorkerBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
         return [(place, why) for place, why in told["refused"]]
+
+    async def unreadable(self, sources: Mapping[str, str]) -> list[tuple[str, str]]:
+        """(path, why) of the code, by its path, that is not Python. Raises WorkerBroke."""
+        told = await self._ask(json.dumps({"sources": dict(sources)}).encode(), OWN_TIME_S)
+        return [(path, why) for path, why in told["unreadable"]]
 
     async def stop(self) -> None:
         async with self._lock:

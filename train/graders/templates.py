@@ -90,6 +90,11 @@ def check(template: str, param: str) -> None:
             )
 
 
+def variables(template: str) -> Iterator[list[str]]:
+    """The steps of each variable of a template that `check` has taken: `item`, `answer`."""
+    yield from (list(_steps(path, "")) for _, path in _pieces(template) if path is not None)
+
+
 def fill(template: str, sample: Sample, item: Any) -> str:
     """The text with its variables filled in: texts as they are, all else as JSON. Raises GradingFailed when the data
     lacks one."""

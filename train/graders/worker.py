@@ -89,6 +89,19 @@ def _answer(waited_for: bool) -> None:
         os._exit(status)
 
 
+def unreadable(sources: dict[str, str]) -> list[tuple[str, str]]:
+    """(path, why) of the code that is not Python. It may break the process that reads it, and so has this one."""
+    found = []
+    for path, source in sources.items():
+        try:
+            compile(source, "grader.py", "exec", dont_inherit=True)
+        except SyntaxError as error:
+            found.append((path, f"is not Python: {error.msg} (line {error.lineno})"))
+        except (ValueError, RecursionError, MemoryError) as error:
+            found.append((path, f"cannot be read: {str(error) or type(error).__name__}"))
+    return found
+
+
 def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
     """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; without `answers` for a grader
     that asks models `{"requests": [...]}`, by name for each sample. waited_for: this process has the priority of what
@@ -98,6 +111,9 @@ def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
 
         only_compute(CHECK_BYTES, asked.get("cpu_s", CHECK_CPU_S))
         return {"refused": refused_items(asked["schema"], asked["items"])}
+    if "sources" in asked:
+        only_compute(CHECK_BYTES, CHECK_CPU_S)
+        return {"unreadable": unreadable(asked["sources"])}
     grader = parse(asked["grader"])
     samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
     if asked.get("only_requests"):

@@ -22,9 +22,10 @@ from appliance.controller.evals.requests import (
     RunCreate,
     Sampled,
     check_eval,
+    check_variables,
 )
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.grading.given import grader_of
+from appliance.controller.grading.given import check_code, grader_of
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.reading import answer
@@ -37,6 +38,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
+from train.graders.hosts import GraderHosts
 
 ROUTE, RUNS_ROUTE = "evals", "evals.runs"
 Order = Annotated[Literal["asc", "desc"], Query()]
@@ -44,7 +46,7 @@ RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", 
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 
 
-def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
+def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/evals", FINE_TUNING)
     db, url = context.db, context.box.get("url", "")
 
@@ -69,16 +71,18 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
             check_eval(body)
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
-        criteria, source = await _criteria(context, body, caller), body.data_source_config
+        criteria, source = await _criteria(context, hosts, body, caller), body.data_source_config
         schema = source.item_schema if isinstance(source, CustomConfig) else KEPT_SCHEMA
 
         def make() -> EvalRow:
+            now_s = time.time()
             size = len(orjson.dumps([schema, criteria]))
             context.quotas.check_eval(caller, size)
             row = EvalRow(
                 id=new_id("eval_"),
                 name=body.name or "",
-                created_s=time.time(),
+                created_s=now_s,
+                updated_s=now_s,
                 key_id=caller.key_id,
                 owner=caller.owner,
                 item_schema=schema,
@@ -105,13 +109,10 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         order: Order = "asc",
         order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at",
     ) -> dict[str, Any]:
-        if order_by != "created_at":
-            raise BadRequest(
-                "'order_by' is 'updated_at': this box keeps no time of an eval's last change; list by 'created_at'.",
-                param="order_by",
-                code="unsupported_value",
-            )
-        page = evals.page(db, viewer=caller.viewer, after=after, limit=limit, descending=order == "desc")
+        column = "updated_s" if order_by == "updated_at" else ""
+        page = evals.page(
+            db, viewer=caller.viewer, order_by=column, after=after, limit=limit, descending=order == "desc"
+        )
         return list_object(page, lambda row: views.eval_object(row, caller))
 
     @router.get("/{eval_id}")
@@ -125,7 +126,7 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
         changes = {name: getattr(body, name) for name in body.model_fields_set}
         if "name" in changes:
             changes["name"] = changes["name"] or ""
-        evals.update(db, eval_id, **changes)
+        evals.update(db, eval_id, **changes, updated_s=time.time())
         return views.eval_object(known(eval_id, caller), caller)
 
     @router.delete("/{eval_id}")
@@ -232,12 +233,20 @@ def routes(context: ControllerContext, runner: EvalRunner) -> APIRouter:
     return router
 
 
-async def _criteria(context: ControllerContext, body: EvalCreate, caller: Principal) -> list[dict[str, Any]]:
+async def _criteria(
+    context: ControllerContext, hosts: GraderHosts, body: EvalCreate, caller: Principal
+) -> list[dict[str, Any]]:
     """The graders as they are kept; the loop is free between two of them. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(body.testing_criteria):
         await asyncio.sleep(0)
         grader = grader_of(context, given, caller, f"testing_criteria.{place}")
+        try:
+            check_variables(grader, body.data_source_config)
+        except InvalidGrader as error:
+            param = f"testing_criteria.{place}.{error.param}"
+            raise BadRequest(f"Invalid '{param}': {error.message}.", param=param, code="invalid_grader") from None
+        await check_code(hosts, grader, f"testing_criteria.{place}")
         if grader.name in kept:
             raise BadRequest(
                 f"Two testing criteria are called {shown(grader.name)}; results are listed by name.",

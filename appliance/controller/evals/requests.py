@@ -12,7 +12,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.responses.entries import Wanted, chat_tool
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES
+from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, texts
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -28,6 +28,7 @@ MAX_SOURCE_BYTES = 256 << 10
 JSONL = "jsonl"
 ROW_BYTES, ITEM_BYTES = 4096, 256
 """What a run and an item take beside their texts: 10,000 items of 11 bytes are 3 MB on the disk."""
+_FILTERS_SHOWN = 1000
 KEPT_SCHEMA = {
     "type": "object",
     "properties": {
@@ -224,6 +225,38 @@ def check_eval(body: EvalCreate) -> None:
         raise InvalidGrader("testing_criteria", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
 
 
+def check_variables(grader: Grader, config: CustomConfig | KeptConfig) -> None:
+    """Raises InvalidGrader for a template that names what no item by its schema, or no sample, has."""
+    custom = isinstance(config, CustomConfig)
+    schema = config.item_schema if isinstance(config, CustomConfig) else KEPT_SCHEMA
+    for param, text in texts(grader):
+        for namespace, *steps in templates.variables(text):
+            if namespace == "sample" and custom and not config.include_sample_schema:
+                raise InvalidGrader(
+                    param, f"names 'sample.{steps[0]}', and 'data_source_config.include_sample_schema' is not true"
+                )
+            if namespace == "item" and (lacks := _lacking(steps, schema)):
+                raise InvalidGrader(
+                    param, f"names 'item.{lacks}', which is no property of 'data_source_config.item_schema'"
+                )
+
+
+def _lacking(steps: list[str], schema: Any) -> str:
+    """The path to the first step that a JSON schema tells to be none of its properties, "" where it tells of none."""
+    for place, step in enumerate(steps, 1):
+        known = schema.get("properties") if isinstance(schema, dict) else None
+        if not isinstance(known, dict) or not known or any(schema.get(name) for name in _FURTHER):
+            return ""
+        if step not in known:
+            return ".".join(steps[:place])
+        schema = known[step]
+    return ""
+
+
+_FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+"""By these a schema may say more of an object's properties than `properties` does."""
+
+
 def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> Wanted:
     """kept: of the eval whose run it is."""
     metadata = {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
@@ -248,6 +281,15 @@ def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None)
     )
 
 
+def filters(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> str:
+    """What a source asks for, in words: whoever finds nothing looks for the one that is wrong."""
+    asked = {name: value for name, value in source.model_dump(exclude_none=True).items() if name != "limit"}
+    if metadata := {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}:
+        asked["metadata"] = metadata
+    told = ", ".join(f"{name} {json.dumps(value)}" for name, value in asked.items() if value not in ({}, []))
+    return told if len(told) <= _FILTERS_SHOWN else f"{told[:_FILTERS_SHOWN]}…"
+
+
 def check_sampled(source: Sampled) -> None:
     """Raises InvalidGrader, whose `param` is below `data_source`."""
     if source.takes_what_is_kept and source.model is None:
@@ -256,11 +298,11 @@ def check_sampled(source: Sampled) -> None:
                 raise InvalidGrader(name, "asks for new answers, and no 'model' is given that is to make them")
         return
     if source.model is None:
-        raise InvalidGrader("model", "is missing: which model of the box is to answer?")
+        raise InvalidGrader("model", "is missing; it says which model of the box is to answer")
     if source.input_messages is None and source.takes_what_is_kept:
         source.input_messages = ItemReference(type="item_reference", item_reference="item.input")
     if source.input_messages is None:
-        raise InvalidGrader("input_messages", "is missing: what is the model to be asked for each item?")
+        raise InvalidGrader("input_messages", "is missing; it says what the model is asked for each item")
     if isinstance(source.input_messages, Template):
         # Filled in for each item.
         if (variables := sum(one.text.count("{{") for one in source.input_messages.template)) > MAX_VARIABLES:

@@ -24,6 +24,7 @@ from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
+from appliance.controller.evals.views import judges_sample
 from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
@@ -250,7 +251,8 @@ class EvalRunner:
         if source.source.type == "file_content":
             return _in_chunks(_given(source.source))
         if source.source.type != "file_id":
-            return _in_chunks(_kept(entries(self._db, row.owner, requests.wanted(source.source, of.kept))))
+            wanted = requests.wanted(source.source, of.kept)
+            return _in_chunks(_kept(entries(self._db, row.owner, wanted), requests.filters(source.source, of.kept)))
         file_id = str(getattr(source.source, "id", ""))
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
@@ -307,16 +309,21 @@ class EvalRunner:
     ) -> dict[str, Any]:
         """Raises _Failed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
+        asked = list[dict[str, Any]]()
+
+        async def ask(body: dict[str, Any]) -> ModelAnswer:
+            asked.append(body)
+            return await self._ask(row, body)
+
         try:
-            graded, told = await graded_with_answers(
-                self._hosts, row.owner, grader, (sample, item), partial(self._ask, row)
-            )
+            graded, told = await graded_with_answers(self._hosts, row.owner, grader, (sample, item), ask)
         except WorkerBroke as error:
             return {"name": grader.name, "type": grader.type, "passed": False, "score": 0.0, "error": str(error)}
         usage += [answer for answer in told if not answer.error]
         result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
         if told:
-            result["sample"] = {"output": [answer.text for answer in told]}
+            first = {**asked[0], "messages": _begin_of(asked[0]["messages"])}
+            result["sample"] = judges_sample(first, told)
         if graded.errors:
             result["error"] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
         return result
@@ -369,11 +376,15 @@ def _add(sums: dict[str, float], **more: float) -> None:
 
 
 def _asked(source: Sampled, item: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The body of the request for an item's sample, and what is kept of its messages: the first _KEPT_BYTES of them.
-    Raises GradingFailed."""
+    """The body of the request for an item's sample, and what is kept of its messages. Raises GradingFailed."""
     body = body_of(source, item)
+    return body, _begin_of(body["messages"])
+
+
+def _begin_of(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first _KEPT_BYTES of them."""
     left, kept = _KEPT_BYTES, list[dict[str, Any]]()
-    for message in body["messages"]:
+    for message in messages:
         if (size := len(orjson.dumps(message))) > left:
             text = message.get("content")
             begins = text[: left // 4] if isinstance(text, str) else ""  # a character has up to four bytes
@@ -381,7 +392,7 @@ def _asked(source: Sampled, item: dict[str, Any]) -> tuple[dict[str, Any], list[
             break
         kept.append(message)
         left -= size
-    return body, kept
+    return kept
 
 
 def _given(source: requests.FileContent) -> _Entries:
@@ -393,8 +404,8 @@ def _given(source: requests.FileContent) -> _Entries:
         yield number, entry, text
 
 
-def _kept(found: Iterator[Entry]) -> _Entries:
-    """What is kept, without what is too dear to judge. Raises _Failed."""
+def _kept(found: Iterator[Entry], filters: str) -> _Entries:
+    """What is kept, without what is too dear to judge. filters: what was asked for, in words. Raises _Failed."""
     number = 0
     for entry in found:
         text = orjson.dumps(entry)
@@ -405,7 +416,7 @@ def _kept(found: Iterator[Entry]) -> _Entries:
         number += 1
         yield number, entry, text
     if not number:
-        raise _Failed("no_items", "Nothing that is kept fits what the run's source asks for.")
+        raise _Failed("no_items", f"Nothing that is kept fits what the run's source asks for: {filters}.")
 
 
 def _read(path: Path) -> _Entries:

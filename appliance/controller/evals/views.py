@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.evals.requests import JSONL, sample_of, without_items
 from appliance.controller.http.views import whose
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
+from train.graders.grading import ModelAnswer
 
 NO_ERROR = {"code": "", "message": ""}
 """The SDK's types have an error in every run and sample; one without has none that says anything."""
@@ -101,29 +104,62 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
     # What the data has may have any shape; what a model was asked has the runner's.
-    asked = (row.sample or {}) if run.data_source.get("type") != JSONL and run.model else {}
+    was_asked = run.data_source.get("type") != JSONL and bool(run.model)
+    asked = (row.sample or {}) if was_asked else {}
     answer = asked.get("answer") or {}
     sampling = run.data_source.get("sampling_params") or {}
-    text = answer.get("text") if asked else sample_of(row.sample).output_text or None
-    prompt, completion = answer.get("prompt_tokens", 0), answer.get("completion_tokens", 0)
-    failed = answer.get("error")
+    text = answer.get("text") if was_asked else sample_of(row.sample).output_text or None
     return {
         "input": [
             {"role": str(message.get("role", "")), "content": _text(message.get("content"))}
             for message in asked.get("input", [])
         ],
         "output": [] if text is None else [{"role": "assistant", "content": _text(text)}],
-        "finish_reason": answer.get("finish_reason", ""),
         "model": run.model,
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "cached_tokens": answer.get("cached_tokens", 0),
-            "total_tokens": prompt + completion,
-        },
-        "error": {"code": "sample_failed", "message": failed} if failed else NO_ERROR,
+        "usage": _usage([answer]),
+        "error": _error(answer.get("error")),
+        **_sampled(sampling if was_asked else None, answer.get("finish_reason")),
+    }
+
+
+def judges_sample(body: dict[str, Any], told: Sequence[ModelAnswer]) -> dict[str, Any]:
+    """What models said that a grader asked, in the form of an item's sample. body: the chat completion that the first
+    of them was asked for."""
+    return {
+        "input": body["messages"],
+        "output": [{"role": "assistant", "content": answer.text} for answer in told],
+        "model": told[0].model,
+        "usage": _usage([asdict(answer) for answer in told]),
+        "error": _error(next((answer.error for answer in told if answer.error), None)),
+        **_sampled(body, told[0].finish_reason),
+    }
+
+
+def _usage(answers: Sequence[dict[str, Any]]) -> dict[str, int]:
+    prompt, completion, cached = (
+        sum(answer.get(f"{name}_tokens", 0) for answer in answers) for name in ("prompt", "completion", "cached")
+    )
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "cached_tokens": cached,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _error(why: str | None) -> dict[str, str]:
+    return {"code": "sample_failed", "message": why} if why else NO_ERROR
+
+
+def _sampled(sampling: Mapping[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+    """How an answer was sampled; null where no model was asked (None), as nothing was."""
+    if sampling is None:
+        return dict.fromkeys(("finish_reason", "max_completion_tokens", "temperature", "top_p", "seed"))
+    temperature = sampling.get("temperature")
+    return {
+        "finish_reason": finish_reason or "",
         "max_completion_tokens": sampling.get("max_completion_tokens") or sampling.get("max_completions_tokens") or 0,
-        "temperature": sampling.get("temperature") if sampling.get("temperature") is not None else 1.0,
+        "temperature": 1.0 if temperature is None else temperature,
         "top_p": sampling.get("top_p") or 1.0,
         "seed": sampling.get("seed") or 0,
     }

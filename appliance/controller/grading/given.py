@@ -15,8 +15,10 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
 from train.graders import sandbox
-from train.graders.errors import InvalidGrader
-from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse
+from train.graders.errors import InvalidGrader, MissingField
+from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse, sources
+from train.graders.host import WorkerBroke
+from train.graders.hosts import GraderHosts
 
 MAX_DEPTH = 128
 """Levels of nesting in an item: it is written and read by recursion."""
@@ -29,6 +31,11 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     that asks a model which the caller may not ask."""
     try:
         grader = parse(given)
+    except MissingField as error:
+        path = f"{param}.{error.param}"
+        raise BadRequest(
+            f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter"
+        ) from None
     except InvalidGrader as error:
         path = f"{param}.{error.param}" if error.param else param
         raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
@@ -44,6 +51,18 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
                 check_asked({"response_format": leaf.answers_by}, param)
                 forms.add(form)
     return grader
+
+
+async def check_code(hosts: GraderHosts, grader: Grader, param: str) -> None:
+    """Raises BadRequest for code of python graders that no Python can read."""
+    if not (code := sources(grader)):
+        return
+    try:
+        found = await hosts.checks.unreadable(code)
+    except WorkerBroke as error:
+        found = [(path, f"cannot be read: {error}") for path in list(code)[:1]]
+    for path, why in found:
+        raise BadRequest(f"Invalid '{param}.{path}': {why}.", param=f"{param}.{path}", code="invalid_grader")
 
 
 def form_of(given: Any, param: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.grading.given import MAX_DEPTH, grader_of
+from appliance.controller.grading.given import MAX_DEPTH, check_code, grader_of
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.presence import while_present
@@ -48,6 +48,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
     @router.post("/validate")
     async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
+        await check_code(hosts, grader, "grader")
         return {"grader": grader.model_dump(mode="json", exclude_unset=True)}
 
     @router.post("/run")

@@ -108,8 +108,48 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         return _answer(
             400, f"Missing required parameter: '{param}'.", "invalid_request_error", param, "missing_required_parameter"
         )
-    message = f"Invalid value for '{param}': {first['msg']}; {shown(first.get('input'))} was given."
-    return _answer(400, message, "invalid_request_error", param, "invalid_value")
+    message, code = _refused(param, first)
+    return _answer(400, message, "invalid_request_error", param, code)
+
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "below minimum", ">=", "below_min"),
+    "less_than_equal": ("le", "above maximum", "<=", "above_max"),
+}
+_WANTED = {
+    "string_type": "a string",
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+_GIVEN = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def _refused(param: str, first: dict[str, Any]) -> tuple[str, str]:
+    """What is said of a value that cannot be, in OpenAI's words where it has some, and its code."""
+    kind, given = first["type"], first.get("input")
+    if kind in _WANTED and (what := _GIVEN.get(type(given))) is not None:
+        return f"Invalid type for '{param}': expected {_WANTED[kind]}, but got {what} instead.", "invalid_type"
+    if kind in _BOUNDS:
+        bound, side, sign, code = _BOUNDS[kind]
+        number = "integer" if isinstance(first["ctx"][bound], int) else "decimal"
+        # A query has its numbers as texts.
+        got = given if isinstance(given, str) and given.lstrip("-").isdigit() and len(given) <= 20 else shown(given)
+        told = f"{number} {side} value. Expected a value {sign} {first['ctx'][bound]}, but got {got} instead"
+        return f"Invalid '{param}': {told}.", f"{number}_{code}_value"
+    return f"Invalid value for '{param}': {first['msg']}; {shown(given)} was given.", "invalid_value"
 
 
 async def _unknown_cursor(request: Request, error: Exception) -> JSONResponse:

@@ -22,9 +22,10 @@ from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import JobValidation, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
-from appliance.controller.openai.new_job import insert_job
+from appliance.controller.openai.new_job import check_grader, insert_job
 from appliance.store.objects import job_records, jobs
 from appliance.store.rows import JobJudgeRow, JobRow
+from train.graders.hosts import GraderHosts
 from train.methods.methods import METHODS
 
 ROUTE = "fine_tuning.jobs"
@@ -33,7 +34,7 @@ _ERROR_EVENTS = 200
 _JUDGED = frozenset(name for name, method in METHODS.items() if method.judged_by)
 
 
-def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
+def routes(context: ControllerContext, validation: JobValidation, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
     db, organization = context.db, context.config.organization
 
@@ -46,6 +47,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+
+        await check_grader(hosts, body)
 
         def make() -> JobRow:
             return insert_job(context, body, caller)

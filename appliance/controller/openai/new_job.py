@@ -10,7 +10,7 @@ from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import new_gate
-from appliance.controller.grading.given import form_of, grader_of
+from appliance.controller.grading.given import check_code, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal, allow
@@ -22,6 +22,9 @@ from appliance.store.objects import files, gates, job_records, jobs
 from appliance.store.records import keys
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow
 from train.data.check import DataReport
+from train.graders.errors import InvalidGrader
+from train.graders.graders import parse
+from train.graders.hosts import GraderHosts
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
@@ -54,6 +57,16 @@ def check_job(context: ControllerContext, body: JobCreate, caller: Principal) ->
     """Whether `insert_job` would take it but for the caller's bounds. Raises ApiError."""
     _, resolved = _new_job(context, body, caller)
     _judge(context, body, resolved, caller)
+
+
+async def check_grader(hosts: GraderHosts, body: JobCreate) -> None:
+    """Reads the code of its grader's python graders; `insert_job` checks all else. Raises BadRequest."""
+    requests.check(body)
+    try:
+        grader = parse(requests.beside_hyperparameters(body).get("grader"))
+    except InvalidGrader:
+        return
+    await check_code(hosts, grader, f"method.{requests.method(body).name}.grader")
 
 
 def _of_wandb(mode: str | None) -> str:

@@ -31,8 +31,8 @@ def find(db: Database, eval_id: str, *, viewer: str | None) -> EvalRow | None:
     return db.one(EvalRow, f"SELECT * FROM evals WHERE id = ?1 AND {_MINE} AND {_THERE}", [eval_id, viewer])
 
 
-def page(db: Database, *, viewer: str | None, **part: Unpack[Part]) -> Page[EvalRow]:
-    return db.page(EvalRow, "evals", scope=owned_by(viewer), where=_THERE, **part)
+def page(db: Database, *, viewer: str | None, order_by: str = "", **part: Unpack[Part]) -> Page[EvalRow]:
+    return db.page(EvalRow, "evals", scope=owned_by(viewer), where=_THERE, order_by=order_by, **part)
 
 
 def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: str | None = None) -> EvalRunRow | None:

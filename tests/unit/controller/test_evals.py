@@ -37,9 +37,14 @@ CHECK: Any = {
     "reference": "{{item.answer}}",
     "operation": "eq",
 }
+ASKERS: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [{"role": "user", "content": "?"}]}
 SCHEMA: Any = {
     "type": "custom",
-    "item_schema": {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+    "item_schema": {
+        "type": "object",
+        "properties": {"answer": {"type": "string"}, "nothing": {"type": "string"}},
+        "required": ["answer"],
+    },
     "include_sample_schema": True,
 }
 
@@ -50,6 +55,12 @@ def entries(*pairs: tuple[str, str]) -> Any:
 
 def given(*pairs: tuple[str, str]) -> Any:
     return {"type": "jsonl", "source": {"type": "file_content", "content": entries(*pairs)}}
+
+
+def output_items(control: Control) -> Any:
+    """Not by the strict validation of `control.sdk`: it knows no null in a sample of which no model was asked."""
+    loose = control.sdk.copy(_extra_kwargs={"_strict_response_validation": False})
+    return loose.evals.runs.output_items
 
 
 def asked(model: str = "starter", **fields: Any) -> Any:
@@ -70,9 +81,6 @@ async def made(control: Control, *criteria: Any) -> str:
     return found.id
 
 
-ASKERS: Any = {"type": "score_model", "name": "judge", "model": "starter", "input": [{"role": "user", "content": "?"}]}
-
-
 async def test_a_file_for_evals_has_that_purpose(control: Control):
     lines = b"".join(orjson.dumps(entry) + b"\n" for entry in entries(("yes", "yes"), ("no", "yes")))
     # Not by the SDK, whose strict client takes the purpose in requests and not in answers.
@@ -83,13 +91,10 @@ async def test_a_file_for_evals_has_that_purpose(control: Control):
     assert (found.status, found.result_counts.total) == ("completed", 2)
 
 
-async def test_an_order_that_the_box_does_not_know_is_refused_and_not_ignored(control: Control):
+async def test_evals_are_listed_the_newest_first_where_that_is_asked(control: Control):
     first, second = await made(control), await made(control)
     listed = await control.sdk.evals.list(order_by="created_at", order="desc")
     assert [found.id for found in listed.data] == [second, first]
-    with pytest.raises(openai.BadRequestError, match="order_by.*created_at") as caught:
-        await control.sdk.evals.list(order_by="updated_at")
-    assert (caught.value.param, caught.value.code) == ("order_by", "unsupported_value")
 
 
 async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_the_model(control: Control):
@@ -165,6 +170,76 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
     return sent
 
 
+async def test_evals_are_listed_by_their_last_change(control: Control):
+    first, second, third = [await made(control) for _ in range(3)]
+    await control.sdk.evals.update(first, name="new")
+
+    async def listed(**more: Any) -> list[str]:
+        return [one.id async for one in control.sdk.evals.list(order_by="updated_at", limit=1, **more)]
+
+    assert await listed() == [second, third, first]
+    assert await listed(order="desc") == [first, third, second]
+    assert await listed(order="desc", after=third) == [second]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "sample", "param", "says"),
+    [
+        ({**CHECK, "reference": "{{item.nope}}"}, True, "reference", "'item.nope', which is no property of"),
+        ({**CHECK, "reference": "{{item.inner.nope}}"}, True, "reference", "'item.inner.nope'"),
+        (CHECK, False, "input", "'sample.output_text', and 'data_source_config.include_sample_schema' is not true"),
+        (
+            {**ASKERS, "input": [{"role": "user", "content": "{{item.nope}}"}]},
+            True,
+            "input.0.content",
+            "'item.nope'",
+        ),
+        (
+            {"type": "multi", "name": "m", "calculate_output": "a", "graders": {"a": {**CHECK, "input": "{{item.x}}"}}},
+            True,
+            "graders.a.input",
+            "'item.x'",
+        ),
+        (
+            {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1 +"},
+            True,
+            "source",
+            "is not Python: invalid syntax \\(line 2\\)",
+        ),
+        ({name: value for name, value in CHECK.items() if name != "name"}, True, "name", "Missing required parameter"),
+    ],
+)
+async def test_criteria_that_nothing_can_meet_are_refused(
+    control: Control, criterion: Any, sample: bool, param: str, says: str
+):
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}}
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}, "inner": inner}}
+    config: Any = {"type": "custom", "item_schema": schema, "include_sample_schema": sample}
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        await control.sdk.evals.create(data_source_config=config, testing_criteria=[criterion])
+    assert caught.value.param == f"testing_criteria.0.{param}"
+
+
+async def test_a_schema_that_says_nothing_of_a_field_forbids_none(control: Control):
+    open_ended = {"type": "object", "properties": {"a": {}}, "additionalProperties": True}
+    by_parts = {"properties": {"a": {}}, "allOf": [{"properties": {"answer": {}}}]}
+    for schema in ({}, {"type": "object"}, {"foo": "bar"}, open_ended, by_parts):
+        config: Any = {"type": "custom", "item_schema": schema, "include_sample_schema": True}
+        await control.sdk.evals.create(data_source_config=config, testing_criteria=[CHECK])
+
+
+async def test_a_page_that_cannot_be_is_refused_in_the_apis_words(control: Control):
+    for fields, said, param, code in (
+        ({"after": "eval_none"}, "No object with id 'eval_none' is in this list", "after", "invalid_cursor"),
+        ({"limit": -1}, "Expected a value >= 0, but got -1 instead", "limit", "integer_below_min_value"),
+        ({"limit": 20_000}, "Expected a value <= 10000, but got 20000 instead", "limit", "integer_above_max_value"),
+    ):
+        for lists in (control.sdk.evals, control.sdk.files, control.sdk.fine_tuning.jobs, control.sdk.batches):
+            with pytest.raises(openai.BadRequestError, match=said) as caught:
+                await lists.list(**fields)
+            assert (caught.value.param, caught.value.code) == (param, code)
+
+
 async def test_an_eval_is_made_listed_changed_and_deleted(control: Control):
     first, second = await made(control), await made(control)
     assert [one.id async for one in control.sdk.evals.list(order="desc", limit=1)] == [second, first]
@@ -186,7 +261,7 @@ async def test_samples_that_the_data_has_are_judged(control: Control):
     (judged,) = run.per_testing_criteria_results
     assert judged.model_dump(exclude={"mean_reward"}) == {"testing_criteria": "same", "passed": 2, "failed": 1}
     assert judged.mean_reward == pytest.approx(2 / 3) and run.waits_for is None
-    items = control.sdk.evals.runs.output_items
+    items = output_items(control)
     listed = [item async for item in items.list(run.id, eval_id=eval_id, limit=2)]
     assert [(item.status, item.datasource_item_id) for item in listed] == [("pass", 0), ("fail", 1), ("pass", 2)]
     (failed,) = [item async for item in items.list(run.id, eval_id=eval_id, status="fail")]
@@ -198,6 +273,8 @@ async def test_samples_that_the_data_has_are_judged(control: Control):
         "score": 0.0,
     }
     assert one.datasource_item == {"answer": "5"} and one.sample.output[0].content == "4"
+    sampled = ("seed", "temperature", "top_p", "finish_reason", "max_completion_tokens")
+    assert [getattr(one.sample, name) for name in sampled] == [None] * 5, "no model was asked"
 
 
 async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Control):
@@ -209,7 +286,7 @@ async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Cont
     assert {(body["temperature"], body["max_completion_tokens"], body["seed"]) for body in sent} == {(0, 7, 3)}
     (used,) = run.per_model_usage
     assert (used.run_model_name, used.invocation_count, used.total_tokens, used.cached_tokens) == ("starter", 2, 20, 8)
-    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    item = (await output_items(control).list(run.id, eval_id=eval_id)).data[0]
     assert item.sample.input[0].content == "Say yes" and item.sample.usage.total_tokens == 10
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
@@ -278,7 +355,7 @@ async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control
     run = await ended(control, eval_id := await made(control, CHECK, lacking), given(("4", "4")))
     assert [one.mean_reward for one in run.per_testing_criteria_results] == [1.0, None], "errors are no rewards"
     assert run.result_counts.model_dump() == {"total": 1, "passed": 0, "failed": 0, "errored": 1}
-    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    item = (await output_items(control).list(run.id, eval_id=eval_id)).data[0]
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
 
 
@@ -513,7 +590,7 @@ async def test_a_sample_of_another_shape_fails_alone(control: Control, sample: A
         control, await made(control), {"type": "jsonl", "source": {"type": "file_content", "content": content}}
     )
     assert run.status == "completed" and run.result_counts.passed == 1
-    shown = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
+    shown = (await output_items(control).list(run.id, eval_id=run.eval_id)).data
     assert [item.status for item in shown] == ["fail", "pass"]
     assert (
         shown[0].sample.input == [] and shown[0].sample.error.message == "" and not shown[0].sample.usage.total_tokens
@@ -574,7 +651,7 @@ async def test_what_a_grader_says_is_cut(control: Control):
     told = await control.http.post("/v1/evals", json={"data_source_config": SCHEMA, "testing_criteria": [multi]})
     eval_id = told.json()["id"]
     run = await ended(control, eval_id, given(("a", "a")))
-    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    item = (await output_items(control).list(run.id, eval_id=eval_id)).data[0]
     assert len(item.results[0].error) == runner._ERROR_CHARACTERS  # type: ignore[attr-defined]
 
 
@@ -713,7 +790,7 @@ async def test_of_what_a_model_was_asked_so_much_is_kept(control: Control, monke
     asking = asked(input_messages={"type": "template", "template": [*template, template[0]]})
     run = await ended(control, eval_id := await made(control), asking)
     assert sorted(len(body["messages"][1]["content"]) for body in sent) == [1200, 1800], "it is asked all of it"
-    first, _ = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data
+    first, _ = (await output_items(control).list(run.id, eval_id=eval_id)).data
     kept = first.sample.input
     assert [one.content for one in kept][:1] == ["Be brief."] and len(kept) == 2
     assert kept[1].content.startswith("yesyes") and kept[1].content.endswith("… (the rest is not kept)")
@@ -726,7 +803,7 @@ async def test_what_the_data_has_is_not_written_again(control: Control):
     run = await ended(control, eval_id := await made(control), given((text, "a"), ("b", "b")))
     row = evals.find_run(control.db, run.id)
     assert row is not None and requests.ROW_BYTES < row.bytes < requests.ROW_BYTES + 2 * len(text)
-    item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
+    item = (await output_items(control).list(run.id, eval_id=eval_id)).data[0]
     assert item.sample.output[0].content == text
 
 

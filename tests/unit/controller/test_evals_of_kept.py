@@ -12,7 +12,7 @@ from appliance.controller.responses import entries
 from appliance.store.objects import evals, responses
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_completions import MESSAGES, completion
-from tests.unit.controller.test_evals import answers, ended
+from tests.unit.controller.test_evals import answers, ended, output_items
 from tests.unit.controller.test_responses import copy, name, send
 
 CHECK: Any = {
@@ -47,6 +47,8 @@ async def judged(control: Control, eval_id: str, source: Any) -> list[str]:
     run = await ended(control, eval_id, source)
     if run.status == "failed":
         assert run.error.code == "no_items", run.error
+        unnamed = [name for name in source["source"] if name != "limit" and f"{name} " not in run.error.message]
+        assert not unnamed, "what was asked for is named"
         return []
     assert run.status == "completed" and run.per_model_usage == []
     return [one.item["id"].removeprefix("chatcmpl-") for one in items(control, run)]
@@ -67,7 +69,7 @@ async def test_kept_completions_are_judged_as_they_were_answered(control: Contro
     assert (run.result_counts.passed, run.result_counts.failed) == (1, 1)
     second, first = items(control, run)
     assert (first.status, second.status) == ("pass", "fail") and first.item["input"] == MESSAGES
-    shown = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
+    shown = (await output_items(control).list(run.id, eval_id=run.eval_id)).data
     assert [one.sample.output[0].content for one in shown] == ["3", "2"]
 
 

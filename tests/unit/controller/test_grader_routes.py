@@ -72,6 +72,33 @@ async def test_a_grader_is_checked_and_told_back(control: Control):
     assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
 
 
+async def test_a_grader_without_a_name_or_with_code_that_is_no_python_is_refused(control: Control):
+    validate = control.sdk.fine_tuning.alpha.graders.validate
+    nameless: Any = {name: value for name, value in CHECK.items() if name != "name"}
+    with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'grader.name'") as caught:
+        await validate(grader=nameless)
+    assert (caught.value.param, caught.value.code) == ("grader.name", "missing_required_parameter")
+    if sandbox.refusal():
+        return
+    good: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
+    await validate(grader=good)
+    for source, says in (
+        ("def grade(sample, item)\n    return 1", "is not Python: expected ':' \\(line 1\\)"),
+        ("def grade(sample, item):\n    return 1\nreturn 2", "'return' outside function \\(line 3\\)"),
+        ("def grade(s, i): return " + "-" * 8_000 + "1", "cannot be read"),
+    ):
+        both: Any = {
+            "type": "multi",
+            "name": "m",
+            "calculate_output": "p",
+            "graders": {"p": {**good, "source": source}},
+        }
+        for grader, param in (({**good, "source": source}, "grader.source"), (both, "grader.graders.p.source")):
+            with pytest.raises(openai.BadRequestError, match=says) as caught:
+                await validate(grader=grader)
+            assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
+
+
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     python: Any = {
         "type": "python",

@@ -141,7 +141,7 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
             "integrations.0.wandb.tags.0",
             "at least 1 character",
         ),
-        ({"max_devices": 0}, "max_devices", "greater than or equal to 1"),
+        ({"max_devices": 0}, "max_devices", "Expected a value >= 1, but got 0 instead"),
         ({"min_devices": 4, "max_devices": 2}, "min_devices", "min <= max"),
         ({"colour": "red"}, "colour", "Unrecognized"),
     ],

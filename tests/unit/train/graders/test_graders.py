@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from train.graders import formula, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import parse
+from train.graders.graders import leaves, parse
 from train.graders.grading import Graded, ModelAnswer, grade, requests
 from train.graders.templates import Sample, fill
 
@@ -171,15 +171,22 @@ def test_an_output_that_is_no_json_has_its_own_flag() -> None:
 
 
 def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
-    """Without a name, with `max_tokens` for a model's answer, and with a variable within a call's arguments."""
-    code = {"type": "python", "source": "def grade(sample, item):\n    return 1.0", "image_tag": "2025-05-08"}
-    assert parse(code).name == "python"
+    """Those of a dictionary without a name of their own, with `max_tokens` for a model's answer, and with a variable
+    within a call's arguments."""
+    code = {
+        "type": "python",
+        "name": "p",
+        "source": "def grade(sample, item):\n    return 1.0",
+        "image_tag": "2025-05-08",
+    }
+    assert parse(code).name == "p"
     judge = parse({**LABEL, "sampling_params": {"max_tokens": 32768, "top_p": 1, "seed": 42}})
     (body,) = requests(judge, Sample("good"), {"answer": "4"}).values()
     assert body["max_completion_tokens"] == 32768
     check = {"type": "string_check", "operation": "eq", "reference": "{{sample.output_tools[0].function.name}}"}
     calls = {
         "type": "multi",
+        "name": "both",
         "graders": {
             "called": {**check, "input": "get_acceptors"},
             "argument": {
@@ -192,13 +199,19 @@ def test_graders_of_openais_guides_are_taken_as_they_stand_there() -> None:
     }
     call = {"type": "function", "function": {"name": "get_acceptors", "arguments": '{"smiles": "CCO"}'}}
     told = grade(parse(calls), Sample("", [call]), {"smiles": "CCO"}, {}, no_python)
-    assert told.reward == 1 and parse(calls).name == "multi"
+    assert told.reward == 1 and list(leaves(parse(calls))) == ["called", "argument"]
     call["function"] = {"name": "get_acceptors", "arguments": "no json"}
     told = grade(parse(calls), Sample("", [call]), {"smiles": "CCO"}, {}, no_python)
     assert told.reward == 0 and told.errors == GradingErrors(sample_parse_error=True), "the answer's fault"
 
 
 REFUSED = {
+    "no name": ({"type": "string_check", "operation": "eq", "input": "", "reference": ""}, "name", "is missing"),
+    "no name in a list": (
+        {"type": "multi", "name": "m", "calculate_output": "1", "graders": [{"type": "python", "source": "def grade"}]},
+        "graders.0.name",
+        "is missing",
+    ),
     "no object": (3, "", "an object with a `type`"),
     "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
     "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is not a field"),
