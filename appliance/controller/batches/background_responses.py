@@ -242,13 +242,12 @@ class BackgroundResponses:
         there. True: limits of another key held back what was to go there, so that there is room for others."""
         # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
         lines = {name: self._context.batch_engines.room(name).lines for name in names}
-        room = max(lines.values()) - busy.total()
-        if room <= 0:
+        if max(lines.values()) <= busy.total() and len(busy) != 1:
             return False
         waiting = self._waiting.items()
         free = [one for one, asked in waiting if lines.get(asked) and self._claims[one].key_id not in held]
         wanting = Counter(self._claims[one].owner for one in free)
-        given, held_before = share.slots(room, wanting, busy, self._last_sent), len(held)
+        given, held_before = share.slots(max(lines.values()), wanting, busy, self._last_sent), len(held)
         for response_id in free:
             claim, model = self._claims[response_id], self._waiting[response_id]
             if not given[claim.owner] or claim.key_id in held or not self._may_go(response_id, model, claim, held):

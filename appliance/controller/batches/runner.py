@@ -82,8 +82,8 @@ class BatchRunner:
             if work.left and not work.stopped_by and work.owner not in wanting:
                 wanting[work.owner] = len(work.left)
         wanting[asking.owner] = len(asking.left)
-        free = self._context.batch_engines.room(asking.model).lines - flying.total()
-        return share.slots(free, wanting, flying, self._last_sent)[asking.owner]
+        lines = self._context.batch_engines.room(asking.model).lines
+        return share.slots(lines, wanting, flying, self._last_sent)[asking.owner]
 
     def sent(self, work: BatchWork) -> None:
         """A line of this batch went to an engine."""

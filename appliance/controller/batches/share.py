@@ -48,11 +48,18 @@ def at_least_one(found: BatchCapacity) -> BatchCapacity:
 
 
 def slots(
-    free: int, wanting: Mapping[str, int], flying: Mapping[str, int], last_sent: Mapping[str, int]
+    lines: int, wanting: Mapping[str, int], flying: Mapping[str, int], last_sent: Mapping[str, int]
 ) -> Counter[str]:
-    """How many of `free` lines each owner may send now, given how many each wants: one by one to the owner with fewest
-    at engines; ties go to who sent least recently. last_sent: a number that grows with each line sent."""
+    """How many lines each owner may send now to engines that process so many, given how many each wants: one by one to
+    the owner with fewest there; ties go to who sent least recently. last_sent: a number that grows with each line sent.
+
+    Where all that is there is one owner's, another one sends a line beside it: he waited until one of these had ended,
+    each as long as an answer may be."""
     given: Counter[str] = Counter()
+    there = [owner for owner, number in flying.items() if number]
+    free = lines - sum(flying.values())
+    if lines and free <= 0 and len(there) == 1 and any(wanting[owner] for owner in wanting.keys() - there):
+        wanting, free = {owner: wanted for owner, wanted in wanting.items() if owner not in there}, 1
     for _ in range(max(free, 0)):
         asking = [owner for owner, wanted in wanting.items() if given[owner] < wanted]
         if not asking:

@@ -173,14 +173,14 @@ class ModelAnswers:
         engines = self._context.batch_engines
         host = engines.host(model)
         flying, waiting = self._flying[host], self._waiting[host]
-        free = engines.room(model).lines - flying.total()
-        if free <= 0 or len(waiting) < 2:
-            return free > 0
+        lines = engines.room(model).lines
+        if len(waiting) < 2 and flying[asker[1]] == flying.total():  # nobody else's are there, or wait
+            return lines > flying.total()
         wanting: Counter[str] = Counter()
         for (key_id, owner), number in waiting.items():
             if key_id == asker[0] or key_id not in self._held_until_s:
                 wanting[owner] += number
-        return share.slots(free, wanting, flying, self._last_sent)[asker[1]] > 0
+        return share.slots(lines, wanting, flying, self._last_sent)[asker[1]] > 0
 
     @contextmanager
     def _counted(self, among: defaultdict[str, Counter[Any]], model: str, one: Any) -> Iterator[None]:

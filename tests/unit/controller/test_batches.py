@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import input_lines, work
+from appliance.controller.batches import input_lines, share, work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.output_files import sweep
 from appliance.controller.batches.runner import BatchRunner
@@ -472,6 +472,24 @@ async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
     await ended(control, second)
     asked = [body["messages"][0]["content"] for body in engines(control).sent]
     assert asked.index("103+1?") < 12
+
+
+@pytest.mark.parametrize(
+    ("lines", "flying", "given"),
+    [
+        (4, {"ann": 4}, {"ben": 1}),
+        (1, {"ann": 4}, {"ben": 1}),  # interactive requests have come
+        (0, {"ann": 4}, {}),  # no engine is open
+        (4, {"ann": 4, "cyd": 1}, {}),
+        (4, {"ann": 3}, {"ben": 1}),
+        (4, {"cyd": 4}, {"ann": 1}),
+    ],
+)
+def test_where_one_owner_has_all_places_another_has_one_beside_them(
+    lines: int, flying: dict[str, int], given: dict[str, int]
+):
+    """He waited for the end of a line, which may be as long as a model may write."""
+    assert share.slots(lines, {"ann": 9, "ben": 3}, flying, {"ben": 1}) == given
 
 
 async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):

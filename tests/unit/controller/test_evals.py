@@ -932,6 +932,32 @@ async def test_owners_take_turns_at_engines_however_much_one_of_them_asks(contro
     assert told[:4].count("dave") == 2, told
 
 
+async def test_another_owner_waits_for_no_answer_where_one_has_all_places(control: Control):
+    """Beside sixteen questions of long answers another's four short ones waited a minute, on a box, instead of 4 s."""
+    engine, waiting = control.context.batch_engines, control.app.state.evaluations._answers
+    engine.lines, sent, held = 2, list[str](), asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> None:
+        sent.append(owner := body["messages"][0]["content"])
+        if owner == "carol":
+            await held.wait()
+
+    engine.rule = rule
+
+    def ask(owner: str, key_id: str) -> asyncio.Task[Any]:
+        body = {"model": "starter", "messages": [{"role": "user", "content": owner}]}
+        return asyncio.create_task(waiting.answer(key_id, model_answers.URL, body, 60))
+
+    carol, dave = control.as_key("carol"), control.as_key("dave")
+    long = [ask("carol", carol) for _ in range(4)]
+    while len(sent) < 2:
+        await engine.changed(1)
+    assert {one.status for one in await asyncio.gather(*(ask("dave", dave) for _ in range(3)))} == {200}
+    assert sent == ["carol"] * 2 + ["dave"] * 3
+    held.set()
+    await asyncio.gather(*long)
+
+
 async def test_limits_that_hold_back_a_keys_questions_are_asked_once_for_all(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
