@@ -394,7 +394,7 @@ class Replicas:
         state, node = status["state"], status["node"]
         if (node_config := self._nodes.config(node)) is not None:
             self._node_configs[replica_id] = node_config
-        if state != "dead":
+        if state not in ("dead", "starting"):  # whoever starts it hears of its end
             self._watch(replica_id, replica)
         if state == "ready":
             state = "open" if self._routing.is_open(replica_id) else "ready"

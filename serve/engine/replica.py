@@ -160,25 +160,13 @@ class Replica:
 
     async def status(self) -> dict[str, Any]:
         """Return EngineControl.status plus `pid`, `devices`, `node`, and whether it is `silent`, in which case the rest
-        is what it said last; the state of a dead engine is "dead"."""
+        is what it said last; the state of a dead engine is "dead", of one that does not serve yet "starting"."""
         if self._child is None or not self._child.alive:
-            spec = self._spec
-            return {
-                "state": "dead",
-                "model": spec and spec.model,
-                "version": spec and spec.version,
-                "pid": None,
-                "rss_bytes": 0,
-                "running": 0,
-                "waiting": 0,
-                "finishing": 0,
-                "finished": None,
-                "adapters": None,
-                "devices": list(spec.devices) if spec else [],
-                "node": spec.node if spec else "",
-                "settings": spec.settings if spec else "",
-                "silent": False,
-            }
+            return self._without_engine("dead")
+        if self._state == "starting":
+            # It answers nothing before it serves. A look at the box waited for it, with all other decisions, through a
+            # first start's minute of compiling (seen on an H100).
+            return {**self._without_engine("starting"), "pid": self._child.pid}
         if self._last is not None and self._pulse is not None and self._pulse.silent:
             return {**self._last, "silent": True}
         answer = await self._call("status", self._config.sleep_timeout_s)
@@ -191,6 +179,25 @@ class Replica:
             "silent": False,
         }
         return self._last
+
+    def _without_engine(self, state: str) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "state": state,
+            "model": spec and spec.model,
+            "version": spec and spec.version,
+            "pid": None,
+            "rss_bytes": 0,
+            "running": 0,
+            "waiting": 0,
+            "finishing": 0,
+            "finished": None,
+            "adapters": None,
+            "devices": list(spec.devices) if spec else [],
+            "node": spec.node if spec else "",
+            "settings": spec.settings if spec else "",
+            "silent": False,
+        }
 
     async def pulse_changed(self, silent: bool) -> bool:
         """Returns whether the engine is silent once that is no longer `silent`. Raises WrongState without an engine."""

@@ -23,7 +23,7 @@ class Supervisor:
     """The body of an actor. `stopped`: it answers nothing from now on."""
 
     def __init__(self, index: int):
-        self.stopped, self.index = False, index
+        self.stopped, self.index, self.state = False, index, "ready"
 
     def __getattr__(self, method: str) -> Any:
         async def remote(*_: Any) -> Any:
@@ -32,7 +32,7 @@ class Supervisor:
             if method == "life":
                 return {**life(), "kernel": "another"}
             return {
-                "state": "ready",
+                "state": self.state,
                 "model": "m",
                 "version": "v1",
                 "node": "n0",
@@ -70,6 +70,15 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
     after = {replica.id: replica for replica in await found.observe()}
     assert after["r1"] == before["r1"] and not after["r0"].answered and after["r0"].devices == ("n0/0",)
     assert await found.resident_bytes() == {"r1": 7}, "who asks for memory does not wait for it either"
+
+
+async def test_of_one_that_starts_whoever_starts_it_hears_the_end(two):
+    """Its failure to start would count twice."""
+    found, supervisors = two
+    supervisors[0].state = "starting"
+    seen = {replica.id: replica for replica in await found.observe()}
+    assert (seen["r0"].state, seen["r0"].devices, seen["r1"].state) == ("starting", ("n0/0",), "open")
+    assert list(found._watchers) == ["r1"]
 
 
 async def test_one_that_was_started_here_is_known_before_the_first_look(two, monkeypatch):

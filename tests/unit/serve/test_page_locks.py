@@ -140,6 +140,31 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         assert {thread for name, thread, _ in driver.calls if name == "unlock"} == {"unmap"}
 
 
+def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker, monkeypatch):
+    """They copy whole tensors, and CUDA refuses a copy that crosses from one locked piece into the next; and they may
+    write into what they read, which a shared mapping would bring into the version."""
+    path, content = version
+    engine, driver = worker(0, 1)
+    engine._loose, seen = None, []
+
+    def load(model, config, source, device):
+        tensor = source.tensor("b")
+        seen.append((source.locked_runs("b", 0, ROWS * COLUMNS * 2), torch.equal(tensor, content["b"])))
+        tensor.zero_()
+
+    engine.model_config = None
+    monkeypatch.setattr(shm_transfer, "load_layerwise", load)
+    engine.stage(str(path), build=False)
+    engine._staging.thread.join()
+    engine.receive_weights(ShmUpdateInfo(path=str(path), layerwise=True))
+    assert seen == [(None, True)] and engine.report["how"] == "layerwise" and not driver.locked
+    engine.release_retired()
+    engine.shutdown()
+    again = VersionSource(path).map()
+    assert torch.equal(again.tensor("b"), content["b"])
+    again.close()
+
+
 def test_a_wake_locks_nothing(version, worker):
     path, content = version
     engine, driver = worker(1, 2)

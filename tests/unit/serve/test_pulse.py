@@ -186,6 +186,35 @@ async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeyp
     assert (await supervisor.status())["state"] == "dead"
 
 
+async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(monkeypatch, tmp_path):
+    """A look at the whole box waited for a minute's compiling, with all decisions about other models."""
+    child = StuckChild()
+
+    async def spawn(*_, **__):
+        return child
+
+    async def compiles():
+        await child.killed.wait()
+        return None
+
+    child.next_event = compiles
+    monkeypatch.setattr(replica.Child, "spawn", spawn)
+    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
+    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
+    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig())
+    starting = asyncio.create_task(
+        supervisor.start(ReplicaSpec("r", "m", "v1", "/v", "/s", (3,), "cpu", "/shm", 1 << 30))
+    )
+    await asyncio.sleep(0)
+    async with asyncio.timeout(1):
+        status = await supervisor.status()
+    assert (status["state"], status["model"], status["devices"], status["pid"]) == ("starting", "m", [3], child.pid)
+    child.kill()
+    with pytest.raises(EngineStartFailed):
+        await starting
+    assert (await supervisor.status())["state"] == "dead"
+
+
 async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(monkeypatch, tmp_path):
     child, told = StuckChild(), "config.json: has 'auto_map'. So the files of m may not be opened"
 
