@@ -457,7 +457,7 @@ async def test_bad_pagination_is_named(control: Control, query: str):
 async def test_an_event_of_another_job_is_no_cursor(control: Control):
     first, second = await control.job(), await control.job()
     foreign = (await control.sdk.fine_tuning.jobs.list_events(second)).data[0].id
-    with pytest.raises(openai.BadRequestError, match="names no row"):
+    with pytest.raises(openai.BadRequestError, match="is in this list"):
         await control.sdk.fine_tuning.jobs.list_events(first, after=foreign)
 
 
@@ -623,6 +623,11 @@ async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(cont
     [
         ({}, "method.reinforcement.grader", "Missing required parameter"),
         ({"grader": GRADER | {"operation": "is"}}, "method.reinforcement.grader.operation", "Invalid"),
+        (
+            {"grader": {"type": "python", "name": "p", "source": "def grade(sample, item) return 1"}},
+            "method.reinforcement.grader.source",
+            "is not Python: expected ':' (line 1)",
+        ),
         ({"grader": GRADER | {"input": "{{ answer }}"}}, "method.reinforcement.grader.input", "begins with neither"),
         (
             {"grader": GRADER, "response_format": {"type": "regex"}},
