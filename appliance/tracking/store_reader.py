@@ -128,13 +128,16 @@ class StoreReader:
 
 
 def _point(seq: int, at_s: float, data: dict[str, Any]) -> Point:
-    """The names are those of TensorBoard's files."""
+    """The names are those of TensorBoard's files, which have a validation of the whole file once."""
     kind: Literal["train", "validation"] = "train" if "train_loss" in data else "validation"
     prefix = "train_" if kind == "train" else "valid_"
     values = {
         f"{kind}/{name.removeprefix(prefix)}": float(value)
         for name, value in data.items()
-        if name not in ("step", "total_steps") and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in ("step", "total_steps")
+        and not name.startswith("full_")
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
     }
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     return Point(seq, int(data["step"]), kind, at_s, finite)
