@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
 from appliance.cli.models.hardware_trace import sample
 from appliance.cli.operations import Patience
+from runtime.profile_shares import MOST_ROWS
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
@@ -69,7 +71,7 @@ def job(
             if event["id"] in known:
                 continue
             if found := (event.get("data") or {}).get("profile"):
-                session.show(found, _table)
+                session.show(found, partial(_table, asked=steps))
                 return
             if event["level"] == "warn" and "profile" in event["message"]:
                 raise CommandFailed(event["message"])
@@ -98,15 +100,19 @@ def engine(
         sample(session, {"kind": "model", "id": model}, nsight, seconds)
         return
     path = f"{paths.model(model)}/profile"
-    session.show(session.client.send("POST", path, body={"steps": steps}, timeout_s=_ENGINE_S), _table)
+    session.show(
+        session.client.send("POST", path, body={"steps": steps}, timeout_s=_ENGINE_S), partial(_table, asked=steps)
+    )
 
 
 def _events(session: Session, job_id: str) -> list[dict[str, Any]]:
     return session.client.get(f"{paths.job(job_id)}/events", limit=_NEWEST)["data"]
 
 
-def _table(found: dict[str, Any]) -> Any:
-    seconds, steps = found["seconds"], found["steps"]
+def _table(found: dict[str, Any], asked: int) -> Any:
+    seconds, steps, of_job = found["seconds"], found["steps"], "step" in found
+    fewer = f"after {MOST_ROWS} rows of data, a minute, or at the job's end" if of_job else "after a minute"
+    short = f"{steps} of the {asked} steps asked for: a profile ends {fewer}" if steps < asked else None
     shares = output.table(
         ("WHERE", ">SHARE", ">S/STEP"),
         ((name, f"{took / seconds:.1%}", f"{took / max(1, steps):.4f}") for name, took in found["share"].items()),
@@ -117,8 +123,8 @@ def _table(found: dict[str, Any]) -> Any:
         ((o["name"], o["kind"], f"{o['seconds'] / seconds:.1%}", o["count"]) for o in found["operators"]),
         empty="no operator was seen",
     )
-    where = " in the data directory" if "step" in found else ""
+    where = " in the data directory" if of_job else ""
     trace = f"trace: {found['trace']}{where}, {formats.size(found['bytes'])}" if found["trace"] else ""
     note = trace or "no trace file: it would be too long; ask for fewer steps"
-    last = f", up to step {found['step']}" if "step" in found else f" of {found['model']}@{found['version']}"
-    return output.stack(f"{steps} steps{last}, in {seconds:.2f} s", shares, operators, note)
+    last = f", up to step {found['step']}" if of_job else f" of {found['model']}@{found['version']}"
+    return output.stack(f"{steps} steps{last}, in {seconds:.2f} s", short, shares, operators, note)

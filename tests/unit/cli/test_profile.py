@@ -48,6 +48,9 @@ def test_a_table_of_where_the_time_went(box: ControlledBox):
         "profile/trace-9.json.gz",
     ):
         assert word in shown.output
+    assert "asked for" not in shown.output
+    fewer = box.run("profile", "job", job_id, "--steps", "5")
+    assert "3 of the 5 steps asked for: a profile ends after 8 rows of data, a minute" in fewer.output
     again = box.json("profile", "job", job_id)
     assert again["share"] == SHARE and json.dumps(again["operators"]) == json.dumps([OPERATOR])
 
