@@ -96,8 +96,7 @@ def _measured(fill: Callable[..., Any]) -> Callable[..., Any]:
         began_s = time.thread_time()
         filled = fill(self, *args, **kwargs)
         took_s = time.thread_time() - began_s
-        # After one quick mask a grammar still counts as slow for a few tokens: the text decides which of them take
-        # long.
+        # After one quick mask a grammar still counts as slow for a few tokens: by the text some of them take long.
         setattr(self, MASK, max(took_s, (getattr(self, MASK, 0.0) + took_s) / 2))
         return filled
 

@@ -228,8 +228,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             return
         reason = self.layerwise_reason or ("asked for" if update_info.layerwise else None)
         started_s = time.perf_counter()
-        # What is staged for copies to a GPU is a shared mapping, where no copy may cross from one locked piece into the
-        # next. vLLM's loaders get a private one (an H100: "invalid argument").
+        # vLLM's loaders get a private mapping: in a shared one no copy may cross from one locked piece into the next.
         if mapped and (reason is None or self.layerwise_reason is not None):
             source, staging.source = staging.source, None
         else:
