@@ -1,0 +1,254 @@
+"""Engines on one card, by the box's own replicas: `python -m benchmarks.gpu.one_card.engines cuda [PART ...]`.
+
+Swaps in a pause, in place and layer by layer, sleep and wake, with captured graphs: a version answers as a fresh engine
+of it does. Owners that share the places of a batch, kills, adapters, and the same for an engine of two workers. Each
+line ends with "ok" or says what is wrong. Eager or with three captured graphs, never compiled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from runtime.processes.kernel import group_pids
+from serve.core.config import EngineConfig
+from serve.engine import replica as replica_module
+from serve.engine.replica import Replica
+from tests.e2e.engine_support import Box, client
+from tests.e2e.test_engine_swap import greedy_ids, stream_ids
+
+KIND = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+MIB = 2**20
+# As large as kernels want it: heads of 64, several KV heads, 30 MB.
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.06,
+    "max_position_embeddings": 2048,
+}
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4],
+    "pass_config": {"fuse_allreduce_rms": False},
+}
+CONFIG = EngineConfig(start_timeout_s=150)
+
+
+def args_of(*more: str) -> tuple[str, ...]:
+    return ("--compilation-config", json.dumps(GRAPHS), *more) if KIND == "cuda" else more
+
+
+def spec_of(box: Box, name: str, path: Path, more: tuple[str, ...] = (), **fields):
+    fields = {"kind": KIND, "kv_cache_bytes": 512 * MIB, "gpu_memory_fraction": 0.2, "max_num_seqs": 8, **fields}
+    return box.spec(name, path, extra_args=args_of(*more), **fields)
+
+
+def alike(one: list[int], other: list[int]) -> int:
+    """How many of the first tokens are the same."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@contextlib.asynccontextmanager
+async def engine(box: Box, spec, entry: str | None = None):
+    replica = Replica(str(box.warm_socket), str(box.logs), CONFIG)
+    before = replica_module.ENTRY
+    replica_module.ENTRY = entry or before
+    began_s = time.monotonic()
+    try:
+        await replica.start(spec)
+        replica_module.ENTRY = before
+        print(f"  {spec.replica_id} started in {time.monotonic() - began_s:.0f} s", flush=True)
+        yield replica, client(spec)
+    except Exception as error:  # noqa: BLE001 - the other parts still tell
+        print(f"{spec.replica_id}: WRONG: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
+        log = box.logs / f"engine-{spec.replica_id}.log"
+        print("\n".join(log.read_text().splitlines()[-25:]) if log.exists() else "", flush=True)
+    finally:
+        replica_module.ENTRY = before
+        await replica.stop()
+
+
+async def turns(box: Box, name: str, family: str, entry: str | None = None, **fields) -> None:
+    """Loads in a pause, sleeps and wakes of two versions: each answers as the fresh engine of it did, and every
+    fingerprint agrees. Right: all counts of equal tokens are 30."""
+    a, b = (box.version(f"{family}-{v}", family, seed=seed, **SHAPE) for v, seed in (("a", 1), ("b", 2)))
+    ask = [10, 20, 30, 40]
+    async with engine(box, spec_of(box, f"{name}-b", b, **fields), entry) as (_, sdk):
+        fresh_b = await greedy_ids(sdk, "starter", ask, 30)
+    async with engine(box, spec_of(box, name, a, **fields), entry) as (replica, sdk):
+        own = {a.name: await greedy_ids(sdk, "starter", ask, 30), b.name: fresh_b}
+        said = []
+        for version, how in ((b, "in-place"), (a, "in-place"), (b, "layerwise"), (a, "auto")):
+            report = await replica.swap("starter", version.name, str(version), how=how)
+            equal = alike(await greedy_ids(sdk, "starter", ask, 30), own[version.name])
+            said.append((report["how"], round(1e3 * report["pause_s"]), report["fingerprint"]["verdict"], equal))
+        for version in (b, a):
+            memory_bytes = used()
+            await replica.sleep()
+            asleep_bytes = used()
+            woken = await replica.wake("starter", version.name, str(version))
+            equal = alike(await greedy_ids(sdk, "starter", ask, 30), own[version.name])
+            mb = (round(memory_bytes / 1e6), round(asleep_bytes / 1e6))
+            said.append(
+                (f"wake {woken['how']}", round(1e3 * woken["seconds"]), woken["fingerprint"]["verdict"], equal, mb)
+            )
+        # Under load: the stream ends in the new version's words and is never cut.
+        seen: list[int] = []
+        streaming = asyncio.create_task(stream_ids(sdk, "starter", ask, 1500, seen))
+        while len(seen) < 20:
+            await asyncio.sleep(0.001)
+        report = await replica.swap("starter", b.name, str(b))
+        await streaming
+        fine = len(seen) == 1500 and all(one[3] >= 28 for one in said)
+        print(
+            f"{name}: (how, pause ms, fingerprint, equal tokens of 30[, MB awake, asleep]) {said}; {len(seen)} of 1500 "
+            f"tokens through a swap of {1e3 * report['pause_s']:.0f} ms: {'ok' if fine else 'WRONG'}",
+            flush=True,
+        )
+
+
+async def owners(box: Box) -> None:
+    """One owner has all places; another gets one, at once; each preempted answer is what it is alone. With steps
+    scheduled ahead. Right: "ok"; wrong: an assertion in vLLM's scheduler or runner ends the engine (its log)."""
+    a = box.version("llama-a", "llama", seed=1, **SHAPE)
+    async with engine(box, spec_of(box, "owners", a, max_num_seqs=4)) as (replica, sdk):
+        fields = {"model": "starter", "prompt": [10, 20, 30, 40], "temperature": 0}
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        whole = (await sdk.completions.create(**fields, max_tokens=1200, extra_body=extra)).choices[0]
+        whole_ids = whole.model_extra["token_ids"]
+
+        async def ask(owner: str, tokens: int, **more) -> list[int]:
+            answer = await sdk.completions.create(
+                **fields, max_tokens=tokens, extra_body={**extra, **more}, extra_headers={"x-appliance-owner": owner}
+            )
+            return answer.choices[0].model_extra["token_ids"]
+
+        long = [asyncio.create_task(ask("ann", 1200)) for _ in range(8)]
+        while (await replica.status())["running"] < 4:
+            await asyncio.sleep(0.002)
+        began_s, took, wrong = time.monotonic(), [], 0
+        while not all(task.done() for task in long) and len(took) < 40:
+            asked_s = time.monotonic()
+            short = await ask("ben", 3)
+            took.append(time.monotonic() - asked_s)
+            wrong += short != whole_ids[:3]
+            await ask("cleo", 5, ignore_eos=False, structured_outputs={"regex": "[a-z]{3}"})
+            await asyncio.sleep(0.3)
+        answers = await asyncio.gather(*long)
+        equal = [alike(one, whole_ids) for one in answers]
+        lengths = {len(one) for one in answers}
+        fine = lengths == {1200} and min(equal) > 200 and max(took) < 1.0 and not wrong
+        print(
+            f"owners: {len(took)} short ones in at most {max(took):.2f} s beside eight of 1,200 tokens in four places, "
+            f"equal to the undisturbed one for {sorted(equal)} tokens, lengths {lengths}, "
+            f"{time.monotonic() - began_s:.0f} s: {'ok' if fine else 'WRONG'}",
+            flush=True,
+        )
+
+
+async def kill(box: Box) -> None:
+    """kill -9 of the core, and of the front end: the card is free when wait_dead returns."""
+    a = box.version("llama-a", "llama", seed=1, **SHAPE)
+    before = used()
+    for which in ("core", "front end"):
+        async with engine(box, spec_of(box, f"kill-{which[:4]}", a)) as (replica, sdk):
+            pid = replica._child.pid
+            victim = pid if which == "front end" else next(one for one in group_pids(pid) if one != pid)
+            held = used() - before
+            os.kill(victim, signal.SIGKILL)
+            began_s = time.monotonic()
+            told = await asyncio.wait_for(replica.wait_dead(), 30)
+            left = used() - before
+            print(
+                f"kill of the {which}: held {held / 1e6:.0f} MB, {left / 1e6:.0f} MB left "
+                f"{time.monotonic() - began_s:.2f} s "
+                f"later ({told['exit'][:60]}): {'ok' if left < 50e6 else 'WRONG'}",
+                flush=True,
+            )
+
+
+async def adapters(box: Box) -> None:
+    """Three adapters in two places under steps scheduled ahead, sleep and wake between: answers of merged weights."""
+    from tests.e2e.engine_support import save_model
+    from tests.e2e.test_engine_adapters import save_adapter
+
+    base = save_model(box.root / "versions" / "starter" / "v1", seed=1, **SHAPE)
+    merged = [box.root / "versions" / f"merged{i}" for i in range(3)]
+    names = [save_adapter(box.root / "adapters", base, f"ft:{i}", seed=10 + i, merged=merged[i]) for i in range(3)]
+    roots = (str(box.root / "adapters"),)
+    ask, wanted = [10, 20, 30, 40], []
+    for number, path in enumerate(merged[:2]):
+        async with engine(box, spec_of(box, f"merged{number}", path)) as (_, sdk):
+            wanted.append(await greedy_ids(sdk, "starter", ask, 20))
+    more = {"adapter_slots": 2, "adapter_max_rank": 16, "adapters_resident": 2, "adapter_roots": roots}
+    async with engine(box, spec_of(box, "adapters", base, **more)) as (replica, sdk):
+        said = []
+        for _ in range(2):
+            answers = await asyncio.gather(*(greedy_ids(sdk, name, ask, 20) for name in (*names, *names, "starter")))
+            said.append([alike(answers[number], wanted[number]) for number in (0, 1)])
+            await replica.sleep()
+            await replica.wake("starter", base.name, str(base))
+        fine = all(min(one) >= 8 for one in said)
+        print(
+            f"adapters: equal tokens of 20, before and after a sleep: {said}: "
+            f"{'ok' if fine else 'not alike (bf16 may flip a few)'}"
+        )
+
+
+def used() -> int:
+    if KIND != "cuda":
+        return 0
+    import pynvml
+
+    pynvml.nvmlInit()
+    found = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    pynvml.nvmlShutdown()
+    return found
+
+
+ONE = ("--disable-custom-all-reduce",)
+ON_ONE = "benchmarks.gpu.one_card.entries:engine"
+WHAT = {
+    "swap": lambda box: turns(box, "swap", "llama"),
+    "tied": lambda box: turns(box, "tied", "qwen2"),
+    "experts": lambda box: turns(box, "experts", "mixtral"),
+    "tensor2": lambda box: turns(box, "tensor2", "llama", ON_ONE, tensor_parallel=2, devices=(0, 1), more=ONE),
+    "tensor2-experts": lambda box: turns(
+        box,
+        "tensor2e",
+        "mixtral",
+        ON_ONE,
+        tensor_parallel=2,
+        devices=(0, 1),
+        more=ONE,
+    ),
+    "owners": owners,
+    "kill": kill,
+    "adapters": adapters,
+}
+
+
+async def main() -> None:
+    box = Box()
+    try:
+        for name in sys.argv[2:] or WHAT:
+            try:
+                await asyncio.wait_for(WHAT[name](box), 200)
+            except Exception as error:  # noqa: BLE001 - the other parts still tell
+                print(f"{name}: WRONG: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
+    finally:
+        box.close()
+
+
+asyncio.run(main())
