@@ -14,7 +14,6 @@ from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
 from appliance.cli.models.hardware_trace import sample
 from appliance.cli.operations import Patience
-from runtime.profile_shares import MOST_ROWS
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
@@ -29,6 +28,7 @@ NSIGHT = Annotated[
 ]
 SECONDS = Annotated[int, typer.Option("--seconds", metavar="N", min=1, max=300, help="With --nsight: how long.")]
 _ENGINE_S = 150.0  # a minute for the steps, and what the profiler then takes
+MOST_ROWS = 8  # runtime.profile_shares has the bound; a command imports nothing of the box
 _NEWEST = 100  # events: a profile is among this many, once it is there
 _ENDED = ("succeeded", "failed", "cancelled")
 
