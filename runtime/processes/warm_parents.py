@@ -49,6 +49,7 @@ class NodeAgent:
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = {name: asyncio.Event() for name in self._specs}
         self._pids: dict[str, int] = {}
+        self._last_words: dict[str, str] = {}  # of those that ended before they had imported what they are to
 
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
@@ -65,8 +66,10 @@ class NodeAgent:
                 await self._ready[name].wait()
         except TimeoutError as error:
             spec = self._specs[name]
+            # In the first line, which is what `status` and hand-overs show of an error.
+            ended = f": it ends each time with {words!r}" if (words := self._last_words.get(name)) else ""
             raise WarmParentError(
-                f"warm parent {name} has not imported {spec.preload} within {timeout_s} s; "
+                f"warm parent {name} has not imported {spec.preload} within {timeout_s} s{ended}; "
                 f"its log {spec.log_path} ends with:\n{tail(spec.log_path)}"
             ) from error
 
@@ -105,6 +108,8 @@ class NodeAgent:
                 if not dead.done():
                     self._ready[spec.name].set()
                 await asyncio.shield(dead)
+                words = "" if self._ready[spec.name].is_set() else tail(spec.log_path).rpartition("\n")[2]
+                self._last_words[spec.name] = words
             except asyncio.CancelledError:
                 if process.returncode is None:
                     process.terminate()
