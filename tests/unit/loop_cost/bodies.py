@@ -56,7 +56,11 @@ _JUDGED = {
     "type": "jsonl",
     "source": {"type": "file_content", "content": [{"item": {"answer": "1"}, "sample": {"output_text": "1"}}]},
 }
-_CONFIG = {"type": "custom", "item_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+_CONFIG = {
+    "type": "custom",
+    "item_schema": {"type": "object", "properties": {name: {"type": "string"} for name in ("a", "answer")}},
+    "include_sample_schema": True,
+}
 _PIPELINE = {"name": "p-{unique}", "data": {"uploads": "day-*.jsonl"}, "train": {"model": MODEL, "publish_as": "new"}}
 _ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
