@@ -248,7 +248,7 @@ class JobEvents:
         reward = event.get("train_mean_reward")
         told = f"training loss={_shown(loss)}" if reward is None else f"mean reward={_shown(reward)}"
         text = f"Step {step}/{total}: {told}"
-        data = {key: value for key, value in event.items() if key not in ("event", *_OF_TRAINING)}
+        data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         _add_event(db, row.id, "metrics", text, "info", data)
 
@@ -264,7 +264,7 @@ class JobEvents:
         told = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
         total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
         text = f"Step {step}/{total}: {told}"
-        known = ("event", "step", "total_steps")
+        known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
         data |= _of_validation(row, {key: value for key, value in event.items() if key not in known})
         _add_event(db, row.id, "metrics", text, "info", data)
