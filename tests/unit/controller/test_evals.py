@@ -291,6 +291,28 @@ async def test_a_model_of_the_box_is_asked_and_its_tokens_are_told(control: Cont
     assert (item.sample.finish_reason, item.sample.seed, item.sample.max_completion_tokens) == ("stop", 3, 7)
 
 
+async def test_a_judges_question_and_answer_have_the_form_of_a_sample(control: Control):
+    control.as_key("carol")
+    said = json.dumps({"reason": "good", "result": 0.75})
+    answers(control, said)
+    judge = {**ASKERS, "sampling_params": {"seed": 5, "temperature": 0}}
+    run = await ended(control, eval_id := await made(control, judge), given(("4", "4")))
+    (result,) = (await output_items(control).list(run.id, eval_id=eval_id)).data[0].results
+    assert (result.passed, result.score) == (True, 0.75)
+    assert result.sample == {
+        "input": [{"role": "user", "content": "?"}],
+        "output": [{"role": "assistant", "content": said}],
+        "model": "starter",
+        "usage": {"prompt_tokens": 9, "completion_tokens": 1, "cached_tokens": 4, "total_tokens": 10},
+        "error": {"code": "", "message": ""},
+        "finish_reason": "stop",
+        "max_completion_tokens": 1024,
+        "temperature": 0,
+        "top_p": 1.0,
+        "seed": 5,
+    }
+
+
 async def test_a_message_may_be_a_part_or_several_as_the_types_have_it(control: Control):
     control.as_key("carol")
     sent = answers(control, "yes")
