@@ -159,25 +159,12 @@ def _evals(db: Database) -> None:
     check = {"type": "string_check", "name": "name", "input": "input", "reference": "input", "operation": "eq"}
     for eval_id in ("eval_id", "after"):
         evals.insert(db, EvalRow(eval_id, "seeded", now_s, item_schema={"foo": "bar"}, criteria=[check]))
-    # The SDK's strict validation knows no sample of which no model was asked.
-    source = {
-        "type": "completions",
-        "model": "starter",
-        "source": {"type": "file_content", "content": [{"item": {"foo": "bar"}}]},
-    }
+    source = {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"foo": "bar"}}]}}
     for run_id in ("run_id", "after"):
         evals.insert_run(
             db,
             EvalRunRow(
-                run_id,
-                "eval_id",
-                "seeded",
-                now_s,
-                status="completed",
-                data_source=source,
-                total=1,
-                ended_s=now_s,
-                model="starter",
+                run_id, "eval_id", "seeded", now_s, status="completed", data_source=source, total=1, ended_s=now_s
             ),
         )
     result = {"name": "name", "type": "string_check", "passed": True, "score": 1.0}

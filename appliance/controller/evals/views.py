@@ -152,9 +152,9 @@ def _error(why: str | None) -> dict[str, str]:
 
 
 def _sampled(sampling: Mapping[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
-    """How an answer was sampled; null where no model was asked (None), as nothing was."""
+    """How an answer was sampled; nothing, as the SDK's types have it, where no model was asked (None)."""
     if sampling is None:
-        return dict.fromkeys(("finish_reason", "max_completion_tokens", "temperature", "top_p", "seed"))
+        return {"finish_reason": "", "max_completion_tokens": 0, "temperature": 0.0, "top_p": 0.0, "seed": 0}
     temperature = sampling.get("temperature")
     return {
         "finish_reason": finish_reason or "",

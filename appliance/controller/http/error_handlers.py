@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -86,8 +87,10 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first: dict[str, Any] = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    first = _meant(error.errors())
+    place = [
+        str(part) for part in first["loc"] if part not in ("body", "query", "path", "header") and not _branch(part)
+    ]
     if first["type"] == TOO_MANY:
         where = ".".join(place)
         message = f"In {shown(where) if where else 'the body'} {first['msg']}."
@@ -112,6 +115,22 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     return _answer(400, message, "invalid_request_error", param, code)
 
 
+def _meant(found: Sequence[Any]) -> dict[str, Any]:
+    """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
+    wrong object in place of true or false, what is wrong in the object."""
+    first: dict[str, Any] = found[0]
+    if not _branch(first["loc"][-1]):
+        return first
+    union = first["loc"][:-1]
+    return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
+
+
+def _branch(part: str | int) -> bool:
+    """Whether pydantic names a branch of a union here, by its plain type."""
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
+
+
+_BRANCHES = {"bool", "int", "float", "str", "none"}
 _BOUNDS = {
     "greater_than_equal": ("ge", "below minimum", ">=", "below_min"),
     "less_than_equal": ("le", "above maximum", "<=", "above_max"),

@@ -12,7 +12,7 @@ from appliance.controller.responses import entries
 from appliance.store.objects import evals, responses
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_completions import MESSAGES, completion
-from tests.unit.controller.test_evals import answers, ended, output_items
+from tests.unit.controller.test_evals import answers, ended
 from tests.unit.controller.test_responses import copy, name, send
 
 CHECK: Any = {
@@ -69,7 +69,7 @@ async def test_kept_completions_are_judged_as_they_were_answered(control: Contro
     assert (run.result_counts.passed, run.result_counts.failed) == (1, 1)
     second, first = items(control, run)
     assert (first.status, second.status) == ("pass", "fail") and first.item["input"] == MESSAGES
-    shown = (await output_items(control).list(run.id, eval_id=run.eval_id)).data
+    shown = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
     assert [one.sample.output[0].content for one in shown] == ["3", "2"]
 
 

@@ -421,6 +421,8 @@ _NO_TEXTS = {
         "snapshot",
         "resolved",
         "metrics",
+        "measured",
+        "valid_measured",
         "counts",
         "usage",
         "compared",
