@@ -165,8 +165,8 @@ def _limits(facts: Facts) -> Iterator[Finding]:
 def _kernel(facts: Facts) -> Iterator[Finding]:
     yield _judged(
         "environment",
-        not facts.steered,
-        ", ".join(facts.steered) or "nothing that changes how it computes",
+        None if facts.steered is None else not facts.steered,
+        "" if facts.steered is None else ", ".join(facts.steered) or "nothing that changes how it computes",
         "none of these set",
         "take them out of the environment that the box is started with, once they have served their purpose",
         "warn",
@@ -174,7 +174,7 @@ def _kernel(facts: Facts) -> Iterator[Finding]:
     yield _judged(
         "huge pages",
         facts.huge_pages,
-        "when a program asks, or always" if facts.huge_pages else "never",
+        {None: "", True: "when a program asks, or always", False: "never"}[facts.huge_pages],
         "madvise or always",
         "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`: large copies touch fewer pages",
         "warn",

@@ -52,7 +52,7 @@ class Facts:
     readings: tuple[Reading, ...] | None = None
     remarks: tuple[Remark, ...] = ()
     foreign: tuple[str, ...] = ()
-    steered: tuple[str, ...] = ()
+    steered: tuple[str, ...] | None = ()
     huge_pages: bool | None = None
     locked_bytes: int | None = None
     open_files: int | None = None
@@ -202,12 +202,13 @@ def _governors(root: Path) -> frozenset[str]:
     return frozenset(_text(file) for file in files) - {""}
 
 
-def _steered(root: Path, pid: int | None, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the box's environment while it runs, else of ours, with which it would be started."""
+def _steered(root: Path, pid: int | None, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Of the box's environment while it runs, else of ours, with which it would be started; None if this user may not
+    read it."""
     try:
         environment = (root / "proc" / str(pid or "self") / "environ").read_text(errors="replace").split("\0")
     except OSError:
-        return ()
+        return None
     there = (pair.partition("=")[0] for pair in environment)
     return tuple(sorted(name for name in there if name.startswith(("LD_PRELOAD", *names))))
 

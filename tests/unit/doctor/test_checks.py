@@ -168,6 +168,7 @@ def test_what_cannot_be_read_is_skipped_and_not_called_right():
         numa_balancing=None,
         clock_synchronised=None,
         oom_kills=None,
+        steered=None,
         huge_pages=None,
         remarks=(Remark("fabric", None, "", "set up"),),
         readings=(Reading("n0/0", 1e9, throttled=("power_cap",)),),
@@ -182,9 +183,12 @@ def test_what_cannot_be_read_is_skipped_and_not_called_right():
         "NUMA balancing",
         "clock",
         "killed for memory",
+        "environment",
         "huge pages",
         "fabric",
     }
+    told = {one.check: one.found for one in findings(unknown)}
+    assert told["environment"] == told["huge pages"] == "not reported here"
 
 
 def test_this_machine_is_read_and_nothing_is_left(tmp_path):
@@ -227,7 +231,8 @@ def test_what_steers_the_box_is_read_of_its_own_environment_while_it_runs(tmp_pa
     (tmp_path / "box.json").write_text(json.dumps({"pid": 77}))
     assert facts_module._steered(tmp_path, None, ("NCCL_",)) == ("LD_PRELOAD",)
     assert facts_module._steered(tmp_path, read_pid(tmp_path / "box.json"), ("NCCL_",)) == ("NCCL_DEBUG",)
-    assert facts_module._steered(tmp_path, 78, ()) == () and read_pid(tmp_path / "none") is None
+    assert facts_module._steered(tmp_path, 78, ()) is None, "it is another user's"
+    assert read_pid(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(("text", "given"), [("always [madvise] never", True), ("always madvise [never]", False)])
