@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from train.graders.host import GraderHost
 
@@ -23,11 +24,11 @@ class _Owner:
 
 
 class GraderHosts:
-    """`stop` them in the end. checks: reads code of graders of all owners, and runs none: nobody waits there for what
-    runs for minutes."""
+    """`stop` them in the end."""
 
     def __init__(self) -> None:
-        self.checks = GraderHost()
+        self._reader = GraderHost()
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._owners: dict[str, _Owner] = {}
         self._free = asyncio.Semaphore(MAX_BUSY)
 
@@ -45,8 +46,15 @@ class GraderHosts:
                 self._owners[owner] = self._owners.pop(owner)  # the last one used stands last
                 await self._end_idle()
 
+    async def unreadable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
+        """`GraderHost.unreadable`, by one worker for all owners that runs no code: nobody waits there for what runs for
+        minutes. Requests of an owner wait for each other first: code can be written so that it takes as long to read as
+        it may, and a hundred of them stood in front of everybody else's job and eval."""
+        async with self._reading.setdefault(owner, asyncio.Lock()):
+            return await self._reader.unreadable(sources)
+
     async def stop(self) -> None:
-        await self.checks.stop()
+        await self._reader.stop()
         for one in list(self._owners.values()):
             await one.host.stop()
 

@@ -90,7 +90,7 @@ def _answer(waited_for: bool) -> None:
 
 
 def unreadable(sources: dict[str, str]) -> list[tuple[str, str]]:
-    """(path, why) of the code that is not Python. It may break the process that reads it, and so has this one."""
+    """(path, why) of the code that is not Python. Code can be written so that it ends the process that reads it."""
     found = []
     for path, source in sources.items():
         try:

@@ -246,7 +246,7 @@ async def _criteria(
         except InvalidGrader as error:
             param = f"testing_criteria.{place}.{error.param}"
             raise BadRequest(f"Invalid '{param}': {error.message}.", param=param, code="invalid_grader") from None
-        await check_code(hosts, grader, f"testing_criteria.{place}")
+        await check_code(hosts, grader, caller, f"testing_criteria.{place}")
         if grader.name in kept:
             raise BadRequest(
                 f"Two testing criteria are called {shown(grader.name)}; results are listed by name.",

@@ -53,12 +53,12 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     return grader
 
 
-async def check_code(hosts: GraderHosts, grader: Grader, param: str) -> None:
+async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
     """Raises BadRequest for code of python graders that no Python can read."""
     if not (code := sources(grader)):
         return
     try:
-        found = await hosts.checks.unreadable(code)
+        found = await hosts.unreadable(caller.owner, code)
     except WorkerBroke as error:
         found = [(path, f"cannot be read: {error}") for path in list(code)[:1]]
     for path, why in found:

@@ -48,7 +48,7 @@ def routes(context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers
     @router.post("/validate")
     async def validate(body: Validate, caller: Caller) -> dict[str, Any]:
         grader = grader_of(context, body.grader, caller)
-        await check_code(hosts, grader, "grader")
+        await check_code(hosts, grader, caller, "grader")
         return {"grader": grader.model_dump(mode="json", exclude_unset=True)}
 
     @router.post("/run")

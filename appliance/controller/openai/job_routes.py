@@ -48,7 +48,7 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
 
-        await check_grader(hosts, body)
+        await check_grader(hosts, body, caller)
 
         def make() -> JobRow:
             return insert_job(context, body, caller)

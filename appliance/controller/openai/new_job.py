@@ -59,14 +59,14 @@ def check_job(context: ControllerContext, body: JobCreate, caller: Principal) ->
     _judge(context, body, resolved, caller)
 
 
-async def check_grader(hosts: GraderHosts, body: JobCreate) -> None:
+async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
     """Reads the code of its grader's python graders; `insert_job` checks all else. Raises BadRequest."""
     requests.check(body)
     try:
         grader = parse(requests.beside_hyperparameters(body).get("grader"))
     except InvalidGrader:
         return
-    await check_code(hosts, grader, f"method.{requests.method(body).name}.grader")
+    await check_code(hosts, grader, caller, f"method.{requests.method(body).name}.grader")
 
 
 def _of_wandb(mode: str | None) -> str:

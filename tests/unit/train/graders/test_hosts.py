@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+from typing import Any
 
 import pytest
 
@@ -89,3 +91,22 @@ async def test_a_worker_that_is_wanted_again_is_not_ended(made: GraderHosts, mon
         go_on.set()
         await asyncio.gather(first, second)
         assert kept in made._owners
+
+
+async def test_code_that_takes_long_to_read_keeps_no_other_owner_waiting(
+    made: GraderHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker reads the code of all: they went first come, first served, however many requests one owner had."""
+    read: list[str] = []
+
+    async def exchange(written: bytes, waited_for: bool) -> dict[str, Any]:
+        read.extend(json.loads(written)["sources"])
+        await asyncio.sleep(0)
+        return {"unreadable": []}
+
+    monkeypatch.setattr(made._reader, "_exchange", exchange)
+    owners = ["greedy"] * 5 + ["ann"]
+    reading = [asyncio.create_task(made.unreadable(owner, {owner: "1"})) for owner in owners]
+    assert await asyncio.gather(*reading) == [[]] * 6
+    assert read.index("ann") == 1, read
+    await made.stop()
