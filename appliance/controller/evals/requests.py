@@ -245,7 +245,7 @@ def _lacking(steps: list[str], schema: Any) -> str:
     """The path to the first step that a JSON schema tells to be none of its properties, "" where it tells of none."""
     for place, step in enumerate(steps, 1):
         known = schema.get("properties") if isinstance(schema, dict) else None
-        if not isinstance(known, dict) or not known or any(schema.get(name) for name in _FURTHER):
+        if not isinstance(known, dict) or not known or any(schema.get(name, False) is not False for name in _FURTHER):
             return ""
         if step not in known:
             return ".".join(steps[:place])

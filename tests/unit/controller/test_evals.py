@@ -216,8 +216,9 @@ async def test_criteria_that_nothing_can_meet_are_refused(
 
 async def test_a_schema_that_says_nothing_of_a_field_forbids_none(control: Control):
     open_ended = {"type": "object", "properties": {"a": {}}, "additionalProperties": True}
+    whatever = {"properties": {"a": {}}, "additionalProperties": {}}
     by_parts = {"properties": {"a": {}}, "allOf": [{"properties": {"answer": {}}}]}
-    for schema in ({}, {"type": "object"}, {"foo": "bar"}, open_ended, by_parts):
+    for schema in ({}, {"type": "object"}, {"foo": "bar"}, open_ended, whatever, by_parts):
         config: Any = {"type": "custom", "item_schema": schema, "include_sample_schema": True}
         await control.sdk.evals.create(data_source_config=config, testing_criteria=[CHECK])
 
