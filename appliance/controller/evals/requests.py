@@ -259,11 +259,10 @@ _FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf
 
 def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> Wanted:
     """kept: of the eval whose run it is."""
-    metadata = {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
     common = {
         "limit": source.limit or MAX_ITEMS,
         "model": source.model,
-        "metadata": metadata,
+        "metadata": _metadata(source, kept),
         "after_s": source.created_after,
         "before_s": source.created_before,
     }
@@ -284,10 +283,15 @@ def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None)
 def filters(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> str:
     """What a source asks for, in words: whoever finds nothing looks for the one that is wrong."""
     asked = {name: value for name, value in source.model_dump(exclude_none=True).items() if name != "limit"}
-    if metadata := {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}:
+    if metadata := _metadata(source, kept):
         asked["metadata"] = metadata
     told = ", ".join(f"{name} {json.dumps(value)}" for name, value in asked.items() if value not in ({}, []))
     return told if len(told) <= _FILTERS_SHOWN else f"{told[:_FILTERS_SHOWN]}…"
+
+
+def _metadata(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> dict[str, str]:
+    """What the eval asks for, and its run beside or instead of that."""
+    return {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
 
 
 def check_sampled(source: Sampled) -> None:
