@@ -53,8 +53,9 @@ _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
 _KEPT_BYTES = 256 << 10
-"""Of what a model was asked for an item: a mebibyte of characters, up to 12 MB as the store writes them, held the loop
-for 0.1 s and the disk for as long. The item itself is kept whole."""
+"""Of what a model was asked for an item's sample, and as much for all its graders together: a mebibyte of characters,
+up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item itself is kept
+whole."""
 _Measured = tuple[dict[str, Any], int]
 """An entry, and its bytes as JSON."""
 _Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
@@ -281,7 +282,7 @@ class EvalRunner:
             sample = Sample(answer.text, answer.tools)
         results = []
         for grader in graders:
-            results.append(await self._result(row, grader, sample, item.item, usage))
+            results.append(await self._result(row, grader, sample, item.item, usage, _KEPT_BYTES // len(graders)))
         bad = any("error" in result for result in results)
         status = "error" if bad else "pass" if all(result["passed"] for result in results) else "fail"
         return {"status": status, **made, "results": results, "usage": usage}
@@ -306,8 +307,9 @@ class EvalRunner:
         sample: Sample,
         item: dict[str, Any],
         usage: list[ModelAnswer],
+        kept_bytes: int,
     ) -> dict[str, Any]:
-        """Raises _Failed: the run may not go on."""
+        """kept_bytes: of what a model was asked. Raises _Failed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
         asked = list[dict[str, Any]]()
 
@@ -322,7 +324,7 @@ class EvalRunner:
         usage += [answer for answer in told if not answer.error]
         result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
         if told:
-            first = {**asked[0], "messages": _begin_of(asked[0]["messages"])}
+            first = {**asked[0], "messages": _begin_of(asked[0]["messages"], kept_bytes)}
             result["sample"] = judges_sample(first, told)
         if graded.errors:
             result["error"] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
@@ -378,12 +380,11 @@ def _add(sums: dict[str, float], **more: float) -> None:
 def _asked(source: Sampled, item: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The body of the request for an item's sample, and what is kept of its messages. Raises GradingFailed."""
     body = body_of(source, item)
-    return body, _begin_of(body["messages"])
+    return body, _begin_of(body["messages"], _KEPT_BYTES)
 
 
-def _begin_of(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first _KEPT_BYTES of them."""
-    left, kept = _KEPT_BYTES, list[dict[str, Any]]()
+def _begin_of(messages: Iterable[dict[str, Any]], most_bytes: int) -> list[dict[str, Any]]:
+    left, kept = most_bytes, list[dict[str, Any]]()
     for message in messages:
         if (size := len(orjson.dumps(message))) > left:
             text = message.get("content")

@@ -814,6 +814,22 @@ async def test_of_what_a_model_was_asked_so_much_is_kept(control: Control, monke
     assert len(kept[1].content) < 200
 
 
+async def test_of_what_judges_were_asked_no_more_is_kept_however_many_they_are(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """Of each of 32 judges as much was kept as of a sample, 8 MiB an item, written twice on the loop."""
+    control.as_key("carol")
+    monkeypatch.setattr(runner, "_KEPT_BYTES", 4000)
+    sent = answers(control, json.dumps({"reason": "", "result": 1}))
+    asking = [{"role": "user", "content": "long " * 600}]
+    judges = [{**ASKERS, "name": f"judge {number}", "input": asking} for number in range(4)]
+    run = await ended(control, eval_id := await made(control, *judges), given(("4", "4")))
+    (item,) = (await output_items(control).list(run.id, eval_id=eval_id)).data
+    kept = [result.sample["input"][0]["content"] for result in item.results]
+    assert len(kept) == 4 and all(one.startswith("long ") for one in kept) and sum(map(len, kept)) < 4000
+    assert [len(body["messages"][0]["content"]) for body in sent] == [3000] * 4, "they are asked all of it"
+
+
 async def test_what_the_data_has_is_not_written_again(control: Control):
     """With its verdict: each item was written twice, and counted twice for its owner."""
     text = "long " * 500
