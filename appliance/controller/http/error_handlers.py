@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from appliance.controller.http.strict_body import TOO_MANY
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
+from appliance.gateway.core.errors import JSON_TYPES, not_of_type
 from appliance.store.errors import UnknownCursor
 
 log = logging.getLogger("appliance.controller")
@@ -145,22 +146,13 @@ _WANTED = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-_GIVEN = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-    type(None): "null",
-}
 
 
 def _refused(param: str, first: dict[str, Any]) -> tuple[str, str]:
     """What is said of a value that cannot be, in OpenAI's words where it has some, and its code."""
     kind, given = first["type"], first.get("input")
-    if kind in _WANTED and (what := _GIVEN.get(type(given))) is not None:
-        return f"Invalid type for '{param}': expected {_WANTED[kind]}, but got {what} instead.", "invalid_type"
+    if kind in _WANTED and type(given) in JSON_TYPES:
+        return not_of_type(param, _WANTED[kind], given), "invalid_type"
     if kind in _BOUNDS:
         bound, side, sign, code = _BOUNDS[kind]
         number = "integer" if isinstance(first["ctx"][bound], int) else "decimal"

@@ -213,18 +213,5 @@ def _check_metadata(metadata: Any) -> None:
             )
 
 
-_TYPES: Final = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
-
-
 def _not(param: str, wanted: str, given: Any) -> errors.HttpError:
-    """In OpenAI's words."""
-    got = _TYPES.get(type(given), "null")
-    message = f"Invalid type for '{param}': expected {wanted}, but got {got} instead."
-    return errors.bad_request(message, param=param, code="invalid_type")
+    return errors.bad_request(errors.not_of_type(param, wanted, given), param=param, code="invalid_type")

@@ -13,11 +13,20 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 MAX_RETRY_AFTER_S = 120
+JSON_TYPES: Final = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
 
 
 class GatewayError(Exception):
@@ -73,6 +82,11 @@ def error_object(message: str, kind: str, param: str | None, code: str | None) -
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> HttpError:
     return HttpError(400, message, param=param, code=code)
+
+
+def not_of_type(param: str, wanted: str, given: Any) -> str:
+    """What OpenAI says of a value of JSON that is of another type."""
+    return f"Invalid type for '{param}': expected {wanted}, but got {JSON_TYPES[type(given)]} instead."
 
 
 def protocol_error(message: str, status: int = 400) -> HttpError:
