@@ -61,7 +61,7 @@ def main() -> int:
         for name in options.parts.split(","):
             try:
                 parts[name]()
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - the GPUs are lent by the minute: the other parts still tell
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the other parts still tell
                 failed.append(name)
                 run.say(f"{name} FAILED", "".join(traceback.format_exception(error))[-3000:])
             options.results.write_text(json.dumps(run.found, indent=1) + "\n")

@@ -824,7 +824,7 @@ async def test_of_what_judges_were_asked_no_more_is_kept_however_many_they_are(
     asking = [{"role": "user", "content": "long " * 600}]
     judges = [{**ASKERS, "name": f"judge {number}", "input": asking} for number in range(4)]
     run = await ended(control, eval_id := await made(control, *judges), given(("4", "4")))
-    (item,) = (await output_items(control).list(run.id, eval_id=eval_id)).data
+    (item,) = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data
     kept = [result.sample["input"][0]["content"] for result in item.results]
     assert len(kept) == 4 and all(one.startswith("long ") for one in kept) and sum(map(len, kept)) < 4000
     assert [len(body["messages"][0]["content"]) for body in sent] == [3000] * 4, "they are asked all of it"
