@@ -46,7 +46,7 @@ def main() -> int:
     run = Run(DemoBox(options.data_dir))
     parts = {
         "modes": lambda: run.modes(REAL.model),
-        "full": lambda: run.full(),
+        "full": run.full,
         "swap": lambda: run.swap(run.full_model),
         "kill": lambda: run.kill(REAL.model),
         "owners": lambda: run.owners(REAL.model),

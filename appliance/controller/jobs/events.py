@@ -33,7 +33,7 @@ _ETA_WINDOW_STEPS = 20
 _OF_TRAINING = ("loss", "mean_token_accuracy")
 """Called "train_…" in a step's event, as OpenAI does."""
 _OF_VALIDATION = ("loss", "mean_token_accuracy", "mean_reward")
-"""Called "full_valid_…" where all of the file was read, as OpenAI does."""
+"""Called "full_valid_…" too, as OpenAI does: all of the file is read."""
 SNAPSHOT_EVENT_EVERY_S = 60
 
 
@@ -266,7 +266,7 @@ class JobEvents:
         text = f"Step {step}/{total}: {told}"
         known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
-        data |= _of_validation(row, {key: value for key, value in event.items() if key not in known})
+        data |= _of_validation({key: value for key, value in event.items() if key not in known})
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _anomaly(self, row: JobRow, event: dict[str, Any]) -> None:
@@ -374,7 +374,7 @@ class JobEvents:
                     model=row.output_model,
                     version=version,
                     step=step,
-                    metrics=self._measured_at(row, step),
+                    metrics=self._measured_at(row.id, step),
                     created_s=time.time(),
                 ),
             )
@@ -457,13 +457,13 @@ class JobEvents:
     def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
         """The rank is done; the job is done when its group reports it (`succeeded`), after all ranks have left."""
 
-    def _measured_at(self, job: JobRow, step: int) -> dict[str, float]:
-        row = job_records.metric_at(self._db, job.id, step)
+    def _measured_at(self, job_id: str, step: int) -> dict[str, float]:
+        row = job_records.metric_at(self._db, job_id, step)
         if row is None:
             return {}
         trained = {"loss": row.loss, **(row.measured or {})}
         found = {f"train_{name}": value for name, value in trained.items()}
-        found |= _of_validation(job, {"loss": row.valid_loss, **(row.valid_measured or {})})
+        found |= _of_validation({"loss": row.valid_loss, **(row.valid_measured or {})})
         return {name: value for name, value in found.items() if value is not None}
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
@@ -508,12 +508,10 @@ def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str,
     return {name: value for name, value in found.items() if value is not None} or None
 
 
-def _of_validation(row: JobRow, found: dict[str, Any]) -> dict[str, Any]:
-    """What a validation has found by OpenAI's names, which has others for one of the whole file."""
-    told = {f"valid_{name}": value for name, value in found.items()}
-    if not (row.resolved or {}).get("validation_batches"):
-        told |= {f"full_valid_{name}": found[name] for name in _OF_VALIDATION if name in found}
-    return told
+def _of_validation(found: dict[str, Any]) -> dict[str, Any]:
+    """What a validation has found by OpenAI's names, which has others for one of the whole file, as all are."""
+    whole = {f"full_valid_{name}": found[name] for name in _OF_VALIDATION if name in found}
+    return {f"valid_{name}": value for name, value in found.items()} | whole
 
 
 _COLUMNS = {

@@ -251,4 +251,5 @@ async def main() -> None:
         box.close()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

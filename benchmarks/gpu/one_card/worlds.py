@@ -170,4 +170,5 @@ async def main() -> None:
         warm.close()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())
