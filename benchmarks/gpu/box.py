@@ -29,7 +29,7 @@ from benchmarks._models import SIZES
 from runtime.devices.kinds import present
 
 MB = 1e6
-PARTS = ("modes", "full", "swap", "kill", "owners", "methods", "quantised", "doctor")
+PARTS = ("modes", "full", "swap", "kill", "owners", "methods", "quantised", "energy", "doctor")
 FULL = {"full": True, "batch_size": 8, "learning_rate_multiplier": 1, "publish": "epoch"}
 
 
@@ -52,6 +52,7 @@ def main() -> int:
         "owners": lambda: run.owners(REAL.model),
         "methods": lambda: run.methods(REAL.model),
         "quantised": lambda: options.tokenizer and run.quantised(options.tokenizer, options.data_dir.parent),
+        "energy": run.energy,
         "doctor": run.doctor,
     }
     failed = []
@@ -263,6 +264,12 @@ class Run:
         self.say(f"{form}: another answer, the first again", [other != first, again == first])
         self.say(f"{form}: said of it", self.box.admin("model", "show", name))
         self.holders(f"with {form}")
+
+    def energy(self) -> None:
+        """What jobs and models drew, and its cost where the box has a price."""
+        for job in self.box.admin("job", "list")["data"]:
+            self.say(f"energy of {job['id']}", self.box.admin("job", "get", job["id"])["energy"])
+        self.say("energy by job and model", self.box.admin("power", "--since", "1h"))
 
     def doctor(self) -> None:
         told = _run("appliance", "doctor", "--all", "--data-dir", str(self.box.data_dir), check=False, capture=True)

@@ -2,13 +2,15 @@
 
 Swaps in a pause, in place and layer by layer, sleep and wake, with captured graphs: a version answers as a fresh engine
 of it does. Owners that share the places of a batch, kills, adapters, and the same for an engine of two workers. Each
-line ends with "ok" or says what is wrong. Eager or with three captured graphs, never compiled.
+line ends with "ok" or says what is wrong. Eager or with three captured graphs, never compiled. Quantised versions are
+compared with the plain weights that they mean, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -20,6 +22,7 @@ from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig
 from serve.engine import replica as replica_module
 from serve.engine.replica import Replica
+from tests.e2e import quantised as formats
 from tests.e2e.engine_support import Box, client
 from tests.e2e.test_engine_swap import greedy_ids, stream_ids
 
@@ -83,13 +86,37 @@ async def turns(box: Box, name: str, family: str, entry: str | None = None, **fi
     """Loads in a pause, sleeps and wakes of two versions: each answers as the fresh engine of it did, and every
     fingerprint agrees. Right: all counts of equal tokens are 30."""
     a, b = (box.version(f"{family}-{v}", family, seed=seed, **SHAPE) for v, seed in (("a", 1), ("b", 2)))
+    await _turns(box, name, (a, b), ("in-place", "in-place", "layerwise", "auto"), entry, **fields)
+
+
+async def quantised(box: Box, form: str) -> None:
+    """The same of versions in a quantised form, however each is loaded; and how long a fresh engine of one says what
+    one of the plain weights that it means says (kernels for few bits round as they like)."""
+    versions, means = [], []
+    for which, seed in (("a", 1), ("b", 2)):
+        plain = box.version(f"{form}-plain-{which}", seed=seed, **SHAPE)
+        versions.append(plain.with_name(f"{form}-{which}"))
+        means.append(plain.with_name(f"{form}-means-{which}"))
+        formats.write(plain, form, versions[-1], means[-1])
+    ask, said = [10, 20, 30, 40], []
+    for path in (means[1], versions[1]):
+        async with engine(box, spec_of(box, f"{form}-{path.name[-7:]}", path)) as (_, sdk):
+            said.append(await greedy_ids(sdk, "starter", ask, 30))
+    print(f"{form}: as the weights that it means for {alike(*said)} of 30 tokens", flush=True)
+    await _turns(box, form, (versions[0], versions[1]), ("auto",) * 4, None)
+
+
+async def _turns(
+    box: Box, name: str, versions: tuple[Path, Path], ways: tuple[str, ...], entry: str | None, **fields
+) -> None:
+    a, b = versions
     ask = [10, 20, 30, 40]
     async with engine(box, spec_of(box, f"{name}-b", b, **fields), entry) as (_, sdk):
         fresh_b = await greedy_ids(sdk, "starter", ask, 30)
     async with engine(box, spec_of(box, name, a, **fields), entry) as (replica, sdk):
         own = {a.name: await greedy_ids(sdk, "starter", ask, 30), b.name: fresh_b}
         said = []
-        for version, how in ((b, "in-place"), (a, "in-place"), (b, "layerwise"), (a, "auto")):
+        for version, how in zip((b, a, b, a), ways, strict=True):
             report = await replica.swap("starter", version.name, str(version), how=how)
             equal = alike(await greedy_ids(sdk, "starter", ask, 30), own[version.name])
             said.append((report["how"], round(1e3 * report["pause_s"]), report["fingerprint"]["verdict"], equal))
@@ -233,6 +260,7 @@ WHAT = {
         devices=(0, 1),
         more=ONE,
     ),
+    **{form: functools.partial(quantised, form=form) for form in ("w4a16", "w8a8", "fp8", "awq", "gptq")},
     "owners": owners,
     "kill": kill,
     "adapters": adapters,

@@ -42,6 +42,7 @@ CASES = {
     "zero2-optimizer": {"zero_stage": 2, "offload": "optimizer"},
     "zero3-parameters": {"zero_stage": 3, "offload": "parameters"},
     "tensor2-zero2": {"zero_stage": 2, "tensor_parallel": 2},
+    "tensor2-float32": {"zero_stage": 2, "tensor_parallel": 2, "precision": "fp32"},
 }
 
 
@@ -93,7 +94,7 @@ async def moved(shop: Workshop, name: str, fields: dict) -> None:
     worst = max(abs(losses.get(step, 9e9) - loss) / loss for step, loss in reference.items())
     learns = losses[max(losses)] < losses[1]
     # Rows cut in two are summed in another order, which bf16 rounds: 0.09 once on an H100, 8e-6 in float32.
-    most = 0.15 if "tensor_parallel" in fields and KIND == "cuda" else 1e-3
+    most = 0.15 if "tensor_parallel" in fields and spec.precision == "bf16" else 1e-3
     fine = losses.keys() == reference.keys() and worst < most and learns
     print(
         f"{name}: sizes {sizes}, loss {losses[1]:.3f} to {losses[max(losses)]:.3f}, worst difference {worst:.1e}, "
