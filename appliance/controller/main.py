@@ -35,6 +35,7 @@ from appliance.controller.devices.night_round import Nightly, NightRound
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.models import removal
 from appliance.memory.host_memory import LOOK_EVERY_S
 from appliance.paths import BoxPaths
 from appliance.store.objects import jobs
@@ -109,7 +110,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await parts.loop.adopt()  # before a route answers, and before validations of jobs go on
 
     app = create_app(parts.context)
-    parts.runs.answered_by(app.state.rollouts, parts.context.scheduler.unload_adapters)
+    parts.runs.answered_by(
+        app.state.rollouts, parts.context.scheduler.unload_adapters, partial(removal.remove_bytes, parts.context)
+    )
     listeners = (
         (_server(FromBox(app)), paths.controller_socket),
         (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),

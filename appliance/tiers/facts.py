@@ -69,7 +69,9 @@ def _versions(
             if is_held(name)
             else ""
         )
-        kept[name] = Kept(name, row.model, row.created_s, losses.get((row.model, row.version)), why)
+        # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
+        family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
+        kept[name] = Kept(name, family, row.created_s, losses.get((row.model, row.version)), why)
     return kept
 
 

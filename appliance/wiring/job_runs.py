@@ -14,7 +14,9 @@ from typing import Any
 
 from appliance.controller.access.model_access import base_of
 from appliance.controller.access.naming import version_prefix
+from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, activate
+from appliance.controller.models import removal
 from appliance.models.opening import Opening
 from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX, Database
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 Answer = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """What is answered to a job's question of one kind, given the job's id and the question."""
+
+Remove = Callable[[VersionRow], Awaitable[None]]
 
 TIDY_EVERY_S = 10.0
 NUDGE_EVERY_S = 30.0
@@ -70,6 +74,8 @@ class JobRuns:
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._answers: Mapping[str, Answer] = {}
+        self._gone: list[VersionRow] = []
+        self._remove: Remove | None = None
         self._can_answer = asyncio.Event()
         self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
@@ -108,10 +114,12 @@ class JobRuns:
             return event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
         return event["event"] == "metrics" or event["when"] not in (jobs.get(self._db, job_id).general or {})
 
-    def answered_by(self, answers: Mapping[str, Answer], unload: Unload) -> None:
-        """answers: by kind of question. unload: has every engine unload the adapters of these names."""
+    def answered_by(self, answers: Mapping[str, Answer], unload: Unload, remove: Remove) -> None:
+        """answers: by kind of question. unload: has every engine unload the adapters of these names. remove: takes the
+        bytes of a version, whose row is gone, out of engines and tiers."""
         self._answers = answers
         self.policies.unloaded_by(unload)
+        self._remove = remove
         self._can_answer.set()
 
     async def answer(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
@@ -334,6 +342,8 @@ class JobRuns:
     def _published(self, job_id: str, version: str) -> None:
         row = jobs.get(self._db, job_id)
         self._tiers.nudge()
+        if row.resolved["publish"] == "checkpoints":
+            self._gone += removal.drop_older_checkpoints(self._db, row)
         if row.resolved["publish"] == "epoch":
             # Requested: each epoch's weights go live at once, in the engine that already serves the model.
             activate(self._db, row, version)
@@ -352,13 +362,20 @@ class JobRuns:
             self._events.cancelled(job_id)
 
     async def tidy(self) -> None:
-        """Delete the snapshots of jobs that are over, and their policies; called every `TIDY_EVERY_S`."""
+        """Delete the snapshots of jobs that are over, their policies, and the bytes of checkpoints that newer ones
+        replaced; called every `TIDY_EVERY_S`."""
         for row in jobs.list_left_snapshots(self._db):
             if await asyncio.to_thread(self._forget, row.id):
                 jobs.update(self._db, row.id, snapshot=None)
                 self._snapshots.forget(row.id)
                 self._tiers.nudge()
         await self.policies.tidy()
+        while self._gone and self._remove is not None:
+            row = self._gone.pop()
+            try:
+                await self._remove(row)
+            except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left
+                log.warning("%s %s was replaced by newer checkpoints, but %s", row.model, row.version, error)
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers

@@ -146,7 +146,7 @@ async def test_the_best_version_is_the_result_and_a_run_that_gets_worse_ends(sho
 
 
 async def test_resume_at_the_same_size_is_bitwise(shop):
-    tiny = {"precision": "bf16", "examples": 16}
+    tiny = {"precision": "bf16", "examples": 16, "publish": "checkpoints"}
     spec, broken = shop.spec("a", **tiny), shop.spec("b", **tiny)
     unbroken = await shop.run(spec, 2)
     first = await shop.launch(broken, 2).start()
@@ -154,6 +154,10 @@ async def test_resume_at_the_same_size_is_bitwise(shop):
     report = await first.group.suspend()
     second = await shop.run(broken, 2, snapshot=report.snapshot_path)
     assert first.losses() | second.losses() == unbroken.losses()
+    epochs = [(event["step"], event["epoch"]) for event in unbroken.of("published")]
+    assert len(epochs) == 2 and epochs == [
+        (event["step"], event["epoch"]) for event in (*first.of("published"), *second.of("published"))
+    ]
     assert same(shop.published(spec)[0], shop.published(broken)[0])
 
 

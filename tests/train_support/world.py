@@ -25,6 +25,7 @@ from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
 from train.run.engine import meeting_url
+from weights.format.names import step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 
@@ -184,8 +185,10 @@ class Workshop:
         return told
 
     def published(self, spec: TrainSpec) -> tuple[dict[str, torch.Tensor], StoredVersion]:
-        """The tensors of the one version that a run published, and where it lies."""
-        (stored,) = [v for v in self.store.list("version") if v.model == spec.output_model]
+        """The tensors of the newest version that a run published, and where it lies."""
+        made = [v for v in self.store.list("version") if v.model == spec.output_model]
+        assert len(made) == 1 or spec.publishes_epochs
+        stored = max(made, key=lambda one: step_of(one.version))
         return {k: v for file in stored.path.glob("*.safetensors") for k, v in load_file(file).items()}, stored
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ def resolve(
     fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
     fields["on_loss_spike"] = given.choice("on_loss_spike", CHOICES, auto="none")
-    fields["publish"] = given.choice("publish", ("end", "epoch", "best"), auto="end")
+    fields["publish"] = given.choice("publish", ("checkpoints", "end", "epoch", "best"), auto="checkpoints")
     fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
     fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
     fields["serve_dtype"] = _serve_dtype(given)

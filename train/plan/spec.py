@@ -39,7 +39,9 @@ class TrainSpec:
     method: str = "supervised"  # a row of train.methods.methods
     options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
     version_prefix: str = ""  # published versions are named "<version_prefix>step-<n>"
-    publish: Literal["end", "epoch", "best"] = "end"  # best: after each validation that is better than all before it
+    # When a version is published: at the end alone, or also after each epoch, of which the controller keeps the last
+    # ("checkpoints") or has each answer ("epoch"), or after each validation that is better than all before it.
+    publish: Literal["end", "checkpoints", "epoch", "best"] = "end"
     seed: int = 0
 
     n_epochs: int = 1
@@ -139,6 +141,10 @@ class TrainSpec:
     def published_kind(self) -> Literal["adapter", "version"]:
         """The kind of what this run publishes, as the weight store knows it."""
         return "adapter" if not self.full and self.lora_publish == "adapter" else "version"
+
+    @property
+    def publishes_epochs(self) -> bool:
+        return self.publish in ("checkpoints", "epoch")
 
     @property
     def follows_validations(self) -> bool:

@@ -190,7 +190,7 @@ class Run:
                     break
                 if best_here:
                     self._publish_best()
-                elif self.spec.publish == "epoch" and self.step in epoch_ends:
+                elif self.spec.publishes_epochs and self.step in epoch_ends:
                     self.saving.publish_if_room(self.step, self._pace_s)
             if signals["cancel"]:
                 self.saving.finish()

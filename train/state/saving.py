@@ -82,9 +82,9 @@ class Saving:
             self._signals.snapshot = True
         if self._signals.snapshot or self._signals.suspend:
             # A version that is written first also gets the available room first.
-            publish, steps = self.spec.publish, self.steps
-            version_due = (publish == "epoch" and step in steps.epoch_end_steps()) or (
-                publish == "best" and steps.validates(step, self.spec.eval_interval, self.spec.most_validations)
+            spec, steps = self.spec, self.steps
+            version_due = (spec.publishes_epochs and step in steps.epoch_end_steps()) or (
+                spec.publish == "best" and steps.validates(step, spec.eval_interval, spec.most_validations)
             )
             if not version_due and step < self.steps.total_steps:
                 self._reservation.begin(step)
@@ -315,7 +315,8 @@ class Saving:
             began_s = time.thread_time()
             if self._rank == 0:
                 snapshot.forget_older(self.store, self.spec)
-                if self.spec.publish != "end":  # else the version would be cut out of the snapshot's segment
+                # Else the version would be cut out of the snapshot's segment.
+                if self.spec.publish == "best" or (self.spec.publishes_epochs and self.steps.n_epochs > 1):
                     prefault(self.store, version, [], stock=True)
             prefault(self.store, self.layout, ours, stock=self._rank == 0)
             self._room_s = time.thread_time() - began_s

@@ -88,11 +88,12 @@ def submit(
         ),
     ] = None,
     publish: Annotated[
-        Literal["end", "epoch", "best"] | None,
+        Literal["checkpoints", "end", "epoch", "best"] | None,
         typer.Option(
             "--publish",
-            help="epoch: a version of the model after each epoch, which the next one replaces. best: the result is the "
-            "version whose validation was the best, not the last. Default: end.",
+            help="checkpoints: the last three epochs can be asked by name, and the last is the result. end: the result "
+            "alone. epoch: each epoch answers as soon as it is over. best: the result is the version whose validation "
+            "was the best, not the last. Default: checkpoints.",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,

@@ -161,7 +161,11 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
-            told = self._made(row, versions[-1].version)
+            result = versions[-1]
+            if result.meta.get("of_epoch"):
+                meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
+                models.update_version(db, row.output_model, result.version, meta=meta)
+            told = self._made(row, result.version)
             jobs.update(db, job_id, result_files=self._result_files(row))
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, told)
@@ -333,6 +337,9 @@ class JobEvents:
             "seconds": event.get("seconds"),
             "stall_s": event.get("stall_s"),
         }
+        publish = (row.resolved or {}).get("publish")
+        if publish == "checkpoints":
+            meta["of_epoch"] = True  # until it is the job's result
         adapter = event.get("adapter")
         if adapter:
             meta["adapter"] = adapter
@@ -352,7 +359,7 @@ class JobEvents:
                     meta=meta,
                 ),
             )
-            if not stable_names.answers_at_once(db, row, version):
+            if publish != "epoch" or not stable_names.answers_at_once(db, row, version):
                 # Also epochs before the last, and those of a job that does not reach its end.
                 models.update_version(db, row.output_model, version, held_back=1)
             if adapter:

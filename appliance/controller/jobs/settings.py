@@ -29,7 +29,11 @@ from weights.format.errors import VersionNotFound
 
 DEFAULT_CONTEXT_TOKENS = 2048
 TOKENIZER = "tokenizer.json"
-_NEED_NO_VALIDATION = {"publish": ("end", "epoch"), "early_stopping_patience": (0,), "eval_interval": (0,)}
+_NEED_NO_VALIDATION = {
+    "publish": ("checkpoints", "end", "epoch"),
+    "early_stopping_patience": (0,),
+    "eval_interval": (0,),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,14 @@ from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
 from appliance.store import chunks
 from appliance.store.database import Database
-from appliance.store.objects import adapters, jobs, models
+from appliance.store.objects import adapters, job_records, jobs, models
 from appliance.store.records import canaries
-from appliance.store.rows import ModelRow, VersionRow
+from appliance.store.rows import JobRow, ModelRow, VersionRow
 
 log = logging.getLogger(__name__)
+
+KEPT_CHECKPOINTS = 3
+"""Of each job, as at OpenAI."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,7 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
                 code="version_in_use",
             )
         models.delete_version(db, model.id, version.version)
-        await _unload(context, _adapters([version]))
-        await context.model_ops.remove(model.id, [paths_of(version)])
+        await remove_bytes(context, version)
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
     if model.id in context.models_leaving:
@@ -88,6 +90,41 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
     await context.scheduler.withdraw(model.id)
     await _unload(context, leaving.adapters)
     await context.model_ops.remove(model.id, leaving.paths)
+
+
+async def remove_bytes(context: ControllerContext, version: VersionRow) -> None:
+    """Of a version whose row is gone."""
+    await _unload(context, _adapters([version]))
+    await context.model_ops.remove(version.model, [paths_of(version)])
+
+
+def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
+    """Delete the checkpoints of this job but for those of its last epochs, and those that something rests on. Returns
+    them: their bytes have to follow."""
+    made = models.versions_made_by(db, job.output_model, job.id)
+    by_step = sorted((row for row in made if row.meta.get("of_epoch")), key=lambda row: int(row.meta["step"]))
+    with db.transaction():
+        older = [row for row in by_step[:-KEPT_CHECKPOINTS] if not _rests_on(db, row)]
+        for row in older:
+            models.delete_version(db, row.model, row.version)
+    return older
+
+
+def _rests_on(db: Database, row: VersionRow) -> bool:
+    """Whether anything would miss this checkpoint: it answers or is compared, somebody pinned it or permitted it to a
+    project, or what was made of it, or is being made, needs it."""
+    model, name = models.find(db, row.model), job_records.checkpoint_of(db, row.model, row.version)
+    running = canaries.find_running(db, row.model)
+    names = {f"{row.model}@{row.version}", *([name] if name is not None else [])}
+    return (
+        bool(row.pinned)
+        or (model is not None and model.active_version == row.version)
+        or (running is not None and running.version == row.version)
+        or models.challengers(db, row.model).get(row.model) == row.version
+        or (name is not None and job_records.is_permitted(db, name))
+        or bool(jobs.list_unfinished_with(db, names, ""))
+        or any(adapter.base_version == row.version for adapter in adapters.list_on(db, row.model))
+    )
 
 
 class _Leaving(NamedTuple):

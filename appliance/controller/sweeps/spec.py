@@ -20,6 +20,8 @@ from appliance.controller.sweeps import halving
 
 MAX_TRIALS = 64
 _OF_THE_SWEEP = ("publish_as", "activate", "gate", "suffix")
+_OF_A_TRIAL = {"publish": "end"}
+"""Nobody asks what a trial was after its first epochs, and there may be hundreds of them."""
 Parameter = Annotated[str, Field(min_length=1, max_length=64)]
 Values = Annotated[list[Any], Field(min_length=1, max_length=MAX_TRIALS)]
 
@@ -108,9 +110,9 @@ def job_of(spec: SweepSpec, parameters: dict[str, Any], training_file: str) -> J
         block = method.get(kind) or {}
         known = (block.get("hyperparameters") or {}) if isinstance(block, dict) else None
         if isinstance(known, dict):  # what is none, the job's own check refuses
-            fields["method"] = {**method, kind: {**block, "hyperparameters": {**known, **parameters}}}
+            fields["method"] = {**method, kind: {**block, "hyperparameters": {**_OF_A_TRIAL, **known, **parameters}}}
     elif isinstance(known := fields.get("hyperparameters") or {}, dict):
-        fields["hyperparameters"] = {**known, **parameters}
+        fields["hyperparameters"] = {**_OF_A_TRIAL, **known, **parameters}
     return job_in(fields)
 
 

@@ -177,6 +177,11 @@ def page_permissions(
     return db.page(PermissionRow, "permissions", scope=scope, where=where, parameters=parameters, **part)
 
 
+def is_permitted(db: Database, checkpoint: str) -> bool:
+    """Whether any project may use it."""
+    return db.value("SELECT 1 FROM permissions WHERE checkpoint = ? LIMIT 1", [checkpoint]) is not None
+
+
 def delete_permission(db: Database, checkpoint: str, permission_id: str) -> None:
     """Raises RowNotFound."""
     cursor = db.execute("DELETE FROM permissions WHERE checkpoint = ? AND id = ?", [checkpoint, permission_id])

@@ -202,6 +202,35 @@ async def test_an_event_twice_makes_one_version_and_one_checkpoint(control: Cont
     assert job.status == "succeeded" and len(job.result_files) == 1
 
 
+@pytest.mark.parametrize("end", ["succeeded", "cancelled", "failed"])
+async def test_checkpoints_are_listed_however_the_job_ends_and_none_answers_for_the_model_but_the_result(
+    control: Control, events: JobEvents, end: str
+):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    name = jobs.get(control.db, job_id).output_model
+    for step in (2, 4):
+        events.ingest(job_id, metrics(step, 3.0 - step / 10, total=4))
+        events.ingest(job_id, published(step))
+        made = models.find(control.db, name)
+        assert made is not None and made.active_version is None
+    end_it = {"succeeded": events.succeeded, "cancelled": events.cancelled}
+    end_it.get(end, lambda job_id: events.failed(job_id, "training_failed", "no"))(job_id)
+    found = (await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data
+    assert [one.step_number for one in found] == [4, 2]
+    assert [one.metrics.train_loss for one in found] == [2.6, 2.8]
+    known = {one.id for one in (await control.sdk.models.list()).data}
+    assert {one.fine_tuned_model_checkpoint for one in found} <= known and (name in known) is (end == "succeeded")
+    held = {
+        one.version: (bool(one.held_back), one.meta.get("of_epoch")) for one in models.list_versions(control.db, name)
+    }
+    result = (False, None) if end == "succeeded" else (True, True)
+    assert held == {"step-2": (True, True), "step-4": result}
+    for one in found:
+        if end != "succeeded" or one.step_number == 2:
+            assert (await control.sdk.models.delete(one.fine_tuned_model_checkpoint)).deleted
+
+
 async def test_success_without_weights_is_a_failure(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"], resumed=False)

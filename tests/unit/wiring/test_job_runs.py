@@ -14,7 +14,7 @@ import pytest
 from appliance.models.opening import Opening
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import keys
-from appliance.store.rows import JobJudgeRow, VersionRow
+from appliance.store.rows import JobJudgeRow, PermissionRow, VersionRow
 from appliance.wiring.job_runs import JobRuns
 from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage
@@ -296,6 +296,45 @@ def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store,
     lease.release()
     assert runs._forget(row.id) and store.list("snapshot") == []
     assert jobs.list_left_snapshots(db)[0].id == row.id
+
+
+def published(step):
+    told = {"version": f"step-{step}", "path": f"/shm/step-{step}", "step": step, "bytes": 9, "epoch": step / 2}
+    return {"event": "published", **told}
+
+
+async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those_that_something_rests_on(
+    runs, db, add_model, add_job
+):
+    add_model()
+    row = add_job(phase="running", resolved={"publish": "checkpoints"})
+    name, removed = row.output_model, []
+
+    async def remove(version):
+        removed.append(version.version)
+
+    async def unload(names):
+        pass
+
+    runs.answered_by({}, unload, remove)
+    for step in (2, 4):
+        runs.on_event("ftjob-1", published(step))
+    models.update_version(db, name, "step-2", pinned=1)
+    permission = PermissionRow("p", f"{name}:ckpt-step-4", "elsewhere", 1.0)
+    job_records.insert_permission(db, permission)
+    for step in (6, 8, 8, 10, 12):
+        runs.on_event("ftjob-1", published(step))
+    kept = [one.step for one in job_records.list_checkpoints(db)]
+    assert kept == [2, 4, 8, 10, 12] and [one.version for one in models.list_versions(db, name)] == [
+        f"step-{step}" for step in kept
+    ]
+    assert not removed, "the bytes follow"
+    await runs.tidy()
+    assert removed == ["step-6"]
+    job_records.delete_permission(db, permission.checkpoint, permission.id)
+    runs.on_event("ftjob-1", published(4))  # a world that went back to before it
+    await runs.tidy()
+    assert [one.step for one in job_records.list_checkpoints(db)] == [2, 8, 10, 12] and removed[1:] == ["step-4"]
 
 
 RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
