@@ -98,7 +98,8 @@ class VersionLoad:
     def without(self, owner: str) -> VersionLoad:
         """Of all others; times are left out."""
         requests, errors = self.asked.get(owner, (0, 0))
-        return VersionLoad(self.requests - requests, self.errors - errors)
+        asked = {one: counts for one, counts in self.asked.items() if one != owner}
+        return VersionLoad(self.requests - requests, self.errors - errors, asked=asked)
 
     @property
     def times(self) -> Times:

@@ -191,7 +191,7 @@ class Canaries:
                 f"{active} became the active version while {row.version} was compared with {row.before}",
             )
         canary, stable = self._sides(row)
-        terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests)
+        terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests, row.share)
         return decide(canary, stable, terms, now_s, self._failed(row.name))
 
     def _failed(self, name: str) -> str:

@@ -41,11 +41,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class CanaryTerms:
-    """The terms of the comparison. Times in seconds since 1970; min_requests: of each version."""
+    """The terms of the comparison. Times in seconds since 1970; min_requests: of each version; share: the canary's, of
+    conversations."""
 
     since_s: float
     watch_s: float
     min_requests: int
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,13 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
     # Whoever asked it thousands of times what it answers well hid what failed for others.
     most = max(new.asked, key=lambda owner: new.asked[owner], default="")
     for mine, its, but in ((new, old, ""), (new.without(most), old.without(most), ", but for who asked it most")):
-        if chance_of_errors(mine.errors, mine.requests, its.errors, its.requests) < ERROR_CHANCE:
+        requests, errors = as_shared(mine, its, terms.share)
+        if chance_of_errors(mine.errors, mine.requests, errors, requests) < ERROR_CHANCE:
+            seen = f", {its.requests} in all" if requests < its.requests else ""
             return Decision(
                 "roll back",
                 f"{canary.version} failed {mine.errors} of {mine.requests} requests, "
-                f"{stable.version} {its.errors} of {its.requests}{but}",
+                f"{stable.version} {errors} of {requests}{seen}{but}",
             )
     few = [
         f"{side.version} answered {side.load.requests} of {terms.min_requests} requests"
@@ -103,6 +107,25 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
         f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
         f"requests failed, with {stable.version} {old.errors} of {old.requests}",
     )
+
+
+def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, int]:
+    """(requests, errors) of the old version, of which each owner's count for as many as the canary's share makes of his
+    with that. What owners have beyond it stands for those whose conversations are the canary's alone, the same number
+    of each owner's: by ten thousand good requests of one owner, the few failures that both versions have looked many
+    for the canary."""
+    each = max(1.0, (1 - share) / share)
+    counted, beyond = dict[str, float](), dict[str, float]()
+    for owner, (requests, _) in old.asked.items():
+        counted[owner] = min(float(requests), each * new.asked.get(owner, (0, 0))[0])
+        beyond[owner] = requests - counted[owner]
+    room = each * new.requests - sum(counted.values())
+    for waiting, owner in zip(range(len(beyond), 0, -1), sorted(beyond, key=lambda owner: beyond[owner]), strict=True):
+        more = min(beyond[owner], room / waiting)
+        counted[owner] += more
+        room -= more
+    errors = sum(counted[owner] * errors / requests for owner, (requests, errors) in old.asked.items() if requests)
+    return round(sum(counted.values())), round(errors)
 
 
 def pairs(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Times, Times]]:

@@ -190,10 +190,15 @@ class Answer:
             return True
         return (b"%b%b%b" % (self._tail, self._partial, body)).endswith(end)
 
-    def engine_failed(self, body: bytes) -> bool:
-        """Whether the stream told of a failure of the engine by the time that `body`, the last of it, is relayed. What
-        ends for the request's own fault is none: who asks for that would have a canary rolled back."""
-        return self._engine_failed or (body.find(ERROR_EVENT) >= 0 and _tells_of_failure(body))
+    def engine_failed(self, body: bytes) -> bool | None:
+        """Whether the stream told of a failure of the engine by the time that `body`, the last of it, is relayed. None:
+        of its request's own fault, which says nothing of the engine's version: who asks for that would have a canary
+        rolled back, or promoted."""
+        if self._engine_failed:
+            return True
+        if body.find(ERROR_EVENT) < 0:
+            return None if self._error_seen else False
+        return True if _tells_of_failure(body) else None
 
     def end(self, body: bytes = b"") -> None:
         client = self.client

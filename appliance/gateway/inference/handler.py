@@ -270,7 +270,7 @@ class InferenceHandler(Placement):
             error = errors.engine_failed()
         elif status == 404 and error.message == "Not Found":
             error = errors.wrong_task(self.checked.model, self.request.route_name)
-        self._end_dispatch(failed=status >= 500)
+        self._end_dispatch(failed=True if status >= 500 else None)
         self._fail(error)
 
     def _first_event_fails(self, body: bytes) -> bool:

@@ -51,7 +51,8 @@ class _Version:
 
 class Comparison:
     """Every attempt of a request counts for the version it was sent to, so a request that fails on the canary and
-    succeeds on the other version is an error of the canary. Clients that disconnect count for no version."""
+    succeeds on the other version is an error of the canary. Clients that disconnect count for no version, nor do
+    requests that are refused for their own fault: somebody would have a canary promoted by what no version answers."""
 
     def __init__(self) -> None:
         self.compares = False

@@ -10,7 +10,7 @@ from appliance.controller.bus.load import Times, VersionLoad
 from appliance.controller.models.canary_decision import CanaryTerms, Side, chance_of_errors, decide, p95_s
 from appliance.gateway.routing.canary_comparison import bucket
 
-TERMS = CanaryTerms(since_s=100.0, watch_s=600.0, min_requests=50)
+TERMS = CanaryTerms(since_s=100.0, watch_s=600.0, min_requests=50, share=0.1)
 OVER_S = 701.0
 
 
@@ -22,9 +22,9 @@ def side(
     whole_s: float = 1.0,
     valid_loss: float | None = None,
 ) -> Side:
-    good = requests - errors
+    good, asked = requests - errors, {"a": (requests, errors)}
     times = {owner: Times({bucket(first_s): good}, {bucket(whole_s): good}) for owner in ("a", "b")}
-    return Side(version, VersionLoad(requests, errors, times), valid_loss)
+    return Side(version, VersionLoad(requests, errors, times, asked), valid_loss)
 
 
 NEW, OLD = side("v2"), side("v1", 1800)
@@ -122,6 +122,29 @@ def test_nobody_hides_what_fails_for_others() -> None:
 
     assert verdict()[0] == "roll back"
     assert verdict(b=(5000, 0)) == ("roll back", "v2 failed 4 of 10 requests, v1 0 of 90, but for who asked it most")
+
+
+def test_nobody_makes_failures_that_both_versions_have_many_for_the_canary() -> None:
+    """By 20,000 good requests of one owner to the old version, two failures of a hundred, which both have, rolled the
+    new one back. Nor do two owners together, nor one where others' conversations are one version's alone."""
+
+    def verdict(old: dict[str, tuple[int, int]], new: dict[str, tuple[int, int]]) -> str:
+        sides = [
+            Side(name, VersionLoad(*(sum(one[of] for one in asked.values()) for of in (0, 1)), {}, asked))
+            for name, asked in (("v2", new), ("v1", old))
+        ]
+        return decide(*sides, TERMS, 101.0).verdict
+
+    both = {"a": (900, 18), "b": (900, 18)}, {"a": (100, 2), "b": (100, 2)}
+    assert verdict(*both) == "wait"
+    for more in ({"m": (20_000, 0)}, {"m": (20_000, 0), "n": (20_000, 0)}):
+        assert verdict({**both[0], **more}, both[1]) == "wait"
+        assert verdict({**both[0], **more}, {**both[1], "m": (30, 0)}) == "wait"
+    lumpy = {"a": (1700, 34), "b": (100, 2), "c": (100, 2)}, {"a": (60, 1), "b": (140, 3)}
+    assert verdict(*lumpy) == "wait"
+    assert verdict({**lumpy[0], "m": (100_000, 0)}, lumpy[1]) == "wait"
+    assert verdict({"a": (50, 0)}, {"b": (6, 6)}) == "roll back", "whose conversations are one version's alone"
+    assert verdict({**both[0], "m": (20_000, 0)}, {"a": (100, 30), "b": (100, 30)}) == "roll back"
 
 
 def test_who_has_few_answers_is_heard_with_the_others_who_have() -> None:
