@@ -8,16 +8,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from train.graders.code import LOADED, named
 from train.graders.errors import GradingErrors
 from train.graders.graders import Grader, Python, leaves
 from train.graders.grading import Graded, ModelAnswer
 from train.graders.sandbox import TIME_S
 from train.graders.templates import Sample
-from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, RESULT, WAITED_FOR, graded_of
+from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, LOAD, RESULT, WAITED_FOR, graded_of
 
 OWN_TIME_S = 60.0
 """For a batch, beside what its python graders may take."""
@@ -35,6 +36,7 @@ class GraderHost:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._loaded = set[str]()
         self._lock = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
 
@@ -52,10 +54,11 @@ class GraderHost:
     ) -> list[Graded]:
         """In the order of the samples. A sample that breaks the worker has no reward, and the flag `other_error`.
         waited_for: work of the box stands still meanwhile; see worker.WAITED_FOR_CPU_S."""
-        runs = sum(isinstance(leaf, Python) for leaf in leaves(grader).values())
-        most_s = OWN_TIME_S + TIME_S * runs * len(samples)
+        code = [leaf.source for leaf in leaves(grader).values() if isinstance(leaf, Python)]
+        most_s = OWN_TIME_S + TIME_S * len(code) * len(samples)
         try:
-            told = await self._ask(await _written(grader, samples, answers), most_s, waited_for)
+            loads = set[str]().union(*map(named, code))
+            told = await self._ask(await _written(grader, samples, answers), most_s, waited_for, loads)
             return [graded_of(one) for one in told["graded"]]
         except WorkerBroke as error:
             if len(samples) > 1:
@@ -74,23 +77,25 @@ class GraderHost:
             raise WorkerBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
         return [(place, why) for place, why in told["refused"]]
 
-    async def unreadable(self, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """(path, why) of the code, by its path, that is not Python. Raises WorkerBroke."""
+    async def unusable(self, sources: Mapping[str, str]) -> list[tuple[str, str]]:
+        """(path, why) of the code, by its path, that cannot grade (code.py). Raises WorkerBroke."""
         told = await self._ask(json.dumps({"sources": dict(sources)}).encode(), OWN_TIME_S)
-        return [(path, why) for path, why in told["unreadable"]]
+        return [(path, why) for path, why in told["unusable"]]
 
     async def stop(self) -> None:
         async with self._lock:
             await self._end()
 
-    async def _ask(self, written: bytes, most_s: float, waited_for: bool = False) -> dict[str, Any]:
-        """Raises WorkerBroke."""
+    async def _ask(
+        self, written: bytes, most_s: float, waited_for: bool = False, loads: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """loads: what of LOADED its code names. Raises WorkerBroke."""
         async with self._lock:
             if self._idle is not None:
                 self._idle.cancel()
             try:
                 async with asyncio.timeout(most_s):
-                    told = await self._exchange(written, waited_for)
+                    told = await self._exchange(written, waited_for, loads)
             except TimeoutError:
                 await self._end()
                 raise WorkerBroke(f"grading took longer than {most_s:.0f} s") from None
@@ -103,9 +108,13 @@ class GraderHost:
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_if_idle)
             return told
 
-    async def _exchange(self, written: bytes, waited_for: bool) -> dict[str, Any]:
+    async def _exchange(self, written: bytes, waited_for: bool, loads: Collection[str]) -> dict[str, Any]:
         process = await self._started()
         assert process.stdin is not None and process.stdout is not None
+        for place, name in enumerate(LOADED):
+            if name in loads and name not in self._loaded:
+                process.stdin.write(LOAD + bytes([place]))
+                self._loaded.add(name)
         process.stdin.write((WAITED_FOR if waited_for else FORK) + LENGTH.pack(len(written)) + written)
         await process.stdin.drain()
         told: dict[str, Any] | None = None
@@ -136,6 +145,7 @@ class GraderHost:
                 env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                 limit=1 << 20,
             )
+            self._loaded.clear()
         return self._process
 
     def _end_if_idle(self) -> None:

@@ -46,12 +46,12 @@ class GraderHosts:
                 self._owners[owner] = self._owners.pop(owner)  # the last one used stands last
                 await self._end_idle()
 
-    async def unreadable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """`GraderHost.unreadable`, by one worker for all owners that runs no code: nobody waits there for what runs for
+    async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
+        """`GraderHost.unusable`, by one worker for all owners that runs no code: nobody waits there for what runs for
         minutes. Requests of an owner wait for each other first: code can be written so that it takes as long to read as
         it may, and a hundred of them stood in front of everybody else's job and eval."""
         async with self._reading.setdefault(owner, asyncio.Lock()):
-            return await self._reader.unreadable(sources)
+            return await self._reader.unusable(sources)
 
     async def stop(self) -> None:
         await self._reader.stop()

@@ -1,17 +1,21 @@
 """The process that grades: `python -m train.graders.worker`. It forks for every request, and the fork reads its request
 itself, so that no code of a user runs where another's data was.
 
-Protocol (host.py has the other side): one byte on stdin asks for a fork, `F` for a request that yields to the box's
+Protocol (host.py has the other side): `L` and one byte on stdin have it import what that place of `LOADED` names; one
+byte asks for a fork, `F` for a request that yields to the box's
 work, `W` for one that work of the box waits for; the fork reads `<length: 8 bytes><JSON>`; on stdout it answers
 `R<length: 8 bytes><JSON>`, and when it has ended the worker writes `E` and one byte, 0 if all was well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import resource
 import struct
+import sys
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -23,6 +27,7 @@ from referencing.exceptions import Unresolvable
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 from train.graders import similarity
+from train.graders.code import LOADED, why_refused
 from train.graders.errors import GradingErrors, GradingFailed, TookTooLong
 from train.graders.graders import parse
 from train.graders.grading import Graded, ModelAnswer, RunPython, grade, requests
@@ -30,7 +35,7 @@ from train.graders.sandbox import NICENESS, only_compute, prepare, run_python
 from train.graders.templates import Sample
 
 LENGTH = struct.Struct(">Q")
-FORK, WAITED_FOR, RESULT, END = b"F", b"W", b"R", b"E"
+FORK, WAITED_FOR, LOAD, RESULT, END = b"F", b"W", b"L", b"R", b"E"
 MEMORY_BYTES = 4 << 30
 WAITED_FOR_CPU_S = 2.0
 """Of a request that work of the box waits for, which has the priority of that work until then: at a lower one, sixteen
@@ -49,7 +54,10 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _preload()
-    while (asked := os.read(0, 1)) in (FORK, WAITED_FOR):
+    while (asked := os.read(0, 1)) in (FORK, WAITED_FOR, LOAD):
+        if asked == LOAD:
+            _load(list(LOADED)[_read(1)[0]])
+            continue
         pid = os.fork()
         if pid == 0:
             _answer(asked == WAITED_FOR)
@@ -63,12 +71,25 @@ def _preload() -> None:
     import re  # noqa: F401
     import statistics  # noqa: F401
 
+    # nltk imports these where they are, for parts of it that no metric uses: a worker then took 2 s more to start and
+    # 100 MB. Code of users that names them has them, see LOADED.
+    left_out = [name for name in ("pandas", "scipy", "sklearn") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
+
     # Of numpy it is not imported before somebody asks for it, which every fork does: that took half of its time.
     import numpy.random  # noqa: F401
 
     prepare()
     for metric in similarity.METRICS:
         similarity.similarity(metric, "a b c d e f", "a b c d e f")
+    for name in left_out:
+        del sys.modules[name]
+
+
+def _load(name: str) -> None:
+    for module in LOADED[name]:
+        with contextlib.suppress(ImportError):  # the code that imports it says so
+            importlib.import_module(module)
 
 
 def _answer(waited_for: bool) -> None:
@@ -89,17 +110,9 @@ def _answer(waited_for: bool) -> None:
         os._exit(status)
 
 
-def unreadable(sources: dict[str, str]) -> list[tuple[str, str]]:
-    """(path, why) of the code that is not Python. Code can be written so that it ends the process that reads it."""
-    found = []
-    for path, source in sources.items():
-        try:
-            compile(source, "grader.py", "exec", dont_inherit=True)
-        except SyntaxError as error:
-            found.append((path, f"is not Python: {error.msg} (line {error.lineno})"))
-        except (ValueError, RecursionError, MemoryError) as error:
-            found.append((path, f"cannot be read: {str(error) or type(error).__name__}"))
-    return found
+def unusable(sources: dict[str, str]) -> list[tuple[str, str]]:
+    """(path, why) of the code that cannot grade."""
+    return [(path, why) for path, source in sources.items() if (why := why_refused(source))]
 
 
 def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
@@ -113,7 +126,7 @@ def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
         return {"refused": refused_items(asked["schema"], asked["items"])}
     if "sources" in asked:
         only_compute(CHECK_BYTES, CHECK_CPU_S)
-        return {"unreadable": unreadable(asked["sources"])}
+        return {"unusable": unusable(asked["sources"])}
     grader = parse(asked["grader"])
     samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
     if asked.get("only_requests"):

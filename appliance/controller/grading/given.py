@@ -54,11 +54,11 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
-    """Raises BadRequest for code of python graders that no Python can read."""
+    """Raises BadRequest for code of python graders that cannot grade."""
     if not (code := sources(grader)):
         return
     try:
-        found = await hosts.unreadable(caller.owner, code)
+        found = await hosts.unusable(caller.owner, code)
     except WorkerBroke as error:
         found = [(path, f"cannot be read: {error}") for path in list(code)[:1]]
     for path, why in found:

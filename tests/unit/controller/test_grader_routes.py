@@ -72,7 +72,7 @@ async def test_a_grader_is_checked_and_told_back(control: Control):
     assert (caught.value.param, caught.value.code) == ("grader.operation", "invalid_grader")
 
 
-async def test_a_grader_without_a_name_or_with_code_that_is_no_python_is_refused(control: Control):
+async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused(control: Control):
     validate = control.sdk.fine_tuning.alpha.graders.validate
     nameless: Any = {name: value for name, value in CHECK.items() if name != "name"}
     with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'grader.name'") as caught:
@@ -86,6 +86,9 @@ async def test_a_grader_without_a_name_or_with_code_that_is_no_python_is_refused
         ("def grade(sample, item)\n    return 1", "is not Python: expected ':' \\(line 1\\)"),
         ("def grade(sample, item):\n    return 1\nreturn 2", "'return' outside function \\(line 3\\)"),
         ("def grade(s, i): return " + "-" * 8_000 + "1", "cannot be read"),
+        ("import rdkit\ndef grade(sample, item):\n    return 1", "imports 'rdkit' \\(line 1\\), which is not there"),
+        ("def grade(sample):\n    return 1", "it is called as `grade\\(sample, item\\)`"),
+        ("async def grade(sample, item):\n    return 1", "which nothing awaits"),
     ):
         both: Any = {
             "type": "multi",

@@ -51,6 +51,22 @@ async def test_samples_are_graded_in_order(host: GraderHost) -> None:
         assert [one.reward for one in found] == [0, 1, 2, 3, 4]
 
 
+async def test_what_takes_long_to_import_is_imported_once_and_before_the_fork(host: GraderHost) -> None:
+    if why := sandbox.refusal():
+        pytest.skip(why)
+    source = "import sys\nthere = 'sympy' in sys.modules\nimport sympy\ndef grade(sample, item):\n    return there"
+    for _ in range(2):
+        found = await host.grade(parse({"type": "python", "name": "p", "source": source}), [(Sample(""), None)])
+        assert [one.reward for one in found] == [1]
+        assert host._loaded == {"sympy"}
+    others = "import sys\ndef grade(sample, item):\n    return not sys.modules.keys() & {'skl' + 'earn', 'pan' + 'das'}"
+    found = await host.grade(parse({"type": "python", "name": "p", "source": others}), [(Sample(""), None)])
+    assert [one.reward for one in found] == [1]
+    await host.stop()
+    await host.grade(python("return 1"), [(Sample(""), None)])  # a new worker has imported none
+    assert host._loaded == set()
+
+
 async def test_models_are_asked_and_answer(host: GraderHost) -> None:
     judge = parse(
         {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "{{item}}"}]}
@@ -188,7 +204,7 @@ async def test_the_loop_is_free_while_a_long_question_is_written(monkeypatch) ->
             turns += 1
             await asyncio.sleep(0)
 
-    async def ask(self: GraderHost, written: bytes, most_s: float, waited_for: bool = False) -> dict[str, Any]:
+    async def ask(self: GraderHost, written: bytes, *_: object) -> dict[str, Any]:
         seen.append((turns, json.loads(written)))
         return {"graded": [], "requests": []}
 

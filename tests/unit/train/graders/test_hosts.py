@@ -99,14 +99,14 @@ async def test_code_that_takes_long_to_read_keeps_no_other_owner_waiting(
     """One worker reads the code of all: they went first come, first served, however many requests one owner had."""
     read: list[str] = []
 
-    async def exchange(written: bytes, waited_for: bool) -> dict[str, Any]:
+    async def exchange(written: bytes, *_: object) -> dict[str, Any]:
         read.extend(json.loads(written)["sources"])
         await asyncio.sleep(0)
-        return {"unreadable": []}
+        return {"unusable": []}
 
     monkeypatch.setattr(made._reader, "_exchange", exchange)
     owners = ["greedy"] * 5 + ["ann"]
-    reading = [asyncio.create_task(made.unreadable(owner, {owner: "1"})) for owner in owners]
+    reading = [asyncio.create_task(made.unusable(owner, {owner: "1"})) for owner in owners]
     assert await asyncio.gather(*reading) == [[]] * 6
     assert read.index("ann") == 1, read
     await made.stop()
