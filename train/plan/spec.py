@@ -85,7 +85,6 @@ class TrainSpec:
     general_of: str = ""  # names the starting model's answers (train.data.general_questions.answers_key); "": unknown
     general_known: tuple[float, ...] = ()  # what an earlier job heard of it (train.data.general_questions.Answers)
     general_begun: tuple[float, ...] = ()
-    validation_batches: int = 0  # 0: the whole validation file
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
 

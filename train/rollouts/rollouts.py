@@ -231,8 +231,6 @@ class Rollouts:
         """Collective: what is said of the answers to the validation prompts; None if the devices were wanted."""
         assert self._valid is not None
         packs = np.arange(len(self._valid.packs))
-        if self._spec.validation_batches:
-            packs = packs[: self._spec.validation_batches]
         path, each, sampled = self._spec.valid_path, self._samples.valid, list[np.ndarray]()
         assert path is not None
         together, tokens = self._samples.validated_together(self._spec.batch_size), 0

@@ -414,8 +414,6 @@ class Run:
             self._tell_validation(self.rollouts.validate(self.step))
             return
         packs = np.arange(len(self.valid.packs))
-        if self.spec.validation_batches:
-            packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, the tokens that were the likeliest and all of them, then the metrics of the method.
         told = torch.zeros(3 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)

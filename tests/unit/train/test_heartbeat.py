@@ -57,7 +57,6 @@ def test_each_row_of_a_validation_moves_and_a_long_one_is_left(world_of_one, pro
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     run.progress, run.rollouts, run.grid, run.rank = progress, None, Grid(0, 1), 0
     run.signals = ControlSignals(suspend=wanted)
-    run.spec = SimpleNamespace(validation_batches=0, micro_batch=1)
     run.valid = SimpleNamespace(packs=range(5), row=lambda packs: packs)
     run.method = SimpleNamespace(
         denominator=lambda tokens, packs: len(packs),
