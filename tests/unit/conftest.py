@@ -3,6 +3,7 @@ copied from then on (4 ms of processor time instead of 80)."""
 
 from __future__ import annotations
 
+import importlib
 import sqlite3
 from collections.abc import Iterator
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from appliance.store import database, migrator
+from train.methods import check_process
 
 _MIGRATE, _MIGRATIONS = migrator.migrate, migrator.migrations
 
@@ -38,3 +40,12 @@ def databases_migrated_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(database, "migrate", _migrate)
         yield
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data of jobs is checked in this process: one of its own imports transformers for each file, for 2 s of
+    processor time (tests/unit/controller/test_file_work.py tries it)."""
+    importlib.import_module("torch")  # which the check would say is not there
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setattr("appliance.controller.context.file_work.check_apart", check_process.checked)

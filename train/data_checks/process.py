@@ -87,7 +87,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
             check_settings(Path(options.model))
         except CheckpointRefused as error:
             raise BadOption(f"{options.model}: {error}") from error
-    count = counter(method or methods.DEFAULT, str(options.model), None) if options.model else None
+    count = counter(method or methods.DEFAULT, options.model, None) if options.model else None
     if options.model and count is None:
         raise BadOption(f"{options.model} has no tokenizer with a chat template, so its tokens cannot be counted")
     scan = Scan(options, convert, count, _most_tokens(options))

@@ -79,19 +79,32 @@ def main() -> None:
     BOUNDS.hold()
     parser = argparse.ArgumentParser()
     parser.add_argument("method")
-    parser.add_argument("path")
-    parser.add_argument("--chat")
-    parser.add_argument("--tokenizer")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--chat", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--cut", type=int)
     asked = parser.parse_args()
-    method = DEFAULT if asked.method == ANY else method_of(asked.method)
-    how = convert if asked.method == ANY else method.convert
-    count = counter(method, asked.tokenizer, asked.cut) if asked.tokenizer else None
-    counted = COUNTED_EXAMPLES if asked.cut is None else sys.maxsize
-    report = check_training_file(
-        asked.path, chat_path=asked.chat, convert=how, count=count, counted=counted, heard=_Heard()
+    print(json.dumps(asdict(checked(asked.path, asked.chat, asked.method, asked.tokenizer, asked.cut, _Heard()))))
+
+
+def checked(
+    path: Path,
+    chat_path: Path | None = None,
+    method: str = ANY,
+    tokenizer: Path | None = None,
+    cut_at: int | None = None,
+    heard: Heard | None = None,
+) -> DataReport:
+    """As `check_apart`, in this process. Raises OSError."""
+    how = DEFAULT if method == ANY else method_of(method)
+    return check_training_file(
+        path,
+        chat_path=chat_path,
+        convert=convert if method == ANY else how.convert,
+        count=counter(how, tokenizer, cut_at) if tokenizer else None,
+        counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
+        heard=heard,
     )
-    print(json.dumps(asdict(report)))
 
 
 class _Heard:
@@ -110,7 +123,7 @@ class _Heard:
             print(f"{examples} examples, {share:.4f} of the file", flush=True)
 
 
-def counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
+def counter(method: Method, tokenizer: Path, cut_at: int | None) -> Count | None:
     """Counts the tokens of each sequence of a converted record, through the chat template of the model in this
     directory; with a length, after the method's cut. None for a model whose tokenizer or chat template cannot be used:
     the ranks will say so in their own words."""
@@ -125,7 +138,7 @@ def counter(method: Method, tokenizer: str, cut_at: int | None) -> Count | None:
     from weights.checkpoint.folder import check_settings
 
     try:
-        check_settings(Path(tokenizer))
+        check_settings(tokenizer)
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
         encoder = ChatEncoder(loaded, vocabulary_of(tokenizer))
     except (OSError, ValueError, UnsupportedModel, CheckpointRefused):

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from appliance.cli.main import app
@@ -68,6 +69,7 @@ class ControlledBox:
     """The real control app in a thread of its own, with a data directory that commands find it by."""
 
     data_dir: Path
+    app: FastAPI
     context: ControllerContext
     loop: asyncio.AbstractEventLoop
 
@@ -87,6 +89,10 @@ class ControlledBox:
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
 
+    def settle(self) -> None:
+        """Returns when no validation runs."""
+        asyncio.run_coroutine_threadsafe(self.app.state.validation.tasks.idle(), self.loop).result(60)
+
     @property
     def job_events(self) -> JobEvents:
         return JobEvents(self.context.db, self.context.files_dir, self.context.config.organization)
@@ -105,12 +111,13 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
             with Database(data_dir / "appliance.db") as db:
                 insert_model(db, "starter", versions=("v1", "v2"))
                 context = simulated_context(data_dir, db, progress_every_s=0.01)
-                server = uvicorn.Server(uvicorn.Config(FromBox(create_app(context)), log_config=None, access_log=False))
+                made = create_app(context)
+                server = uvicorn.Server(uvicorn.Config(FromBox(made), log_config=None, access_log=False))
                 server.capture_signals = contextlib.nullcontext
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(str(socket_path))
                 listener.listen()
-                ready.extend([context, asyncio.get_running_loop(), server])
+                ready.extend([made, context, asyncio.get_running_loop(), server])
                 serving = asyncio.create_task(server.serve(sockets=[listener]))
                 while not server.started:
                     await asyncio.sleep(0.005)
@@ -122,7 +129,7 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
     thread = threading.Thread(target=serve)
     thread.start()
     assert started.wait(20)
-    context, loop, server = ready
+    made, context, loop, server = ready
     write_box_file(
         data_dir,
         pid=main_process.pid,
@@ -131,7 +138,7 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
         message="ready",
         controller_socket=str(socket_path),
     )
-    yield ControlledBox(data_dir, context, loop)
+    yield ControlledBox(data_dir, made, context, loop)
     server.should_exit = True
     thread.join(20)
     assert not thread.is_alive()

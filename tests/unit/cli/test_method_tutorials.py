@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.responses.completions import completion_row
 from appliance.store.objects import jobs, models, responses
-from appliance.store.rows import JobRow
 from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer
 from tests.unit.cli.conftest import ControlledBox
@@ -56,7 +54,7 @@ def numbered(row: Any, number: int) -> Any:
 
 
 @pytest.fixture
-def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControlledBox:
+def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_here: None) -> ControlledBox:
     """A box with the models that pages name, completions that one of them made, and engines that answer anything."""
     monkeypatch.chdir(tmp_path)
     tokenizer().save_pretrained(tmp_path / "model")
@@ -81,15 +79,6 @@ def trained(box: ControlledBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return box
 
 
-def validated(box: ControlledBox) -> list[JobRow]:
-    deadline = time.monotonic() + 60
-    while True:
-        made = box.do(lambda: jobs.page(box.context.db, viewer=None, after=None, limit=20).data)
-        if not any(one.phase == "validating" for one in made):
-            return list(made)
-        assert time.monotonic() < deadline, "the files of the jobs are still being checked"
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_what_the_page_of_a_method_says_is_taken_by_the_box(trained: ControlledBox, tmp_path: Path, method: str):
     page = page_of(method)
@@ -105,7 +94,8 @@ def test_what_the_page_of_a_method_says_is_taken_by_the_box(trained: ControlledB
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(trained.data_dir / "controller.sock"))) as http:
         found = {"client": openai.OpenAI(base_url="http://box/v1", api_key="ignored here", http_client=http)}
         exec(program, found)
-    made = validated(trained)
+    trained.settle()
+    made = trained.do(lambda: jobs.page(trained.context.db, viewer=None, after=None, limit=20).data)
     assert [one.reason for one in made if one.phase != "queued"] == []
     assert [one.method for one in made].count(method) >= 2, "one by a command, one by the program"
     assert found["job"].method.type == method

@@ -40,10 +40,7 @@ def make_job(box: ControlledBox, tmp_path, *options: str) -> str:
     submitted = box.run("job", "submit", "--model", "starter", "--file", str(data), "--suffix", "demo", *options)
     job_id = submitted.stdout.strip()
     assert job_id.startswith("ftjob-")
-    deadline = time.monotonic() + 20
-    while box.do(lambda: jobs.get(box.context.db, job_id).phase) == "validating":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    box.settle()
     return job_id
 
 

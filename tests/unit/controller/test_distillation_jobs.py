@@ -29,6 +29,8 @@ from tests.unit.controller.conftest import Control, insert_model
 from tests.unit.controller.test_batch_metering import spent
 from tests.unit.controller.test_jobs import prompts
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 
 def with_tokenizer(control: Control, folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
     at = folder / name

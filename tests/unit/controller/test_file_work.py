@@ -13,7 +13,9 @@ import pytest
 from appliance.controller.context import file_work
 from appliance.controller.context.file_work import FileWork
 from appliance.controller.jobs import validation
+from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control, chat_lines
+from tests.unit.controller.test_jobs import PAIR
 from train.data.check import check_training_file
 from train.methods import check_process
 from train.methods.check_process import ANY, check_apart
@@ -45,6 +47,16 @@ def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
     apart = check_apart(source, chat)
     assert (apart, chat.exists()) == (check_training_file(source), apart.ok)
     assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
+
+
+def test_the_same_tokens_are_counted_in_a_process_of_its_own(tmp_path: Path, checked_here: None):
+    source, model = tmp_path / "in", tmp_path / "model"
+    long = PAIR | {"input": {"messages": [{"role": "user", "content": "hi " * 200}]}}
+    source.write_text("".join(json.dumps(row) + "\n" for row in (*[PAIR] * 11, long)))
+    tokenizer().save_pretrained(model)
+    here = check_process.checked(source, method="dpo", tokenizer=model, cut_at=64)
+    assert here.n_errors == 1 and here.n_tokens_estimate > 0
+    assert check_apart(source, method="dpo", tokenizer=model, cut_at=64) == here
 
 
 def test_a_check_in_a_process_of_its_own_tells_how_far_it_is(tmp_path: Path):

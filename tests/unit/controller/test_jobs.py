@@ -271,6 +271,7 @@ async def test_pairs_are_refused_by_line(control: Control):
     assert "wants pairs" in (await control.sdk.fine_tuning.jobs.retrieve(chats)).error.message
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(control: Control, tmp_path: Path):
     tokenizer().save_pretrained(tmp_path / "base")
     models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "base"))
@@ -280,7 +281,6 @@ async def test_pairs_of_which_max_length_leaves_nothing_are_refused_by_line(cont
         for rows in ([PAIR] * 12, [*[PAIR] * 11, long])
     ]
     dpo = {"type": "dpo", "dpo": {"hyperparameters": {"max_length": 64}}}
-    # Each file of each job is counted in a process of its own, which loads a tokenizer.
     for given, at_fault in (({"training_file": cut}, "training_file"), ({"validation_file": cut}, "validation_file")):
         job_id = await control.job(**{"training_file": short} | given, extra_body={"method": dpo})
         job = await control.sdk.fine_tuning.jobs.retrieve(job_id)

@@ -15,6 +15,8 @@ from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 from train.plan.estimate import parameters_of
 from train.plan.known_shapes import SHAPES, shape_named
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 BILLION = 10**9
 
 
