@@ -3,15 +3,19 @@ copied from then on (4 ms of processor time instead of 80)."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import json
 import sqlite3
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from appliance.store import database, migrator
+from train.data_checks import process
 from train.methods import check_process
 
 _MIGRATE, _MIGRATIONS = migrator.migrate, migrator.migrations
@@ -44,8 +48,20 @@ def databases_migrated_once() -> Iterator[None]:
 
 @pytest.fixture
 def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data of jobs is checked in this process: one of its own imports transformers for each file, for 2 s of
-    processor time (tests/unit/controller/test_file_work.py tries it)."""
+    """Data is checked and prepared in this process: one of its own imports transformers, or compiled code, for each
+    file, for 1 to 2 s of processor time (test_file_work.py and test_data_checks.py of the controller try it)."""
     importlib.import_module("torch")  # which the check would say is not there
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr("appliance.controller.context.file_work.check_apart", check_process.checked)
+    monkeypatch.setattr("appliance.controller.data_checks.data_work.DataWork._process", _carried_out)
+
+
+async def _carried_out(work: Any, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        answer = await asyncio.to_thread(process.carried_out, request)
+    except process.BadOption:
+        raise
+    except (process.CheckFailed, OSError, ValueError) as error:
+        raise process.CheckFailed(str(error).replace(f"{work._context.files_dir}/", "")) from error
+    told: dict[str, Any] = json.loads(json.dumps(answer))
+    return told

@@ -16,7 +16,7 @@ def write(path: Path, rows: list[tuple[str, str]] = ROWS) -> Path:
     return path
 
 
-def test_a_stored_file_is_checked_and_prepared_on_the_box(box: ControlledBox, tmp_path: Path):
+def test_a_stored_file_is_checked_and_prepared_on_the_box(box: ControlledBox, tmp_path: Path, checked_here: None):
     made = box.json("file", "upload", str(write(tmp_path / "train.jsonl")))["id"]
     assert "data check" in box.run("file", "get", made).stdout
     report = box.json("file", "check", made)

@@ -53,6 +53,7 @@ async def test_what_is_no_training_data_or_cannot_be_trained_on_is_not_checked(c
     assert files.unchecked(control.db) is None
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
     made, valid = await control.upload(TWICE), await control.upload(lines(("And now?", "Nobody")))
     report = await asked(
@@ -89,6 +90,7 @@ async def test_a_prepared_file_is_a_new_one_that_says_what_it_was_made_of(contro
     assert (await control.sdk.files.content(made)).content == TWICE
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_the_same_preparation_sent_again_makes_nothing_more(control: Control):
     made = await control.upload(TWICE)
     keyed = {"idempotency-key": "k"}
@@ -97,6 +99,7 @@ async def test_the_same_preparation_sent_again_makes_nothing_more(control: Contr
     assert first.json() == again.json() and len((await control.sdk.files.list()).data) == 2
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_what_comes_to_nothing_leaves_nothing(control: Control):
     made = await control.upload(lines(("a", "shit happens to all of us here"), ("b", "what a shit day that was")))
     keyed = {"idempotency-key": "k"}
@@ -178,6 +181,7 @@ async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Contr
     assert str(control.context.files_dir) not in json.dumps(row.data_check)
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_with_a_model_tokens_are_its_own_and_an_epoch_has_its_cost(control: Control, tmp_path: Path):
     wordy = "{% for m in messages %}" + "You are a helpful fox. " * 40 + "{{ m['content'] }}{% endfor %}"
     tokenizer(wordy).save_pretrained(tmp_path / "v1")
