@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.interfaces.ports import TRAINING_FAILED
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
-from appliance.controller.jobs.events import JobEvents
+from appliance.controller.jobs.events import JobEvents, add_message
 from appliance.store.database import Database
 from appliance.store.kept_rows import KeptRows
 from appliance.store.objects import jobs, models
@@ -75,6 +76,7 @@ class SqliteStateStore:
         self._models_changed = models_changed
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
+        self._said: dict[str, set[str]] = {}  # of jobs that wait: what their events have told of that
         self._remaining_device_s: dict[str, float] = {}  # as reported by each job when it last ran
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -89,6 +91,7 @@ class SqliteStateStore:
         unfinished = self._finish_cancelled(self._unfinished.all())
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
+        self._said = {job: said for job, said in self._said.items() if job in ids}
         self._live.keep_jobs(ids)
         mode = read_mode(self._db)
         self._settings, self._demand = model_settings.digests(self._db), self._live.demands()
@@ -118,8 +121,19 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is not None:
             usage.devices_held(self._db, job_id, len(devices), time.time())
+        self._said.pop(job_id, None)
         if row is not None and (row.phase != "running" or row.devices != list(devices)):
             self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
+
+    def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
+        row = self._open(job_id)
+        if row is None:
+            return
+        which = f"{len(devices)} device{'s' * (len(devices) > 1)} ({', '.join(devices)})"
+        after = f" once the engines on {answering} of them have finished their requests" if answering else ""
+        reason = f"The job gets {which}: its ranks start{after}"
+        jobs.update(self._db, job_id, reason=f"{reason}.")
+        self._tell(row, reason)
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         usage.devices_held(self._db, job_id, 0, time.time())
@@ -127,12 +141,24 @@ class SqliteStateStore:
         if row is None:
             return
         reason = pauses.reason(self._db, row) or reason
+        if row.wanted == "run":
+            self._tell(row, f"The job waits: {reason}")
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":
             self._events.suspended(job_id, row.snapshot["step"], row.snapshot["path"], reason=reason)
         else:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
+
+    def _tell(self, row: JobRow, text: str) -> None:
+        """An event of a job that has not begun: clients of OpenAI's see no reason elsewhere, and one that is suspended
+        has said why. Once, whatever numbers in it change."""
+        if row.phase != "queued":
+            return
+        alike = re.sub(r"[0-9]+", "0", text)
+        if alike not in (said := self._said.setdefault(row.id, set())):
+            said.add(alike)
+            add_message(self._db, row.id, text)
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         self._remaining_device_s.pop(job_id, None)

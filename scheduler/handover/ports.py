@@ -24,6 +24,9 @@ class StateStore(Protocol):
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         """Its ranks train on these devices now."""
 
+    def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
+        """It gets these devices: its ranks start once the engines on `answering` of them have finished."""
+
     def job_waiting(self, job_id: str, reason: str) -> None:
         """It holds no devices; `reason` is one sentence for users. Called again when the reason changes."""
 

@@ -331,6 +331,9 @@ class SchedulerLoop:
             moving.chains += 1
             if chain.side == "take":
                 moving.target, moving.take = chain.devices, chain
+                if chain.holder.kind == "job":
+                    answering = {d for r in self.box.replicas.values() if r.awake for d in r.devices}
+                    self._reporter.coming(chain.holder.id, chain.devices, len(answering & set(chain.devices)))
             elif chain.side == "swap":
                 moving.target = self.box.replicas[chain.holder.id].devices
         runner = Runner(

@@ -31,6 +31,11 @@ class StatusReporter:
                 self._told[job.id] = word
                 self._store.job_waiting(job.id, reason)
 
+    def coming(self, job_id: str, device_ids: tuple[str, ...], freed: int) -> None:
+        """Its ranks are about to start on these devices; `freed`: of how many engines answer until then."""
+        self._told.pop(job_id, None)
+        self._store.job_coming(job_id, device_ids, freed)
+
     def keep(self, jobs: Container[str]) -> None:
         """Only these jobs are not over: a cancelled one is told of by nobody."""
         self._told = {job_id: word for job_id, word in self._told.items() if job_id in jobs}

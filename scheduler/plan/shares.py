@@ -41,7 +41,7 @@ class Shares:
         per job, for jobs that can get no more side by side.
         """
         claimed = self._replicas(self._serving_capacity(), limits, eager=self._policy.kind in ("serve", "split"))
-        budget, why = self._training_budget(self._cost(claimed))
+        budget, why = self._training_budget(claimed)
         # A manual change of mode takes effect at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
         jobs = queue.allot(self._plan_input.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found)
@@ -95,8 +95,8 @@ class Shares:
             return min(max(self._policy.serving_floor, pinned), total)
         return total
 
-    def _training_budget(self, claimed: int) -> tuple[int, str]:
-        total, policy = self._total, self._policy
+    def _training_budget(self, replicas: Mapping[str, int]) -> tuple[int, str]:
+        total, policy, claimed = self._total, self._policy, self._cost(replicas)
         floor = min(policy.serving_floor, total)
         if policy.kind == "serve":
             return 0, "mode serve gives training no devices"
@@ -110,7 +110,21 @@ class Shares:
             return total - kept, f"mode train keeps {kept} of {total} devices for serving"
         if floor > claimed:
             return total - floor, f"the serving floor keeps {floor} of {total} devices"
-        return total - claimed, f"serving needs {claimed} of {total} devices now"
+        return total - claimed, f"serving needs {claimed} of {total} devices now{self._of_idle(replicas)}"
+
+    def _of_idle(self, replicas: Mapping[str, int]) -> str:
+        """What of that nobody asks now. It names no model, because the owner of a job reads it."""
+        idle = (self.deployments[model] for model in replicas)
+        kept = sum(
+            replicas[d.model] * d.tensor_parallel for d in idle if not d.demand.requests and not d.floor_replicas
+        )
+        if not kept:
+            return ""
+        least_s, most_s = self._config.give_back_after_s, self._config.give_back_at_latest_s
+        return (
+            f", {kept} of them for models that were asked a moment ago, which give theirs back {least_s:g} to "
+            f"{most_s:g} s after their last request"
+        )
 
     def _stuck(self) -> int:
         """Devices of jobs that keep theirs whatever is planned."""

@@ -116,11 +116,11 @@ class SimStore:
         least = int(now_s < self.warm_until_s)
         return Workload(self.policy, jobs, tuple(model.deployment(least) for model in self._models.values()))
 
-    def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
-        pass
+    def job_running(self, job_id: str, devices: tuple[str, ...]) -> None: ...
 
-    def job_waiting(self, job_id: str, reason: str) -> None:
-        pass
+    def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None: ...
+
+    def job_waiting(self, job_id: str, reason: str) -> None: ...
 
     def job_ended(self, job_id: str, outcome: str, error: str) -> None:
         self.jobs.pop(job_id, None)

@@ -344,6 +344,7 @@ class FakeStore:
         self.measured: frozenset[str] = frozenset()
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
+        self.coming: dict[str, tuple[tuple[str, ...], int]] = {}
         self.troubles: dict[str, Trouble] = {}
 
     def load(self) -> Workload:
@@ -353,6 +354,9 @@ class FakeStore:
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         if job_id in self.jobs:
             self.jobs[job_id] = replace(self.jobs[job_id], phase="running")
+
+    def job_coming(self, job_id: str, devices: tuple[str, ...], answering: int) -> None:
+        self.coming[job_id] = (devices, answering)
 
     def job_waiting(self, job_id: str, reason: str) -> None:
         self.reasons[job_id] = reason

@@ -92,6 +92,7 @@ async def test_ten_switches_in_a_row() -> None:
             await rig.settle()
             assert rig.jobs() == ({"j1": 4} if n % 2 == 0 else {})
             assert rig.states() == (["asleep"] if n % 2 == 0 else ["open"])
+        assert rig.store.coming["j1"] == (("n0/0", "n0/1", "n0/2", "n0/3"), 1)
         starts = [v for v, _ in rig.world.verbs_done if v == "start_replica"]
         assert len(starts) == 1, "the process is kept"
 

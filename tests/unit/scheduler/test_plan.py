@@ -101,6 +101,16 @@ def test_auto_gives_training_what_serving_does_not_need() -> None:
     assert awake(a) == {"m": 3} and sizes(a) == {"j1": 5}, "9 requests at 4 each want 3 replicas"
 
 
+def test_a_job_that_waits_for_idle_models_is_told_so_and_for_how_long() -> None:
+    asked, idle = Demand(inflight=1, last_request_s=999.0), Demand(last_request_s=998.0)
+    models = tuple(replace(M, model=f"m{n}", max_replicas=1, demand=asked if n < 3 else idle) for n in range(8))
+    a = planned(jobs=(job(),), deployments=models, replicas=tuple(opened(f"m{n}", n, model=f"m{n}") for n in range(8)))
+    assert a.waiting["j1"] == (
+        "Needs 1 device: serving needs 8 of 8 devices now, 5 of them for models that were asked a moment ago, which "
+        "give theirs back 60 to 300 s after their last request."
+    )
+
+
 def test_auto_without_jobs_leaves_engines_open() -> None:
     a = planned(deployments=(M,), replicas=tuple(opened(f"r{i}", i) for i in range(5)))
     assert awake(a) == {"m": 5}
