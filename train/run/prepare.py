@@ -151,9 +151,14 @@ def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
 
 
 def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
-    made = method_of(spec.method).samples(spec.options)
+    made, epochs = method_of(spec.method).samples(spec.options), f"{spec.n_epochs} epoch{'s' * (spec.n_epochs > 1)}"
+    rows, batch = len(train.packs), spec.batch_size
+    steps = -(-rows * spec.n_epochs // batch)
     if made.room:
-        text = f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step"
+        text = (
+            f"{train.n_examples} prompts, {train.n_tokens} tokens; {made.group} answers to each in a step, which has "
+            f"{batch} prompts (batch_size): {epochs} make {steps} steps"
+        )
         emit("message", level="info", text=text)
         if more := -len(train.packs) * spec.n_epochs % spec.batch_size:
             text = f"the last step is filled up with {more} prompts of a further pass over the data (batch_size)"
@@ -162,15 +167,19 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
             text = f"reasoning_effort {effort!r} changes nothing: a model of this box reasons as it has learnt to"
             emit("message", level="warn", text=text)
         return
-    fill = train.n_tokens / (len(train.packs) * train.capacity) if spec.packing else 1.0
-    emit(
-        "message",
-        level="info",
-        text=(
-            f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
-            f"of {train.capacity} ({fill:.0%} full)"
-        ),
-    )
+    text = f"{train.n_examples} examples, {train.n_tokens} tokens"
+    if spec.packing:
+        fill = train.n_tokens / (rows * train.capacity)
+        text += f", packed into {rows} sequences of {train.capacity} ({fill:.0%} full)"
+    if spec.packing and rows < train.n_examples:
+        text += (
+            f": a step has {batch} sequences (batch_size), some {batch * train.n_examples / rows:.0f} examples, so "
+            f"that {epochs} make {steps} steps; with packing=false a sequence is one example, and they are "
+            f"{-(-train.n_examples * spec.n_epochs // batch)}"
+        )
+    else:
+        text += f": a step has {batch} of them (batch_size), and {epochs} make {steps} steps"
+    emit("message", level="info", text=text)
     if train.n_truncated or train.n_dropped:
         emit(
             "message",

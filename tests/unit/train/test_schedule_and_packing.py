@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.train_support.specs import host_spec
 from train.data.packing import Row, StepPlan, build_row, plan_packs
 from train.plan.best_fit import best_fit
 from train.plan.learning_rate import FLOOR_RATIO, SCHEDULES, learning_rate
 from train.plan.spec import MOST_VERSIONS, TrainSpec
+from train.run import prepare
 from train.run.feed import DataFeed
 
 SPEC = {
@@ -167,3 +169,34 @@ def test_an_epoch_is_each_example_once_however_large_a_step_is(n_packs, n_epochs
         assert feed.denominator() == feed.tokens()
         denominators += feed.denominator()
     assert sorted(learnt) == sorted([*range(n_packs)] * n_epochs) and denominators == n_packs * n_epochs
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo", "reinforcement", "distillation"])
+def test_a_job_says_how_many_steps_its_examples_make_and_why(method):
+    """People expected examples divided by batch_size, and the steps were a quarter of that."""
+    told = []
+    options = {"group": 8, "rows": 1, "max_completion_tokens": 9, "eval_samples": 1}
+    packs = [None] * (40 if method in ("reinforcement", "distillation") else 10)
+    train = SimpleNamespace(n_examples=40, n_tokens=2457, packs=packs, capacity=256, n_truncated=0, n_dropped=0)
+
+    def say(**more):
+        told.clear()
+        spec = host_spec("/b", method=method, options=options, n_epochs=4, batch_size=4, **more)
+        prepare._tell_about_data(lambda event, **data: told.append(data["text"]), spec, train)
+        return told[0]
+
+    if len(packs) == 40:
+        assert say() == (
+            "40 prompts, 2457 tokens; 8 answers to each in a step, which has 4 prompts (batch_size): 4 epochs make 40 "
+            "steps"
+        )
+        return
+    assert say() == (
+        "40 examples, 2457 tokens, packed into 10 sequences of 256 (96% full): a step has 4 sequences (batch_size), "
+        "some 16 examples, so that 4 epochs make 10 steps; with packing=false a sequence is one example, and they "
+        "are 40"
+    )
+    train.packs = [None] * 40
+    assert say(packing=False) == (
+        "40 examples, 2457 tokens: a step has 4 of them (batch_size), and 4 epochs make 40 steps"
+    )
