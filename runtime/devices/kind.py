@@ -226,6 +226,10 @@ class DeviceKind(ABC):
     def after_fork(self) -> None:  # noqa: B027
         """Open again, in a forked process, what `before_fork` let go."""
 
+    def in_worker(self) -> None:  # noqa: B027
+        """Undo, in an engine's process that computes and forks no more, what only one that forks needs of
+        `fork_environment`."""
+
     def library_environment(self, caches: Path) -> dict[str, str]:
         """Variables that its own libraries need at import; their caches are below `caches`."""
         return {}

@@ -31,11 +31,12 @@ class ShmModelLoader(BaseModelLoader):
         VersionSource(model_config.model).close()
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
-        on_host = of_torch(vllm_config.device_config.device).on_host
-        if model_config.quantization is not None and not on_host:
+        kind = of_torch(vllm_config.device_config.device)
+        kind.in_worker()
+        if model_config.quantization is not None and not kind.on_host:
             prefer_experts_in_parameters()
         model = super().load_model(vllm_config, model_config, prefix)
-        if on_host:
+        if kind.on_host:
             skip_unused_packing(model)
         return model
 
@@ -68,8 +69,7 @@ def prefer_experts_in_parameters() -> None:
     """
     # In the worker alone: the import may bring FlashInfer along, which asks CUDA for the first GPU.
     oracle: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.mxfp4")
-    every = oracle._get_priority_backends_for_gpt_oss
-    if hasattr(every, "__wrapped__"):
+    if hasattr(every := oracle._get_priority_backends_for_gpt_oss, "__wrapped__"):
         return
 
     @functools.wraps(every)

@@ -98,11 +98,12 @@ async def quantised(box: Box, form: str) -> None:
         versions.append(plain.with_name(f"{form}-{which}"))
         means.append(plain.with_name(f"{form}-means-{which}"))
         formats.write(plain, form, versions[-1], means[-1])
-    ask, said = [10, 20, 30, 40], []
+    asked, said = [[at, at + 10, at + 20, at + 30] for at in range(10, 18)], []
     for path in (means[1], versions[1]):
         async with engine(box, spec_of(box, f"{form}-{path.name[-7:]}", path)) as (_, sdk):
-            said.append(await greedy_ids(sdk, "starter", ask, 30))
-    print(f"{form}: as the weights that it means for {alike(*said)} of 30 tokens", flush=True)
+            said.append([await greedy_ids(sdk, "starter", ask, 30) for ask in asked])
+    equal = [alike(*both) for both in zip(*said, strict=True)]
+    print(f"{form}: of eight answers of 30 tokens equal to those of the weights that it means: {equal}", flush=True)
     await _turns(box, form, (versions[0], versions[1]), ("auto",) * 4, None)
 
 

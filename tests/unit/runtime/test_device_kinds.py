@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -227,6 +228,16 @@ def test_a_parent_closes_nvml_whoever_opened_it(monkeypatch, loaded):
     assert machine.users == 0
     kind_of("cuda").after_fork()
     assert machine.users == 1, "a rank asks NVML for free memory"
+
+
+def test_a_worker_compiles_kernels_with_all_processors(monkeypatch):
+    """What keeps compilers from running in a parent that forks had a worker compile its own one after the other."""
+    for name, value in kinds.fork_environment().items():
+        monkeypatch.setenv(name, value)
+    kind_of("cpu").in_worker()
+    assert os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] == "1"
+    kind_of("cuda").in_worker()
+    assert "HUMMING_DISABLE_PARALLEL_BUILD" not in os.environ
 
 
 def test_without_a_driver_there_is_nothing_to_close(monkeypatch):
