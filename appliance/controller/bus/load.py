@@ -90,16 +90,20 @@ class VersionLoad:
     """Counts for one version since a canary began. owners: times of those that succeeded, by who asked; asked: by
     owner, how many requests and how many of them failed."""
 
-    requests: int = 0
-    errors: int = 0
     owners: Mapping[str, Times] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def without(self, owner: str) -> VersionLoad:
         """Of all others; times are left out."""
-        requests, errors = self.asked.get(owner, (0, 0))
-        asked = {one: counts for one, counts in self.asked.items() if one != owner}
-        return VersionLoad(self.requests - requests, self.errors - errors, asked=asked)
+        return VersionLoad(asked={one: counts for one, counts in self.asked.items() if one != owner})
+
+    @property
+    def requests(self) -> int:
+        return sum(requests for requests, _ in self.asked.values())
+
+    @property
+    def errors(self) -> int:
+        return sum(errors for _, errors in self.asked.values())
 
     @property
     def times(self) -> Times:
@@ -240,7 +244,7 @@ def _version(row: Mapping[str, Any]) -> VersionLoad:
         for owner, times in row["owners"].items()
     }
     asked = {str(owner): (int(requests), int(errors)) for owner, (requests, errors) in row["asked"].items()}
-    return VersionLoad(int(row["requests"]), int(row["errors"]), owners, asked)
+    return VersionLoad(owners, asked)
 
 
 def total(
@@ -293,8 +297,6 @@ def of_model(rows: Sequence[Mapping[str, float]]) -> ModelLoad:
 
 def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
     return VersionLoad(
-        a.requests + b.requests,
-        a.errors + b.errors,
         {
             owner: a.owners.get(owner, Times()).plus(b.owners.get(owner, Times()))
             for owner in a.owners.keys() | b.owners.keys()

@@ -41,10 +41,9 @@ class _Times:
 class _Version:
     """asked: by owner, how many requests and how many of them failed."""
 
-    __slots__ = ("requests", "errors", "owners", "asked")
+    __slots__ = ("owners", "asked")
 
     def __init__(self) -> None:
-        self.requests = self.errors = 0
         self.owners: defaultdict[str, _Times] = defaultdict(_Times)
         self.asked: dict[str, tuple[int, int]] = {}
 
@@ -77,26 +76,21 @@ class Comparison:
         if versions is None:
             return
         counts = versions.setdefault(version, _Version())
-        counts.requests += 1
         asked, errors = counts.asked.get(owner, (0, 0))
         counts.asked[owner] = asked + 1, errors + failed
-        if failed:
-            counts.errors += 1
-        elif first_byte_s is not None:
+        if not failed and first_byte_s is not None:
             times = counts.owners[owner]
             times.first_byte[bucket(first_byte_s)] += 1
             times.duration[bucket(duration_s)] += 1
 
     def report(self) -> Mapping[str, Any]:
-        """{model: {"since_s", "versions": {version: {"requests", "errors", "asked": {owner: [requests,
-        errors]}, "owners": {owner: {"first_byte", "duration"}}}}}}, the last two numbers of requests by bucket."""
+        """{model: {"since_s", "versions": {version: {"asked": {owner: [requests, errors]}, "owners": {owner:
+        {"first_byte", "duration"}}}}}}, the last two numbers of requests by bucket."""
         return {
             name: {
                 "since_s": self._canaries[name].since_s,
                 "versions": {
                     version: {
-                        "requests": counts.requests,
-                        "errors": counts.errors,
                         "asked": {owner: list(asked) for owner, asked in counts.asked.items()},
                         "owners": {owner: times.report() for owner, times in counts.owners.items()},
                     }
@@ -110,7 +104,8 @@ class Comparison:
         """(labels, requests, errors) for the metrics."""
         for name, versions in self._counts.items():
             for version, counts in versions.items():
-                yield {"model": name, "version": version}, counts.requests, counts.errors
+                requests, errors = map(sum, zip(*counts.asked.values(), strict=True))
+                yield {"model": name, "version": version}, requests, errors
 
 
 def _same(before: Canary | None, now: Canary) -> bool:

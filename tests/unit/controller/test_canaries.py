@@ -43,7 +43,7 @@ def counted(control: Control, **versions: VersionLoad) -> None:
 
 def good(requests: int) -> VersionLoad:
     times = Times({bucket(0.1): requests}, {bucket(1.0): requests})
-    return VersionLoad(requests, 0, {"a": times}, {"a": (requests, 0)})
+    return VersionLoad({"a": times}, {"a": (requests, 0)})
 
 
 async def look_later(control: Control, after_s: float) -> CanaryRow:
@@ -150,7 +150,7 @@ async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: C
 
 
 async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto(served: Control):
-    bad = VersionLoad(20, 15, asked={"a": (20, 15)})
+    bad = VersionLoad(asked={"a": (20, 15)})
     await ask(served, "PUT", version="v2")
     counted(served, v2=bad, v1=good(180))
     assert (await look_later(served, 5)).state == "running"

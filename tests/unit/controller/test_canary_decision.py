@@ -24,7 +24,7 @@ def side(
 ) -> Side:
     good, asked = requests - errors, {"a": (requests, errors)}
     times = {owner: Times({bucket(first_s): good}, {bucket(whole_s): good}) for owner in ("a", "b")}
-    return Side(version, VersionLoad(requests, errors, times, asked), valid_loss)
+    return Side(version, VersionLoad(times, asked), valid_loss)
 
 
 NEW, OLD = side("v2"), side("v1", 1800)
@@ -95,8 +95,8 @@ def test_one_owner_of_several_decides_nothing_by_the_times_of_his_answers() -> N
     usual, late = Times({bucket(0.1): 20}, {bucket(1.0): 20}), Times({bucket(0.1): 900}, {bucket(60.0): 900})
 
     def verdict(new: dict[str, Times]) -> tuple[str, str]:
-        old = {owner: usual for owner in new}
-        found = decide(Side("v2", VersionLoad(1000, 0, new)), Side("v1", VersionLoad(1000, 0, old)), TERMS, OVER_S)
+        old, many = {owner: usual for owner in new}, {"a": (1000, 0)}
+        found = decide(*(Side(name, VersionLoad(of, many)) for name, of in (("v2", new), ("v1", old))), TERMS, OVER_S)
         return found.verdict, found.reason
 
     few = Times({bucket(0.1): 3}, {bucket(0.1): 3})
@@ -115,9 +115,8 @@ def test_nobody_hides_what_fails_for_others() -> None:
 
     def verdict(**more: tuple[int, int]) -> tuple[str, str]:
         asked = {"a": (10, 4), **more}
-        requests, errors = (sum(one[of] for one in asked.values()) for of in (0, 1))
-        load = VersionLoad(requests, errors, times, asked)
-        found = decide(Side("v2", load), Side("v1", VersionLoad(90, 0, times, {"a": (90, 0)})), TERMS, OVER_S)
+        sides = Side("v2", VersionLoad(times, asked)), Side("v1", VersionLoad(times, {"a": (90, 0)}))
+        found = decide(*sides, TERMS, OVER_S)
         return found.verdict, found.reason
 
     assert verdict()[0] == "roll back"
@@ -129,10 +128,7 @@ def test_nobody_makes_failures_that_both_versions_have_many_for_the_canary() -> 
     new one back. Nor do two owners together, nor one where others' conversations are one version's alone."""
 
     def verdict(old: dict[str, tuple[int, int]], new: dict[str, tuple[int, int]]) -> str:
-        sides = [
-            Side(name, VersionLoad(*(sum(one[of] for one in asked.values()) for of in (0, 1)), {}, asked))
-            for name, asked in (("v2", new), ("v1", old))
-        ]
+        sides = (Side(name, VersionLoad(asked=asked)) for name, asked in (("v2", new), ("v1", old)))
         return decide(*sides, TERMS, 101.0).verdict
 
     both = {"a": (900, 18), "b": (900, 18)}, {"a": (100, 2), "b": (100, 2)}
@@ -153,10 +149,10 @@ def test_who_has_few_answers_is_heard_with_the_others_who_have() -> None:
     few = {f"owner {number}": Times({bucket(0.1): 3}, {bucket(1.0): 3}) for number in range(200)}
     new = {"c": Times({bucket(0.1): 20}, {bucket(60.0): 20}), **few}
     old = {"c": Times({bucket(0.1): 20}, {bucket(1.0): 20}), **few}
-    sides = (Side(name, VersionLoad(620, 0, times)) for name, times in (("v2", new), ("v1", old)))
+    sides = (Side(name, VersionLoad(times, {"a": (620, 0)})) for name, times in (("v2", new), ("v1", old)))
     assert decide(*sides, TERMS, OVER_S).verdict == "promote"
 
 
 def test_times_of_all_owners_are_shown_together() -> None:
-    load = VersionLoad(6, 0, {"a": Times({1: 2}, {3: 2}), "b": Times({1: 1, 2: 3}, {9: 4})})
+    load = VersionLoad({"a": Times({1: 2}, {3: 2}), "b": Times({1: 1, 2: 3}, {9: 4})})
     assert load.times == Times({1: 3, 2: 3}, {3: 2, 9: 4})
