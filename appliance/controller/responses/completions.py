@@ -11,22 +11,11 @@ from typing import Any
 import orjson
 
 from appliance.controller.interfaces.errors import shown
+from appliance.gateway.answers.kept_completion import OPTIONS
 from appliance.store.objects import responses
 from appliance.store.rows import ResponseRow
 
 Object = dict[str, Any]
-# As OpenAI's stored objects have them, null where nothing was asked; `user` is called `input_user` there.
-_ASKED = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 _ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fingerprint", "service_tier")
 _CHOICE = ("index", "message", "logprobs", "finish_reason")
 
@@ -38,8 +27,9 @@ def completion_row(key_id: str, owner: str, asked: Object, answer: Object) -> Re
         raise TypeError("its messages or its choices are no list")
     if not isinstance(answer["model"], str):
         raise ValueError(f"its model is {shown(answer['model'])}")
-    made = {name: answer.get(name) for name in _ANSWERED} | {name: asked.get(name) for name in _ASKED}
+    made = {name: answer.get(name) for name in _ANSWERED} | {name: asked.get(name) for name in OPTIONS}
     made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
+    # As OpenAI's stored objects have them, null where nothing was asked.
     made["input_user"] = asked.get("user")
     given, answered = orjson.dumps(messages).decode(), orjson.dumps(made).decode()
     described = None if metadata is None else orjson.dumps(metadata).decode()

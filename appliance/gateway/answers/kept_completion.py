@@ -15,9 +15,7 @@ METADATA_PAIRS: Final = 16
 METADATA_KEY_CHARS: Final = 64
 METADATA_CHARS: Final = 512
 # What of a request is kept beside its messages: as OpenAI's stored objects have it.
-_ASKED: Final = (
-    "messages",
-    "metadata",
+OPTIONS: Final = (
     "tools",
     "tool_choice",
     "parallel_tool_calls",
@@ -27,9 +25,8 @@ _ASKED: Final = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
-    "user",
-    "service_tier",
 )
+_ASKED: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
 _ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage")
 _EVENT: Final = b"data: {"
 _DONE: Final = b"data: [DONE]"
