@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,21 @@ TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
 @pytest.fixture
 def library(tmp_path: Path) -> ModelLibrary:
     return ModelLibrary(tmp_path / "models")
+
+
+def converts_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions run in this process: one of their own imports torch and transformers for 6 s of processor time."""
+
+    def converted(file: Path, out: Path, report: Any) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        monkeypatch.setattr(convert, "_say", lambda event, **fields: said.update(fields))
+        monkeypatch.setattr(sys, "stdout", sys.stdout)
+        convert.main(file, out)
+        return said
+
+    for name in ("die_with_parent", "dies_as", "_limit"):  # of the process that runs the tests
+        monkeypatch.setattr(convert, name, lambda *_, **__: None)
+    monkeypatch.setattr("appliance.models.library.maker_process.convert_gguf", converted)
 
 
 def logits(model) -> torch.Tensor:
@@ -61,7 +77,7 @@ def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
         convert._convert(other, tmp_path / "other")
 
 
-def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_not_read(library, tmp_path):
+def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_not_read(library, tmp_path, monkeypatch):
     """But how to sample. A tokenizer_config.json beside it made transformers ask whether to run its code."""
     folder = tmp_path / "some-model-GGUF"
     folder.mkdir()
@@ -75,6 +91,7 @@ def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_n
     assert (made.name, made.version, made.arch, made.task) == ("tiny.Q8", "v1", "LlamaForCausalLM", "generate")
     assert made.max_model_len == 128 and made.source == str(file) and "dequantising" in seen
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.2, "eos_token_id": 77}')
+    converts_here(monkeypatch)
     other = library.import_model(str(folder), name="other")
     sampling, own = (json.loads((one.path / "generation_config.json").read_text()) for one in (other, made))
     assert other.name == "other" and sampling == {**own, "do_sample": True, "temperature": 0.2}
@@ -86,7 +103,8 @@ def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_n
     assert not list((tmp_path / "models" / ".staging").iterdir())
 
 
-def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path):
+def test_a_directory_with_a_file_leads_nowhere_else(library, tmp_path, monkeypatch):
+    converts_here(monkeypatch)
     folder, elsewhere = tmp_path / "some-model", tmp_path / "of-somebody-else"
     folder.mkdir()
     elsewhere.mkdir()

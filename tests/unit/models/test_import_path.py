@@ -123,7 +123,7 @@ def test_numbers_of_names_that_are_gone_are_bounded_and_still_never_come_again(l
     library.import_path(source, name="often")
     assert library.remove("often", "v1") and library.import_path(source, name="often").version == "v2"
     assert library.remove("often", "v2")
-    for number in range(20):
+    for number in range(12):
         made = library.import_path(source, name=f"once-{number}")
         assert library.remove(made.name, made.version)
     numbers = library.path("here", "v2").parents[1] / ".numbers"
@@ -338,10 +338,13 @@ def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
     assert taken.info["chat_template"] is False and "no chat template" in taken.warnings[0]
 
 
+_ENDLESS = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}", "CPU"),
+        (_ENDLESS, "CPU"),
         ("{{ 'x'.ljust(3000000000) }}", "memory"),
         ("{{ messages.__class__.__mro__ }}", "outside of the template"),
         ("{% if %}", "line 1"),
@@ -363,16 +366,16 @@ def replaces(pattern, content):
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def limited_trial(monkeypatch, **limits):
-    """Trials of tokenizers with these limits in place of their own."""
+def limited_trial(monkeypatch, of="train.convert.tokenizer_trial", **limits):
+    """Trials of this module with these limits in place of their own."""
     run = subprocess.run
 
     def limited(command, **how):
-        if command[3] != "train.convert.tokenizer_trial":
+        if command[3] != of:
             return run(command, **how)
         lowered = "".join(f"t.{name} = {value}\n" for name, value in limits.items())
-        code = f"import train.convert.tokenizer_trial as t\n{lowered}t.main({command[-1]!r})"
-        return run([sys.executable, "-P", "-c", code], **how)
+        given = ", ".join(map(repr, command[4:]))
+        return run([sys.executable, "-P", "-c", f"import {of} as t\n{lowered}t.main({given})"], **how)
 
     monkeypatch.setattr("appliance.models.tokenizer_trial.subprocess.run", limited)
 
@@ -538,23 +541,19 @@ def test_remote_code_is_refused_wherever_it_is_asked_for(library, source, file, 
 @pytest.mark.parametrize(
     "when", ["messages|length > 7", "messages|length > 200", "tools", "messages[0].content|length > 9999"]
 )
-def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, when):
+def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, monkeypatch, when):
     """One request of eight messages took the engine off the air for everybody."""
-    loop = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
-    template = "{% if " + when + " %}" + loop + "{% endif %}{{ messages[0].content }}"
+    limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
+    template = "{% if " + when + " %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
         library.import_path(checkpoints.write(tmp_path / "slow", template=template))
 
 
 def test_the_trial_renders_what_engines_render(library, tmp_path):
     """Templates that know no tools are served with a way to show them, by whose words a template can tell the two."""
-    loop = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
-    template = "{% if holder is defined %}" + loop + "{% endif %}{{ messages[0].content }}"
+    template = "{% if holder is defined %}" + _ENDLESS + "{% endif %}{{ messages[0].content }}"
     with pytest.raises(TemplateRefused):
         library.import_path(checkpoints.write(tmp_path / "slow", template=template))
-
-
-_ENDLESS = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -570,8 +569,9 @@ _ENDLESS = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{%
         ("processor_config.json", _ENDLESS),
     ],
 )
-def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, file, given):
+def test_every_template_that_an_engine_may_take_is_tried(library, tmp_path, monkeypatch, file, given):
     """transformers takes templates by name, one of them for requests with tools, and processors have their own."""
+    limited_trial(monkeypatch, "appliance.models.template_trial", CPU_S=1)
     source = checkpoints.write(tmp_path / "named")
     before = json.loads((source / file).read_text()) if (source / file).is_file() else {}
     (source / file).write_text(json.dumps(before | {"chat_template": given}))

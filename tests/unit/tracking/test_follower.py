@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -263,10 +264,10 @@ def test_a_job_that_the_tracker_takes_no_run_of_is_asked_less_and_less_and_then_
     box.step(second, 1)
     for minute in range(0, 60 * 24):
         box.now_s = minute * 60.0
-        before = box.follower(tracker)._progress.jobs.get(first)
-        box.follower(tracker).round()  # an exporter that is started again knows how often it asked
-        after = box.follower(tracker)._progress.jobs.get(first)
-        asked += before != after
+        follower = box.follower(tracker)  # an exporter that is started again knows how often it asked
+        before = copy.copy(follower._progress.jobs.get(first))
+        follower.round()
+        asked += before != follower._progress.jobs.get(first)
     assert asked == MOST_REFUSALS and tracker.points == [(second, "train", 1)]
     assert box.refusals == [(first, "a tracker", "entity nobody not found")]
 
