@@ -82,19 +82,28 @@ def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
     """Unix time at which this key's used-up quota is renewed, None: some is left.
 
     Days and months are in UTC."""
+    return max((end_s for left, end_s in _quotas(db, row, now_s) if left <= 0), default=None)
+
+
+def quota_left(db: Database, row: KeyRow, now_s: float) -> int | None:
+    """Tokens of the quota that has fewest left, None: the key has none."""
+    return min((left for left, _ in _quotas(db, row, now_s)), default=None)
+
+
+def _quotas(db: Database, row: KeyRow, now_s: float) -> list[tuple[int, float]]:
+    """Of each quota of the key: the tokens that are left, and the Unix time at which it is renewed."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
     next_month = (month + datetime.timedelta(days=32)).replace(day=1)
-    until = [
-        end.timestamp()
+    return [
+        (limit - usage.tokens_since(db, row.id, begin.timestamp()), end.timestamp())
         for limit, begin, end in (
             (row.tokens_per_day, day, day + datetime.timedelta(days=1)),
             (row.tokens_per_month, month, next_month),
         )
-        if limit is not None and usage.tokens_since(db, row.id, begin.timestamp()) >= limit
+        if limit is not None
     ]
-    return max(until, default=None)
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:

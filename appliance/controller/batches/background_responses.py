@@ -23,7 +23,7 @@ import orjson
 from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
 from appliance.controller.batches.followers import TOO_MANY, Followers, Held, followed_bytes
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, most_of
 from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
@@ -51,16 +51,20 @@ KEY_REVOKED = "The API key of this response was revoked."
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """Who asks for a response, and what it may cost: its estimated tokens are charged when it is sent."""
+    """Who asks for a response, and what it may cost: its estimated tokens are charged when it is sent, and the
+    most that they may be counts while it is at an engine."""
 
     owner: str
     key_id: str
     tokens: int
+    most: int
     expires_s: float
 
     @staticmethod
-    def of(row: ResponseRow) -> _Claim:
-        return _Claim(row.owner, row.key_id, _tokens(row), row.created_s + DAY_S)
+    def of(row: ResponseRow, request: dict[str, Any]) -> _Claim:
+        tokens = _tokens(row)
+        most = most_of(URL, request, tokens * BYTES_PER_TOKEN)
+        return _Claim(row.owner, row.key_id, tokens, most, row.created_s + DAY_S)
 
 
 class BackgroundResponses:
@@ -86,7 +90,7 @@ class BackgroundResponses:
 
     def start(self) -> None:
         for row in responses.unfinished(self._db):
-            self._waiting[row.id], self._claims[row.id] = _model(row), _Claim.of(row)
+            self._waits(row)
         self._task = self._context.background.keep("background responses", self._run)
 
     async def stop(self) -> None:
@@ -105,8 +109,12 @@ class BackgroundResponses:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._ending.stop()
 
+    def _waits(self, row: ResponseRow) -> None:
+        request = orjson.loads(row.request or "{}")
+        self._waiting[row.id], self._claims[row.id] = request.get("model", ""), _Claim.of(row, request)
+
     def begin(self, row: ResponseRow) -> None:
-        self._waiting[row.id], self._claims[row.id] = _model(row), _Claim.of(row)
+        self._waits(row)
         self._tell_wants()
         self._wake.set()
 
@@ -114,6 +122,8 @@ class BackgroundResponses:
         """The response was cancelled or deleted: stop the engine that works on it."""
         self._waiting.pop(response_id, None)
         _, task = self._flying.pop(response_id, ("", None))
+        if (claim := self._claims.get(response_id)) is not None:
+            self._metering.returned(claim.key_id, response_id)
         if task is not None:
             task.cancel()
         if (sent := self._sent.pop(response_id, None)) is not None:
@@ -255,7 +265,7 @@ class BackgroundResponses:
             given[claim.owner] -= 1
             self._last_sent[claim.owner] = max(self._last_sent.values(), default=0) + 1
             del self._waiting[response_id]
-            task = asyncio.create_task(self._answer(response_id, model), name=f"response {response_id}")
+            task = asyncio.create_task(self._answer(response_id, model, claim.key_id), name=f"response {response_id}")
             self._flying[response_id] = (model, task)
             busy[claim.owner] += 1
         return len(held) > held_before
@@ -272,12 +282,18 @@ class BackgroundResponses:
                 self._fail(row, code, str(refusal.body["error"]["message"]))
             self.forget(response_id)  # last: what a full disk does not take is tried again
             return False
-        if self._metering.waits_for(key, claim.tokens):
+        if self._metering.waits_for(key, claim.tokens, response_id, "", lambda: claim.most):
             held.add(claim.key_id)
             return False
         return True
 
-    async def _answer(self, response_id: str, model: str) -> None:
+    async def _answer(self, response_id: str, model: str, key_id: str) -> None:
+        try:
+            await self._asked_and_taken(response_id, model)
+        finally:
+            self._metering.returned(key_id, response_id)
+
+    async def _asked_and_taken(self, response_id: str, model: str) -> None:
         async with self._in_turn():
             row = responses.find(self._db, response_id)
         if row is None:
@@ -383,6 +399,7 @@ class BackgroundResponses:
         silent = sent if answer.silent else None
         charge = Charge(row.id, answer.version, answer.status, answer.body, _tokens(row), silent=silent)
         self._metering.charge(key, model, [charge])
+        self._metering.returned(row.key_id, row.id)
 
     def _take(self, row: ResponseRow, answer: EngineAnswer) -> None:
         before = orjson.loads(row.response)
@@ -415,10 +432,6 @@ class BackgroundResponses:
     def _tell_wants(self) -> None:
         flying = [model for model, _ in self._flying.values()]
         self._context.batch_engines.wants(list(dict.fromkeys([*flying, *self._waiting.values()])), ASKER)
-
-
-def _model(row: ResponseRow) -> str:
-    return orjson.loads(row.request or "{}").get("model", "")
 
 
 def _tokens(row: ResponseRow) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.access.model_access import may_use
-from appliance.controller.access.spending import Spending, spent_until_s
+from appliance.controller.access.spending import Spending, quota_left, spent_until_s
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, allow
@@ -32,6 +32,8 @@ from appliance.store.rows import BatchRow, KeyRow
 # Per request, to estimate its cost before an engine reports it.
 BYTES_PER_TOKEN = 4
 _UNBOUNDED = 1 << 20
+_OF_NO_LENGTH = 4096
+"""Tokens of an answer whose length nobody says, as far as they count against a quota while it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Metering:
         self._db, self._spending = db, Spending(db, changed)
         self._allowances: dict[str, Allowance] = {}
         self._rate = WrittenRate()
+        self._at_engines: dict[str, dict[str, dict[str, int]]] = {}  # by key, asker and line: tokens that it may cost
 
     def key_of(self, batch: BatchRow) -> KeyRow | None:
         """None for a batch of the box itself, which has no limits."""
@@ -89,15 +92,43 @@ class Metering:
             return _answer(gateway_errors.quota_spent(_moment(until_s)))
         return None
 
-    def waits_for(self, key: KeyRow | None, tokens: int) -> str:
-        """Why a line of this many tokens may not go now; empty if it may, and then the allowance is charged for it."""
+    def waits_for(
+        self, key: KeyRow | None, tokens: int, asker: str = "", line: str = "", asked: Callable[[], int] = lambda: 0
+    ) -> str:
+        """Why a line of this many tokens may not go now; empty if it may, and then the allowance is charged for it.
+
+        asked: what it may cost at most, which counts against its key's quota from then on until `returned`. What it
+        costs is known at its end only: all that engines were at went past the quota. One alone may."""
         if key is None:
             return ""
         until_s = spent_until_s(self._db, key, time.time())
         if until_s is not None:
             return f"the quota of tokens of its key is used up until {_moment(until_s)}"
+        most, left = 0, quota_left(self._db, key, time.time())
+        if left is not None:
+            most = asked()
+            under_way = sum(sum(lines.values()) for lines in self._at_engines.get(key.id, {}).values())
+            if under_way and under_way + most > left:
+                return (
+                    f"what engines are at may cost {under_way:,} of the {left:,} tokens that its key's quota has left"
+                )
         refused = self._allowance(key).take(tokens, time.monotonic())
-        return f"its key may spend {refused.limit} {refused.what} per minute" if refused else ""
+        if refused:
+            return f"its key may spend {refused.limit} {refused.what} per minute"
+        if left is not None:
+            self._at_engines.setdefault(key.id, {}).setdefault(asker, {})[line] = most
+        return ""
+
+    def returned(self, key_id: str | None, asker: str, line: str | None = None) -> None:
+        """No engine is at it any more, or at any line of its asker; call it however it ends, once it was charged where
+        it is."""
+        askers = self._at_engines.get(key_id or "", {})
+        if line is not None:
+            askers.get(asker, {}).pop(line, None)
+        if line is None or not askers.get(asker):
+            askers.pop(asker, None)
+        if not askers:
+            self._at_engines.pop(key_id or "", None)
 
     def give_back(self, key: KeyRow | None, tokens: int) -> None:
         """What `waits_for` charged for a line that its engine gave back unanswered: it will be charged again."""
@@ -171,6 +202,13 @@ def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:
     named = (_count(body, name, 0) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((tokens for tokens in named if tokens), _UNBOUNDED)
     return TokenRequest(size // BYTES_PER_TOKEN, 0 if url == "/v1/embeddings" else most * sequences, sequences)
+
+
+def most_of(url: str, body: dict[str, Any], size: int) -> int:
+    """Tokens that it may cost, prompt and answer."""
+    asked = asked_of(url, body, size)
+    unsaid = asked.completion_tokens >= _UNBOUNDED * asked.sequences
+    return asked.prompt_tokens + (_OF_NO_LENGTH * asked.sequences if unsaid else asked.completion_tokens)
 
 
 def _longest(body: Any, completion: int) -> int:

@@ -13,6 +13,7 @@ import errno
 import logging
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -24,7 +25,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import Lines, digest_of
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of, most_of
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
@@ -247,6 +248,7 @@ class BatchWork:
             task.cancel()
         await asyncio.gather(*self.flying.values(), return_exceptions=True)
         self.flying.clear()
+        self._runner.metering.returned(self.key_id, self.batch_id)  # those whose task had not begun, too
         return taken_back
 
     def _pay_for(self, taken_back: list[Sent]) -> None:
@@ -288,11 +290,13 @@ class BatchWork:
         if self.stopped_by:
             return False
         for _ in range(min(len(self.left), self._runner.room(self))):
-            line = self._lines[self.left[0]]
-            self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN)
+            number = self.left[0]
+            line = self._lines[number]
+            most = partial(self._most, source, number)
+            self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN, self.batch_id, str(number), most)
             if self.stopped_by:
                 return False
-            number = self.left.popleft()
+            self.left.popleft()
             request = self._request(source, number)
             custom_id = request["custom_id"]
             request["body"] = salted(request["body"], key.owner if key is not None else "")
@@ -320,6 +324,10 @@ class BatchWork:
         line = self._lines[number]
         source.seek(line.offset)
         return input_lines.parse(source.read(line.size))
+
+    def _most(self, source: BinaryIO, number: int) -> int:
+        request = self._request(source, number)
+        return most_of(request["url"], request["body"], self._lines[number].size)
 
     async def _send(self, number: int, custom_id: str, request: dict[str, Any]) -> None:
         """Invariant: whatever comes of it, the line is no longer among those at engines, whose places are everybody's;
@@ -355,6 +363,7 @@ class BatchWork:
         finally:
             self._sent.pop(custom_id, None)
             self.flying.pop(custom_id, None)
+            self._runner.metering.returned(self.key_id, self.batch_id, str(number))
             self._runner.returned(self)
         estimated = self._lines[number].size // BYTES_PER_TOKEN
         took_s, sequences = time.monotonic() - sent.at_s, asked_of(sent.url, sent.body, sent.size).sequences

@@ -17,7 +17,7 @@ import orjson
 
 from appliance.controller.access.model_access import why_not_asked
 from appliance.controller.batches import share
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, most_of
 from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -89,10 +89,22 @@ class ModelAnswers:
     async def _asked(
         self, key_id: str | None, model: str, url: str, body: dict[str, Any], expires_s: float
     ) -> EngineAnswer | str:
-        question, deaths = new_id("req_"), Deaths()
-        tokens = len(orjson.dumps(body)) // BYTES_PER_TOKEN
+        question = new_id("req_")
+        try:
+            return await self._answered(question, key_id, model, url, body, expires_s)
+        finally:
+            self._metering.returned(key_id, question)
+
+    async def _answered(
+        self, question: str, key_id: str | None, model: str, url: str, body: dict[str, Any], expires_s: float
+    ) -> EngineAnswer | str:
+        deaths, size = Deaths(), len(orjson.dumps(body))
+        tokens = size // BYTES_PER_TOKEN
+        limits = partial(
+            self._metering.waits_for, tokens=tokens, asker=question, asked=lambda: most_of(url, body, size)
+        )
         while True:
-            key = await self._place(key_id, model, url, tokens, expires_s)
+            key = await self._place(key_id, model, url, limits, expires_s)
             if isinstance(key, str):
                 return key
             owner = key.owner if key else ""
@@ -106,6 +118,7 @@ class ModelAnswers:
                 answer, sent = asked.result()
             except LineReturned as error:
                 self._metering.give_back(key, tokens)
+                self._metering.returned(key_id, question)
                 if error.yielded or deaths.counted(question):
                     continue
                 return last_words(str(error))
@@ -115,7 +128,7 @@ class ModelAnswers:
             return answer
 
     async def _place(
-        self, key_id: str | None, model: str, url: str, tokens: int, expires_s: float
+        self, key_id: str | None, model: str, url: str, limits: Callable[[KeyRow], str], expires_s: float
     ) -> KeyRow | None | str:
         """Waits until it may go to an engine, and charges its key's limits then. Returns its key, or why it may not."""
         key = keys.find(self._db, key_id) if key_id is not None else None
@@ -130,15 +143,15 @@ class ModelAnswers:
                     key = keys.find(self._db, key_id) if key_id is not None else None
                     if refused := self._refused(key_id, key, model, url, expires_s):
                         return refused
-                if has_room and not self._is_held(key, tokens, now_s):
+                if has_room and not self._is_held(key, limits, now_s):
                     return key
                 await self._context.batch_engines.changed(LOOK_EVERY_S)
 
-    def _is_held(self, key: KeyRow | None, tokens: int, now_s: float) -> bool:
+    def _is_held(self, key: KeyRow | None, limits: Callable[[KeyRow], str], now_s: float) -> bool:
         """Whether its key's limits hold it back; charges them if not."""
         if key is None:
             return False
-        if self._metering.waits_for(key, tokens):
+        if limits(key):
             self._held_until_s[key.id] = now_s + LIMITED_EVERY_S
             return True
         self._held_until_s.pop(key.id, None)

@@ -244,6 +244,67 @@ async def test_what_waits_for_one_keys_limits_shares_them(control: Control, monk
     assert (await control.sdk.responses.retrieve(made.id)).status == "queued" and len(engines(control).sent) == 1
 
 
+async def test_what_engines_are_at_counts_against_the_quota_of_its_key(control: Control, monkeypatch):
+    """Sixteen lines, as many responses in background and a judge's questions went past a quota, each as long as a model
+    may write. One alone may."""
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
+    key_id, at_once, most = as_key(control, tokens_per_day=100), 0, 0
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0.01)
+        at_once -= 1
+        if "max_tokens" not in body:
+            return None
+        return EngineAnswer(200, {"choices": [{"message": {"content": "1"}}], "usage": {"total_tokens": 1}})
+
+    engines(control).lines, engines(control).rule = 16, rule
+    batch_id = await begun(control, [line(n) for n in range(6)])  # 4,096 tokens each, as far as anybody says
+    made = [
+        await control.sdk.responses.create(model="starter", input="1+1?", background=True, max_output_tokens=80)
+        for _ in range(3)
+    ]
+    question = {"model": "starter", "messages": [], "max_tokens": 70}
+    judged = await asyncio.gather(*(control.app.state.graders.ask(key_id, question, within_s=5) for _ in range(2)))
+    assert [one.error for one in judged] == ["", ""]
+    await ended(control, batch_id)
+    async with asyncio.timeout(5):
+        while not all((row := responses.find(control.db, one.id)) is not None and row.finished for one in made):
+            await asyncio.sleep(0.005)
+    assert most == 1 and len(engines(control).sent) == 11
+
+    most = 0
+    keys.update(control.db, key_id, tokens_per_day=1_000_000)
+    await ended(control, await begun(control, [line(n) for n in range(6)]))
+    assert most > 1, "far from its end nothing waits for it"
+
+
+async def test_what_ends_before_it_was_answered_counts_no_longer_against_a_quota(control: Control, monkeypatch):
+    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
+    as_key(control, tokens_per_day=1000)
+    begun_at = asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        begun_at.set()
+        await asyncio.sleep(60)
+        return None
+
+    engines(control).lines, engines(control).rule = 16, rule
+    batch_id = await begun(control, [line(0)])
+    await begun_at.wait()
+    await control.sdk.batches.cancel(batch_id)
+    await ended(control, batch_id)
+    begun_at.clear()
+    made = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
+    await begun_at.wait()
+    await control.sdk.responses.cancel(made.id)
+    begun_at.clear()
+    engines(control).rule = None
+    assert (await ended(control, await begun(control, [line(1)]))).request_counts.completed == 1
+
+
 @pytest.mark.parametrize("odd", [{}, [], "x", None, -1, 10**30, 1.5, True, [{}]])
 def test_a_line_that_was_never_checked_is_told_too(odd: Any) -> None:
     """It was taken back while it waited for its check."""
