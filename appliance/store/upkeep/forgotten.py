@@ -161,6 +161,11 @@ def _word(owner: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![^\W_]){re.escape(owner)}(?![^\W_])", re.IGNORECASE)
 
 
+def word_of_bytes(owner: str) -> re.Pattern[bytes]:
+    """`_word` for what is looked through as bytes."""
+    return re.compile(rb"(?<![^\W_])%b(?![^\W_])" % re.escape(owner.encode()), re.IGNORECASE)
+
+
 def mentions(db: Database, owner: str) -> list[str]:
     """Where the name still stands as a part of a text, in whatever case: "TABLE ID: COLUMN", oldest first."""
     found, word = [], _word(owner)

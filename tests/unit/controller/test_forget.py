@@ -322,6 +322,10 @@ async def test_texts_that_have_the_name_as_a_part_are_named_and_the_owners_own_g
     kept = f"ft:starter:local:{NAME}:abcdefgh"
     insert_model(control.db, kept, kind="fine-tuned", base="starter")
     models.update(control.db, kept, job_id=ann.job)
+    logs = control.context.files_dir.parent / "logs"
+    logs.mkdir(exist_ok=True)
+    (logs / "access.log").write_bytes(b"x" * (256 << 10) + f"/v1/models/{NAME}-best\n".encode())
+    (logs / "gateway.log").write_text(f"the key of {NAME}a\n")
     done = await ask(control, cancel=True)
     assert jobs.get(control.db, ann.job).suffix is None
     assert done["mentions"] == [
@@ -329,9 +333,10 @@ async def test_texts_that_have_the_name_as_a_part_are_named_and_the_owners_own_g
         f"models {kept}: id",
         f"jobs {ben.job}: suffix",
         f"jobs {ben.job}: metadata",
+        "logs/access.log",
     ]
     (row,) = [row for row in audit.page(control.db, after=None, limit=999).data if row.action == "owner.forget"]
-    assert row.detail["mentions_number"] == 4 and NAME not in str(row.detail)
+    assert row.detail["mentions_number"] == 5 and NAME not in str(row.detail)
 
 
 async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_tier(control: Control):

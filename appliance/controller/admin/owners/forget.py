@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import re
 import secrets
 import shutil
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,6 +50,7 @@ ENDS_WITHIN_S = LOG_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 10
 _MENTIONED = 100
+_LOG_PIECE = 256 << 10
 _LOG_STANDS = "the database's log (appliance.db-wal): others read from it all the while, or the disk is full; ask again"
 
 
@@ -123,6 +126,7 @@ def routes(
         forgotten.pseudonymise(db, owner, pseudonym, log, asked)
         context.publish_keys()
         mentions = await db.read(None, forgotten.mentions, db, owner)
+        mentions += await to_thread.run_sync(_in_logs, context.files_dir.parent, owner)
         told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
         record(
             context,
@@ -213,6 +217,28 @@ def routes(
             await models.remove(context, models.doomed(context, name), caller)
             deleted.append(name)
         return deleted
+
+
+def _in_logs(folder: Path, owner: str) -> list[str]:
+    """Logs of the box in which the name stands as a word: in a path that somebody asked for, or a model's name."""
+    word, longest = forgotten.word_of_bytes(owner), len(owner.encode()) + 2
+    found = []
+    for path in sorted((folder / "logs").rglob("*")):
+        with suppress(FileNotFoundError):  # old ones are deleted meanwhile
+            if path.is_file() and _has(path, word, longest):
+                found.append(f"{path.relative_to(folder)}")
+    return found
+
+
+def _has(path: Path, word: re.Pattern[bytes], longest: int) -> bool:
+    """Piece by piece: what Python looks through at once holds the other threads."""
+    before = b""
+    with path.open("rb") as file:
+        while piece := file.read(_LOG_PIECE):
+            if word.search(before + piece):
+                return True
+            before = piece[-longest:]
+    return False
 
 
 def _delete_of_trackers(folder: Path, job_id: str) -> None:
