@@ -4,7 +4,8 @@ hostile file costs no more than a good one (train.data.lines)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,8 @@ _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
 Convert = Callable[[Record, str], Record | None]
 Count = Callable[[Record], list[int]]
+Refuses = Callable[[str], str | None]
+"""`Method.refuses`."""
 Heard = Callable[[int, float], None]
 """How far a check is: examples, good or bad, and the share of the file that they are, at most 1."""
 
@@ -69,18 +72,67 @@ def check_training_file(
     count: Count | None = None,
     counted: int = COUNTED_EXAMPLES,
     heard: Heard | None = None,
+    refuses: Refuses | None = None,
 ) -> DataReport:
-    """Read the whole file once and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
+    """Read the whole file and report on it; with `chat_path`, also write it there as JSONL (mode 0600).
 
-    The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
+    The shape of most of its records is the shape of the file, of those that the method takes if `refuses` says which; a
+    record of another shape is an error. Only a file of several shapes is read twice. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
     `count` gives the tokens of each sequence of a converted record, for `counted` records, BadRecord if the
     model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
     The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
     file is unreadable.
     """
+
+    def read(shapes: _Shapes) -> DataReport:
+        return _read(path, chat_path, max_example_bytes, convert, _Tokens(count, counted), heard, shapes)
+
+    shapes = _Shapes(refuses)
+    report = read(shapes)
+    return report if len(shapes.seen) < 2 else read(shapes.settled())
+
+
+class _Shapes:
+    """The shape that a file's records are to have: that of the first one, until all have been seen."""
+
+    def __init__(self, refuses: Refuses | None, of_all: Mapping[str, int] | None = None):
+        self._refuses, self._of_all = refuses, of_all
+        self.seen: Counter[str] = Counter()
+        self.wanted = max(of_all, key=self._fits) if of_all else None
+
+    def settled(self) -> _Shapes:
+        return _Shapes(self._refuses, self.seen)
+
+    def _fits(self, shape: str) -> tuple[bool, int]:
+        return self._why_not(shape) is None, (self._of_all or {})[shape]
+
+    def _why_not(self, shape: str) -> str | None:
+        return None if self._refuses is None else self._refuses(shape)
+
+    def look(self, shape: str) -> str:
+        """The shape that a record of this shape is converted as. Raises BadRecord."""
+        self.seen[shape] += 1
+        self.wanted = self.wanted or shape
+        if (self.wanted, shape) == ("chat", "prompt"):
+            shape = "chat"  # whoever converts it says what is missing
+        if shape != self.wanted:
+            why = self._why_not(shape) or f"has the shape {shape!r}"
+            of_all = self._of_all or self.seen
+            raise BadRecord(f"{why}; {of_all[self.wanted]} of the file's {sum(of_all.values())} are {self.wanted!r}")
+        return shape
+
+
+def _read(
+    path: str | Path,
+    chat_path: str | Path | None,
+    max_example_bytes: int,
+    convert: Convert,
+    tokens: _Tokens,
+    heard: Heard | None,
+    shapes: _Shapes,
+) -> DataReport:
     report = DataReport()
-    tokens = _Tokens(count, counted)
     partial = Path(f"{chat_path}.partial") if chat_path else None
     written, seen, read_bytes = False, 0, 0
     size = max(1, os.stat(path).st_size)
@@ -89,7 +141,7 @@ def check_training_file(
         with open(path, "rb") as file:
             for line, _, raw in examples(file, max_example_bytes):
                 try:
-                    written = _example(report, raw, output, convert, tokens)
+                    written = _example(report, raw, output, convert, tokens, shapes)
                 except BadRecord as bad:
                     report.add_error(line, str(bad))
                     if report.n_errors >= MAX_COUNTED_ERRORS:
@@ -137,19 +189,20 @@ class _Tokens:
 
 
 def _example(
-    report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None, convert: Convert, tokens_of: _Tokens
+    report: DataReport,
+    raw: bytes | BadRecord,
+    output: BinaryIO | None,
+    convert: Convert,
+    tokens_of: _Tokens,
+    shapes: _Shapes,
 ) -> bool:
     """Whether it was converted."""
     if isinstance(raw, BadRecord):
         raise raw
     record = parse(raw)
-    shape = shape_of(record)
-    if report.shape == "empty":
-        report.shape = shape
-    if (report.shape, shape) == ("chat", "prompt"):
-        shape = "chat"  # whoever converts it says what is missing
-    if shape != report.shape:
-        raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
+    found = shape_of(record)
+    report.shape = shapes.wanted or found
+    shape = shapes.look(found)
     made = convert(record, shape)
     sequences = tokens_of.of(made)
     if output and made is not None:

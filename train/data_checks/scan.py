@@ -9,7 +9,9 @@ import hashlib
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from train.data_checks.words import grams, words_of
 Convert = Callable[[Record, str], Record]
 BIT = {name: 1 << place for place, name in enumerate(CHECKS)}
 MOST_SHOWN = 20
+_SHAPES_OF = 100  # examples, by which the shape of a file is known
 # The first examples are all counted, then one in this many; all that may be too long are.
 COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
 # The language of the first examples is found, then of one in this many.
@@ -71,6 +74,16 @@ class Findings:
         self.count += 1
         if len(self.shown) < MOST_SHOWN:
             self.shown.append({"source": place.source, "line": place.line, **told})
+
+
+def _usual_shape(first: Iterable[Example]) -> str | None:
+    """The shape that most of these have; None if none has any."""
+    seen: Counter[str] = Counter()
+    for example in first:
+        with suppress(BadRecord):
+            if not isinstance(example.raw, BadRecord):
+                seen[shape_of(parse(example.raw))] += 1
+    return max(seen, key=seen.__getitem__, default=None)
 
 
 class Source:
@@ -130,6 +143,8 @@ class Scan:
             source.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             source.bytes = file.tell()
             file.seek(0)
+            source.shape = _usual_shape(islice(examples(file), _SHAPES_OF))
+            file.seek(0)
             for example in examples(file):
                 self._example(number, source, example)
         return source
@@ -167,7 +182,7 @@ class Scan:
             shape = "chat"
         source.shape = source.shape or shape
         if shape != source.shape:
-            raise BadRecord(f"has the shape {shape!r}, but the file began with {source.shape!r}")
+            raise BadRecord(f"has the shape {shape!r}; most of the file's first lines are {source.shape!r}")
         if self._options.does("empty") and lacks_answer(record, shape):
             self._flag("empty", index, place)
             return None

@@ -104,6 +104,7 @@ def checked(
         count=counter(how, tokenizer, cut_at) if tokenizer else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
         heard=heard,
+        refuses=None if method == ANY else how.refuses,
     )
 
 

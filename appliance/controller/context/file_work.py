@@ -50,5 +50,5 @@ class FileWork:
             return await self.run(
                 owner, check_apart, path, chat_path, method.name if method else ANY, tokenizer, cut_at, heard
             )
-        how = method.convert if method else convert
-        return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=how)
+        how, refuses = (method.convert, method.refuses) if method else (convert, None)
+        return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=how, refuses=refuses)

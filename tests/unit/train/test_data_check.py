@@ -13,6 +13,7 @@ from train.data.check import (
 )
 from train.data.formats import BadRecord
 from train.data.prompts import prompt
+from train.methods.methods import METHODS
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -205,6 +206,36 @@ def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, sa
     monkeypatch.setattr("train.data.formats.json.loads", only_small)
     report = check_training_file(source)
     assert report.n_errors == 1 and f"{said}; the limit for one example is" in report.errors[0][1]
+
+
+PAIR = {
+    "input": {"messages": [{"role": "user", "content": "2 and 2?"}]},
+    "preferred_output": [{"role": "assistant", "content": "4"}],
+    "non_preferred_output": [{"role": "assistant", "content": "5"}],
+}
+PROMPT = PAIR["input"]
+
+
+@pytest.mark.parametrize("method", [None, "supervised", "dpo", "reinforcement"])
+@pytest.mark.parametrize("odd", [PAIR, PROMPT], ids=["pair", "prompt"])
+def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, odd, method):
+    """A file of chats that began with two lines of another method was refused for each of the good ones."""
+    source = write(tmp_path / "f.jsonl", odd, odd, *[GOOD] * 10)
+    how = {} if method is None else {"convert": METHODS[method].convert, "refuses": METHODS[method].refuses}
+    report = check_training_file(source, chat_path=tmp_path / "out", **how)
+    mine = {"dpo": PAIR, "reinforcement": PROMPT}.get(method)
+    if mine is odd:
+        assert [line for line, _ in report.errors] == list(range(3, 13))
+        said = {reason for _, reason in report.errors}
+        assert all(f"the method {method!r} wants" in one and "2 of the file's 12" in one for one in said)
+    elif (method, odd) == ("dpo", PROMPT):
+        assert report.ok and report.shape == "chat" and METHODS["dpo"].refuses("chat"), "of the whole file"
+        return
+    else:
+        assert [line for line, _ in report.errors] == [1, 2] and report.n_examples == 10, report.errors
+    if odd is PAIR and method is None:
+        assert report.errors[0][1] == "has the shape 'preference'; 10 of the file's 12 are 'chat'"
+    assert not (tmp_path / "out").exists() and not report.ok
 
 
 def test_a_reason_is_short_however_long_what_it_names_is(tmp_path):
