@@ -17,9 +17,12 @@ from appliance.store.rows import CheckpointRow, JobRow, ModelRow, VersionRow
 # Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
 # separates a version).
 _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
-_SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+_STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+_NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
+_IN_NAMES = frozenset(string.ascii_lowercase + string.digits)
+MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
-SUFFIX_RULE = "1 to 64 letters, digits, '.', '_' or '-'"
+SUFFIX_RULE = "a string of at most 64 characters, with a letter (a to z) or digit"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
 
@@ -40,20 +43,26 @@ def is_model_name(name: str) -> bool:
     return bool(_MODEL_NAME.match(name)) and ".." not in name and "//" not in name
 
 
+def suffix_in_name(suffix: str) -> str:
+    """What stands in a model's name of a suffix that a job asks for, as OpenAI makes it: in lower case, with "-" for
+    what a name cannot have; "" if nothing is left."""
+    return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-.")
+
+
 def is_suffix(suffix: str) -> bool:
-    return bool(_SUFFIX.match(suffix))
+    return len(suffix) <= MAX_SUFFIX and any(c in _IN_NAMES for c in suffix_in_name(suffix))
 
 
 def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
     """`ft:{base}:{organization}:{suffix}:{8 characters}`, as OpenAI names them; the suffix may be empty."""
     assert set(organization) <= set(string.ascii_lowercase + string.digits + "-")
-    return f"ft:{base}:{organization}:{suffix or ''}:{new_id('', 8)}"
+    return f"ft:{base}:{organization}:{suffix_in_name(suffix or '')}:{new_id('', 8)}"
 
 
 def is_stable_name(name: str) -> bool:
     """Whether the owner of a job may choose it for what the job makes. Without ":" and "/": such a name is nobody's
     checkpoint, no fine-tuned model that the box names itself, and no model of a hub's organisation."""
-    return is_suffix(name) and is_model_name(name)
+    return bool(_STABLE_NAME.match(name)) and is_model_name(name)
 
 
 CHAMPION, CHALLENGER = "champion", "challenger"

@@ -115,7 +115,9 @@ def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudg
         "trained_tokens": row.trained_tokens if succeeded else None,
         "training_file": row.training_file,
         "validation_file": row.validation_file,
-        "estimated_finish": None if row.eta_s is None or row.finished else int(time.time() + row.eta_s),
+        "estimated_finish": int(time.time() + row.eta_s)
+        if row.eta_s is not None and job_status(row) == "running"
+        else None,
         "integrations": row.integrations or [],
         "metadata": row.metadata,
         "method": {

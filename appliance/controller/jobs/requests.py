@@ -31,7 +31,8 @@ class MethodBlock(StrictBody):
 
 
 class MethodChoice(StrictBody):
-    """Accepts blocks of the methods not chosen without reading them, as OpenAI does. The declared names are OpenAI's;
+    """Accepts blocks of the methods not chosen without reading them beside that of the chosen one, as OpenAI does (its
+    SDK's own tests send all). The declared names are OpenAI's;
     train.methods.methods lists which of them the box has, and its own (`check` refuses any others)."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -98,12 +99,26 @@ def check(request: JobCreate) -> None:
                 param=f"method.{name[:64]}",
                 code="unknown_parameter",
             )
+        _refuse_block_of_another(request.method)
     if request.suffix is not None and not is_suffix(request.suffix):
         raise InvalidValue(
             f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.", "suffix"
         )
     devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
     check_metadata(request.metadata)
+
+
+def _refuse_block_of_another(given: MethodChoice) -> None:
+    """Of `{"type": "dpo", "supervised": {…}}` nobody means the block to be dropped. Raises BadRequest."""
+    if getattr(given, given.type, None) is not None:
+        return
+    for name in METHODS:
+        if getattr(given, name, None) is not None:
+            raise InvalidValue(
+                f"Invalid value for 'method.{name}': the type of the method is {shown(given.type)}, which reads "
+                f"'method.{given.type}'.",
+                f"method.{name}",
+            )
 
 
 def supported(name: str, param: str) -> Method:
@@ -144,8 +159,12 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
     where = f"method.{name_of_method}.hyperparameters"
     block = getattr(request.method, name_of_method, None)
     if isinstance(block, dict):
+        rest = {k: v for k, v in block.items() if k not in method(request).takes}
+        for name in rest.keys() - MethodBlock.model_fields.keys():
+            param = f"method.{name_of_method}.{name[:64]}"
+            raise BadRequest(f"Unrecognized request argument supplied: {param}.", param=param, code="unknown_parameter")
         try:
-            block = MethodBlock.model_validate({k: v for k, v in block.items() if k not in method(request).takes})
+            block = MethodBlock.model_validate(rest)
         except ValidationError as error:
             raise InvalidValue(
                 f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "

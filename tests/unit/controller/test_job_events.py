@@ -249,7 +249,10 @@ async def test_a_failed_and_a_cancelled_job_stay_as_they_are(control: Control, e
     assert (job.status, job.error.code) == ("failed", "training_diverged")
 
     events.started(cancelled, ["n0/0"], resumed=False)
-    await control.sdk.fine_tuning.jobs.cancel(cancelled)
+    jobs.update(control.db, cancelled, eta_s=30.0)
+    assert (await control.sdk.fine_tuning.jobs.retrieve(cancelled)).estimated_finish is not None
+    accepted = await control.sdk.fine_tuning.jobs.cancel(cancelled)
+    assert accepted.status == "cancelled" and accepted.estimated_finish is None, "its ranks still end their step"
     events.cancelled(cancelled)
     job = await control.sdk.fine_tuning.jobs.retrieve(cancelled)
     assert job.status == "cancelled" and job.finished_at is not None

@@ -208,6 +208,22 @@ def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
     assert found is not None and root_base(control.db, found) == "starter"
 
 
+@pytest.mark.parametrize(
+    ("suffix", "part"),
+    [
+        ("My Great Model", "my-great-model"),
+        ("a:b/c..d", "a-b-c-d"),
+        ("<script>", "script"),
+        ("Büro_2.1 ", "b-ro_2.1"),
+        ("A" * 64, "a" * 64),
+    ],
+)
+async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Control, suffix: str, part: str):
+    job_id = await control.job(suffix=suffix)
+    name = jobs.get(control.db, job_id).output_model
+    assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
+
+
 @pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])
 def test_names_that_are_no_model_names(name: str):
     assert not is_model_name(name)
