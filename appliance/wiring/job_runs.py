@@ -371,11 +371,11 @@ class JobRuns:
                 self._tiers.nudge()
         await self.policies.tidy()
         while self._gone and self._remove is not None:
-            row = self._gone.pop()
+            version = self._gone.pop()
             try:
-                await self._remove(row)
+                await self._remove(version)
             except OperationFailed as error:  # no row names it: the next sweep of the store takes what is left
-                log.warning("%s %s was replaced by newer checkpoints, but %s", row.model, row.version, error)
+                log.warning("%s %s was replaced by newer checkpoints, but %s", version.model, version.version, error)
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
