@@ -80,9 +80,9 @@ def _cosine(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / norm if norm else -1.0
 
 
-def fingerprint_prompt(vocab_size: int, length: int = PROMPT_TOKENS) -> list[int]:
-    """`length` token ids spread over the vocabulary by the golden ratio; the same for every model of that size."""
-    return [int(vocab_size * ((index + 1) * 0.6180339887498949 % 1.0)) for index in range(length)]
+def fingerprint_prompt(vocab_size: int) -> list[int]:
+    """PROMPT_TOKENS token ids spread over the vocabulary by the golden ratio; the same for every model of that size."""
+    return [int(vocab_size * ((index + 1) * 0.6180339887498949 % 1.0)) for index in range(PROMPT_TOKENS)]
 
 
 def version_key(

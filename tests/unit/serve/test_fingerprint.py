@@ -17,10 +17,10 @@ def fingerprint(origin="load", **changes):
     return Fingerprint.from_answer(origin, {**ANSWER, **changes})
 
 
-@given(st.integers(2, 300_000), st.integers(1, 64))
-def test_the_fingerprint_prompt_stays_inside_every_vocabulary(vocabulary, length):
-    prompt = fingerprint_prompt(vocabulary, length)
-    assert len(prompt) == length and all(0 <= token < vocabulary for token in prompt)
+@given(st.integers(2, 300_000))
+def test_the_fingerprint_prompt_stays_inside_every_vocabulary(vocabulary):
+    prompt = fingerprint_prompt(vocabulary)
+    assert len(prompt) == PROMPT_TOKENS and all(0 <= token < vocabulary for token in prompt)
 
 
 def test_the_fingerprint_prompt_touches_different_rows_and_never_changes():
