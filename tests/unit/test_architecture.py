@@ -566,7 +566,7 @@ TASKS = {
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
     "appliance/wiring/batch_engines.py SocketEngines._posted": AWAITED,
-    "appliance/controller/grading/model_answers.py ModelAnswers._asked": AWAITED,
+    "appliance/controller/grading/model_answers.py ModelAnswers._answered": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling._begin": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling._something_moves": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling.sample": AWAITED,
