@@ -50,6 +50,13 @@ class GradingErrors:
         """Whether there is no reward, or none that means what it should; a text that was cut still has one."""
         return any(value for name, value in asdict(self).items() if name != "truncated_observation_error")
 
+    @property
+    def of_the_answer(self) -> bool:
+        """Whether there is no reward because the answer lacks what the grader reads: it called no tool, or is no JSON.
+        That is an answer that fails, and neither the grader's nor the box's fault."""
+        cut = self.truncated_observation_error
+        return self == GradingErrors(sample_parse_error=True, truncated_observation_error=cut)
+
 
 class GradingFailed(Exception):
     """A sample has no reward; `errors` says by which flags, the text in words."""

@@ -31,6 +31,12 @@ MAX_BYTES = 2 << 20
 MAX_VARIABLES = 2048
 """As many as a whole grader may have, like its bytes: whoever parses it serves others too."""
 DEFAULT_ANSWER_TOKENS = 1024
+REASON_CHARACTERS = 160
+REASON_TOKENS = 512
+"""From which limit on a judge gives a reason before its result: no text of REASON_CHARACTERS takes as many, so that the
+result always comes."""
+_EACH_OF = 101
+"""Whole numbers of a range that an expression lists; of a wider one it has the digits alone, and the score is cut."""
 
 
 class _Strict(BaseModel):
@@ -141,7 +147,9 @@ class _Sampling(_Strict):
 
 
 class _ModelGrader(_Grader):
-    """Asks a model of the box, which answers by a schema."""
+    """Asks a model of the box, which answers by a form: an expression or a choice, and not a JSON schema. Between the
+    parts of that a model may write as many spaces and line breaks as it likes, and small ones spent all their tokens on
+    them."""
 
     model: str = Field(min_length=1, max_length=256)
     input: list[_Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -153,14 +161,16 @@ class _ModelGrader(_Grader):
                 templates.check(text, f"{param}input.{place}.content")
 
     @property
-    def schema_of_answer(self) -> dict[str, Any]:
+    def answers_by(self) -> dict[str, Any]:
+        """The `structured_outputs` of its chat completion."""
         raise NotImplementedError
 
     @property
-    def answers_by(self) -> dict[str, Any]:
-        """The `response_format` of its chat completion."""
-        form = {"name": "grade", "schema": self.schema_of_answer, "strict": True}
-        return {"type": "json_schema", "json_schema": form}
+    def answer_tokens(self) -> int:
+        """Of an answer at most."""
+        given = self.sampling_params or _Sampling()
+        asked = given.max_completions_tokens or given.max_completion_tokens or given.max_tokens
+        return asked or DEFAULT_ANSWER_TOKENS
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
@@ -171,22 +181,21 @@ class _ModelGrader(_Grader):
                 GradingErrors(other_error=True),
             )
         sampling = self.sampling_params or _Sampling()
-        asked = sampling.max_completions_tokens or sampling.max_completion_tokens or sampling.max_tokens
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [
                 {"role": message.role, "content": content}
                 for message, content in zip(self.input, contents, strict=True)
             ],
-            "max_completion_tokens": asked or DEFAULT_ANSWER_TOKENS,
-            "response_format": self.answers_by,
+            "max_completion_tokens": self.answer_tokens,
+            "structured_outputs": self.answers_by,
         }
         given = {name: getattr(sampling, name) for name in ("reasoning_effort", "seed", "temperature", "top_p")}
         return body | {name: number for name, number in given.items() if number is not None}
 
 
 class ScoreModel(_ModelGrader):
-    """A number within `range` that a model gives, after a short reason."""
+    """A number within `range` that a model gives, after a short reason if it has the tokens for one."""
 
     type: Literal["score_model"]
     range: list[float] = Field([0.0, 1.0], min_length=2, max_length=2)
@@ -202,17 +211,9 @@ class ScoreModel(_ModelGrader):
         return sum(self.range) / 2
 
     @property
-    def schema_of_answer(self) -> dict[str, Any]:
-        low, high = self.range
-        return {
-            "type": "object",
-            "properties": {
-                "reason": {"type": "string", "maxLength": 400},
-                "result": {"type": "number", "minimum": low, "maximum": high},
-            },
-            "required": ["reason", "result"],
-            "additionalProperties": False,
-        }
+    def answers_by(self) -> dict[str, Any]:
+        reason = rf'"reason": "[^"\\\n]{{0,{REASON_CHARACTERS}}}", ' if self.answer_tokens >= REASON_TOKENS else ""
+        return {"regex": rf'\{{{reason}"result": ({_numbers(*self.range)})\}}'}
 
     def score(self, answer: Any) -> float:
         """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
@@ -235,19 +236,25 @@ class LabelModel(_ModelGrader):
             raise InvalidGrader(f"{param}passing_labels", f"{', '.join(sorted(strange))}: not among `labels`")
 
     @property
-    def schema_of_answer(self) -> dict[str, Any]:
-        return {
-            "type": "object",
-            "properties": {"label": {"type": "string", "enum": self.labels}},
-            "required": ["label"],
-            "additionalProperties": False,
-        }
+    def answers_by(self) -> dict[str, Any]:
+        return {"choice": [json.dumps({"label": label}, ensure_ascii=False) for label in self.labels]}
 
     def score(self, answer: Any) -> float:
         """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
         if answer["label"] not in self.labels:
             raise ValueError(f"the label {answer['label']!r} is not among the grader's")
         return float(answer["label"] in self.passing_labels)
+
+
+def _numbers(low: float, high: float) -> str:
+    """An expression for the numbers of a range."""
+    least, most = math.ceil(low), math.floor(high)
+    if most - least >= _EACH_OF or (least, most) != (low, high):
+        digits, sign = len(str(math.ceil(max(abs(low), abs(high))))), "-?" if low < 0 else ""
+        return rf"{sign}[0-9]{{1,{digits}}}(\.[0-9]{{1,4}})?"
+    # From each whole number up to the next one: -0.5 lies between -1 and 0.
+    above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
+    return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
 
 
 Leaf = Annotated[StringCheck | TextSimilarity | Python | ScoreModel | LabelModel, Field(discriminator="type")]

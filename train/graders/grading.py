@@ -166,8 +166,14 @@ def _by_model(leaf: ScoreModel | LabelModel, sample: Sample, item: Any, answer: 
     if answer.refused:
         raise GradingFailed(f"the model {leaf.model!r} refused", GradingErrors(model_grader_refusal_error=True))
     try:
-        return leaf.score(json.loads(answer.text))
+        return leaf.score(json.loads(answer.text, strict=False))
     except (KeyError, TypeError, ValueError) as error:
+        if answer.finish_reason == "length":
+            raise GradingFailed(
+                f"the answer of the model {leaf.model!r} was cut at the {leaf.answer_tokens} tokens that it may have, "
+                f"before it had its grade: {answer.text[:200]!r}",
+                GradingErrors(model_grader_parse_error=True),
+            ) from None
         raise GradingFailed(
             f"the answer of the model {leaf.model!r} is not a grade ({error}): {answer.text[:200]!r}",
             GradingErrors(model_grader_parse_error=True),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 from train.graders.host import GraderHost
@@ -52,6 +53,13 @@ class GraderHosts:
         it may, and a hundred of them stood in front of everybody else's job and eval."""
         async with self._reading.setdefault(owner, asyncio.Lock()):
             return await self._reader.unusable(sources)
+
+    async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
+        """Why it is not a JSON schema, "" if it is one; in turns like code. Raises WorkerBroke."""
+        async with self._reading.setdefault(owner, asyncio.Lock()):
+            # An empty object may lack what the schema requires: what is said of the item counts for nothing here.
+            found = await self._reader.refused_items(dict(schema), [{}])
+        return next((why for place, why in found if place < 0), "")
 
     async def stop(self) -> None:
         await self._reader.stop()

@@ -19,7 +19,10 @@ MAX_STEPS = 16
 """Steps of a variable: 400,000 took the controller's loop 0.3 s."""
 _SHOWN = 200
 _PLACE = re.compile(r"[0-9]{1,9}")
-_STEP = re.compile(r"""\s*(?:\.?([^\s.\[\]{}'"]+)|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
+_NAME = r"""[^\s.\[\]{}'"|(),:;=<>!?~+*/%^&`\\]+"""
+_FIRST = re.compile(_NAME)
+_STEP = re.compile(rf"""\s*(?:\.\s*({_NAME})|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
+_UNENDED = re.compile(r"\{\{\s*(?:item|sample)\s*[.\[]")
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,10 @@ def check(template: str, param: str) -> None:
     """Raises InvalidGrader for a variable that no item or sample can have."""
     if len(template) > MAX_TEXT:
         raise InvalidGrader(param, f"has {len(template)} characters; at most {MAX_TEXT} are taken")
-    for _, path in _pieces(template):
+    for text, path in _pieces(template):
         if path is None:
+            if _UNENDED.search(text):
+                raise InvalidGrader(param, "begins a variable with '{{' and does not end it with '}}'")
             continue
         steps = list(_steps(path, param))
         if not steps or steps[0] not in NAMESPACES:
@@ -152,10 +157,14 @@ def _steps(path: str, param: str) -> Iterator[str]:
     while place < len(path):
         if (steps := steps + 1) > MAX_STEPS:
             raise InvalidGrader(param, f"the variable {_shown(path)} has more than {MAX_STEPS} steps")
-        found = _STEP.match(path, place)
+        found = (_STEP if place else _FIRST).match(path, place)
         if found is None:
-            raise InvalidGrader(param, f"the variable {_shown(path)} cannot be read: write it as {{{{ item.a.b }}}}")
-        yield next(part for part in found.groups() if part is not None)
+            raise InvalidGrader(
+                param,
+                f"the variable {_shown(path)} cannot be read: write it as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} "
+                "for a name with other signs; filters, calls and expressions are not taken",
+            )
+        yield next((part for part in found.groups() if part is not None), found[0])
         place = found.end()
 
 

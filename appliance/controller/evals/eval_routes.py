@@ -38,6 +38,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
+from train.graders.host import WorkerBroke
 from train.graders.hosts import GraderHosts
 
 ROUTE, RUNS_ROUTE = "evals", "evals.runs"
@@ -72,6 +73,8 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         except InvalidGrader as error:
             raise BadRequest(f"Invalid '{error.param}': {error.message}.", param=error.param) from None
         criteria, source = await _criteria(context, hosts, body, caller), body.data_source_config
+        if isinstance(source, CustomConfig):
+            await _check_schema(hosts, source.item_schema, caller)
         schema = source.item_schema if isinstance(source, CustomConfig) else KEPT_SCHEMA
 
         def make() -> EvalRow:
@@ -142,7 +145,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         of = known(eval_id, caller)
         check_metadata(body.metadata)
         # On a thread: the schema of its answers may have 25,000 parts.
-        await db.read(caller.viewer, check_given, context, body.data_source, caller)
+        await db.read(caller.viewer, check_given, context, of, body.data_source, caller)
         if isinstance(body.data_source, Sampled) and body.data_source.model is not None:
             check_may_ask(db, caller, body.data_source.model)
         check_judges(context, of, caller)
@@ -231,6 +234,19 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         return views.item_object(row, run)
 
     return router
+
+
+async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:
+    """Raises BadRequest for what no item can follow."""
+    param, kinds = "data_source_config.item_schema", schema.get("type", "object")
+    try:
+        refused = await hosts.refused_schema(caller.owner, schema)
+    except WorkerBroke as error:
+        refused = str(error)
+    if not refused and kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        refused = f"is of type {kinds!r}, and an item is an object"
+    if refused:
+        raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
 
 
 async def _criteria(

@@ -15,6 +15,7 @@ from appliance.controller.evals.requests import (
     Sampled,
     check_sampled,
     check_source,
+    check_takes,
     fields_of,
     size_of,
 )
@@ -78,21 +79,23 @@ def check_judges(context: ControllerContext, of: EvalRow, caller: Principal, kno
 
 def check_given(
     context: ControllerContext,
+    of: EvalRow,
     given: Jsonl | Sampled,
     caller: Principal,
     param: str = "data_source",
     *,
     known: bool = False,
 ) -> None:
-    """known: an engine takes its sampling parameters. Raises Forbidden, BadRequest, NotFound."""
+    """of: the eval. known: an engine takes its sampling parameters. Raises Forbidden, BadRequest, NotFound."""
     if isinstance(given, Sampled) and given.takes_what_is_kept and not allow(caller.scopes, INFERENCE):
         raise Forbidden(INFERENCE)  # as for looking at what is kept
+    try:
+        check_takes(given, of.kept is not None)
+        if isinstance(given, Sampled):
+            check_sampled(given, of.item_schema)
+    except InvalidGrader as error:
+        raise InvalidValue(f"Invalid '{param}.{error.param}': {error.message}.", f"{param}.{error.param}") from None
     if isinstance(given.source, FileId):
         storage.known_file(context, given.source.id, caller, f"{param}.source.id")
-    if isinstance(given, Sampled):
-        try:
-            check_sampled(given)
-        except InvalidGrader as error:
-            raise InvalidValue(f"Invalid '{param}.{error.param}': {error.message}.", f"{param}.{error.param}") from None
-        if not known:
-            check_asked(fields_of(given), f"{param}.sampling_params")
+    if isinstance(given, Sampled) and not known:
+        check_asked(fields_of(given), f"{param}.sampling_params")

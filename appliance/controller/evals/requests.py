@@ -294,8 +294,20 @@ def _metadata(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | No
     return {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
 
 
-def check_sampled(source: Sampled) -> None:
-    """Raises InvalidGrader, whose `param` is below `data_source`."""
+def check_takes(source: Jsonl | Sampled, kept: bool) -> None:
+    """kept: the eval is one over what is kept. Raises InvalidGrader, whose `param` is below `data_source`."""
+    if kept and isinstance(source, Jsonl):
+        raise InvalidGrader("type", "is 'jsonl', and the eval is over what is kept: take 'completions' or 'responses'")
+    if isinstance(source.source, _Kept) and not kept:
+        raise InvalidGrader(
+            "source.type",
+            f"is {source.source.type!r}, and the eval has items by its own item_schema: take 'file_id' or "
+            "'file_content', or make an eval whose data_source_config is 'stored_completions' or 'logs'",
+        )
+
+
+def check_sampled(source: Sampled, schema: dict[str, Any]) -> None:
+    """schema: of the eval's items. Raises InvalidGrader, whose `param` is below `data_source`."""
     if source.takes_what_is_kept and source.model is None:
         for name in ("input_messages", "sampling_params"):
             if getattr(source, name) is not None:
@@ -312,12 +324,22 @@ def check_sampled(source: Sampled) -> None:
         if (variables := sum(one.text.count("{{") for one in source.input_messages.template)) > MAX_VARIABLES:
             raise InvalidGrader("input_messages", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
         for place, message in enumerate(source.input_messages.template):
-            templates.check(message.text, f"input_messages.template.{place}.content")
+            _check_asked(message.text, schema, f"input_messages.template.{place}.content")
     else:
-        templates.check(f"{{{{{source.input_messages.item_reference}}}}}", "input_messages.item_reference")
+        _check_asked(f"{{{{{source.input_messages.item_reference}}}}}", schema, "input_messages.item_reference")
     for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):
         if tool.get("type") != "function":
             raise InvalidGrader(f"sampling_params.tools.{place}", "is not a function; a box runs no tools of its own")
+
+
+def _check_asked(text: str, schema: dict[str, Any], param: str) -> None:
+    """Raises InvalidGrader."""
+    templates.check(text, param)
+    for namespace, *steps in templates.variables(text):
+        if namespace == "sample":
+            raise InvalidGrader(param, f"names 'sample.{steps[0]}', and no sample is there before the model is asked")
+        if lacks := _lacking(steps, schema):
+            raise InvalidGrader(param, f"names 'item.{lacks}', which is no property of the eval's item_schema")
 
 
 def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from runtime.background_tasks import RunningTasks
 from train.data.formats import is_deeper
-from train.graders.errors import GradingFailed
+from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
 from train.graders.host import GraderHost, WorkerBroke
@@ -68,6 +68,17 @@ class _Failed(Exception):
     def __init__(self, code: str, message: str):
         super().__init__(message)
         self.code = code
+
+
+def _grader(kept: dict[str, Any]) -> Grader:
+    """Raises _Failed: the box may have become stricter since the eval was made."""
+    try:
+        return parse(kept)
+    except InvalidGrader as error:
+        raise _Failed(
+            "invalid_grader",
+            f"The criterion {kept.get('name')!r} is refused: {error}; make the eval again with another.",
+        ) from None
 
 
 class EvalRunner:
@@ -147,7 +158,7 @@ class EvalRunner:
         if row is None or of is None or row.finished:
             return
         source = await asyncio.to_thread(_SOURCE.validate_python, row.data_source)
-        graders = [parse(criterion) for criterion in of.criteria]
+        graders = [_grader(criterion) for criterion in of.criteria]
         if row.status == "queued":
             self._check_may_go_on(row)
             if not await self._prepare(row, of, source):
@@ -327,7 +338,8 @@ class EvalRunner:
             first = {**asked[0], "messages": _begin_of(asked[0]["messages"], kept_bytes)}
             result["sample"] = judges_sample(first, told)
         if graded.errors:
-            result["error"] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
+            said = "reason" if graded.errors.of_the_answer else "error"
+            result[said] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
         return result
 
     async def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:

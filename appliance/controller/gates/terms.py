@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
+from appliance.controller.http.strict_body import place_in
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs.gate_request import RULES, GateCanary, GateRequest, GateSuite
@@ -115,7 +116,7 @@ def _suite(
     source = suite.data_source if suite.data_source is not None else _last_source(context, of, caller, param)
     parsed = _parsed(source, f"{param}.data_source")
     known = looked.knows(source.get("sampling_params"), f"{param}.data_source")
-    check_given(context, parsed, caller, f"{param}.data_source", known=known)
+    check_given(context, of, parsed, caller, f"{param}.data_source", known=known)
     kept = checked_source(parsed, f"{param}.data_source")
     if kept["source"]["type"] != "file_id":
         raise InvalidValue(
@@ -141,7 +142,7 @@ def _parsed(source: dict[str, Any], param: str) -> Sampled:
         return _SOURCE.validate_python({**source, "model": _ASKED_LATER})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join([param, *map(str, first["loc"])])
+        where = ".".join([param, *place_in(source, first["loc"])])
         raise InvalidValue(f"Invalid '{where}': {first['msg']}.", where) from None
 
 

@@ -48,7 +48,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
                 check_may_ask(context.db, caller, leaf.model, param=param)
                 models.add(leaf.model)
             if (form := orjson.dumps(leaf.answers_by)) not in forms:
-                check_asked({"response_format": leaf.answers_by}, param)
+                check_asked({"structured_outputs": leaf.answers_by}, param)
                 forms.add(form)
     return grader
 

@@ -10,7 +10,6 @@ from appliance.controller.grading.judged import all_graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
-from train.graders.errors import GradingErrors
 from train.graders.graders import parse
 from train.graders.grading import Graded
 from train.graders.host import WorkerBroke
@@ -54,18 +53,12 @@ class RolloutGrading:
 
 def _reward(graded: Graded) -> float | None:
     errors = graded.errors
-    ours = errors.model_grader_server_error or errors.python_grader_server_error or errors.other_error
+    judges = errors.model_grader_server_error or errors.model_grader_parse_error or errors.model_grader_refusal_error
+    ours = judges or errors.python_grader_server_error or errors.other_error
     return None if ours or abs(graded.reward) > MOST_REWARD else graded.reward
 
 
 def _error(graded: Graded) -> str:
     if abs(graded.reward) > MOST_REWARD:
         return f"the reward is {graded.reward:g}: a model can learn from rewards within ±{MOST_REWARD:,.0f}"
-    return "; ".join(graded.messages) if _is_fault(graded.errors) else ""
-
-
-def _is_fault(errors: GradingErrors) -> bool:
-    """Whether the grader or the box is at fault, and not the answer."""
-    return bool(errors) and errors != GradingErrors(
-        sample_parse_error=True, truncated_observation_error=errors.truncated_observation_error
-    )
+    return "" if graded.errors.of_the_answer else "; ".join(graded.messages)

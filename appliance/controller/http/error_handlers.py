@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from appliance.controller.http.strict_body import TOO_MANY
+from appliance.controller.http.strict_body import TOO_MANY, is_branch, place_in
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
 from appliance.gateway.core.errors import JSON_TYPES, not_of_type
 from appliance.store.errors import UnknownCursor
@@ -89,9 +89,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = _meant(error.errors())
-    place = [
-        str(part) for part in first["loc"] if part not in ("body", "query", "path", "header") and not _branch(part)
-    ]
+    place = _place(first["loc"], error.body)
     if first["type"] == TOO_MANY:
         where = ".".join(place)
         message = f"In {shown(where) if where else 'the body'} {first['msg']}."
@@ -116,22 +114,22 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     return _answer(400, message, "invalid_request_error", param, code)
 
 
+def _place(loc: Sequence[str | int], body: Any) -> list[str]:
+    if loc[0] == "body":
+        return place_in(body, loc[1:])
+    return [str(part) for part in loc if part not in ("query", "path", "header") and not is_branch(part)]
+
+
 def _meant(found: Sequence[Any]) -> dict[str, Any]:
     """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
     wrong object in place of true or false, what is wrong in the object."""
     first: dict[str, Any] = found[0]
-    if not _branch(first["loc"][-1]):
+    if not is_branch(first["loc"][-1]):
         return first
     union = first["loc"][:-1]
     return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
 
 
-def _branch(part: str | int) -> bool:
-    """Whether pydantic names a branch of a union here, by its plain type."""
-    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
-
-
-_BRANCHES = {"bool", "int", "float", "str", "none"}
 _BOUNDS = {
     "greater_than_equal": ("ge", "below minimum", ">=", "below_min"),
     "less_than_equal": ("le", "above maximum", "<=", "above_max"),

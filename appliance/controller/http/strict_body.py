@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -27,3 +28,26 @@ class StrictBody(BaseModel):
                 raise
             text = "{found} fields or values are not what is expected"
             raise PydanticCustomError(TOO_MANY, text, {"found": found}) from None
+
+
+def place_in(given: Any, loc: Sequence[str | int]) -> list[str]:
+    """The path of a mistake in what a client sent. pydantic also names the branches of unions that it tried, by kinds
+    and by names of ours, which no client knows."""
+    place = list[str]()
+    for number, part in enumerate(loc, 1):
+        if isinstance(given, dict) and part in given:
+            given = given[part]
+        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
+            given = given[part]
+        elif number < len(loc) or not isinstance(given, dict) or is_branch(part):
+            continue  # one that is missing stands last
+        place.append(str(part))
+    return place
+
+
+def is_branch(part: str | int) -> bool:
+    """Whether pydantic names a branch of a union here, by its type."""
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part or part.startswith(("_", "constrained-")))
+
+
+_BRANCHES = {"bool", "int", "float", "str", "none"}

@@ -69,6 +69,15 @@ async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -
     await check_code(hosts, grader, caller, f"method.{requests.method(body).name}.grader")
 
 
+async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
+    """Of a job that is made later: what `insert_job` and `check_grader` would say of its grader. Raises ApiError."""
+    requests.check(body)
+    method, said = requests.method(body), requests.beside_hyperparameters(body)
+    if method.judged_by == "grader" and "grader" in said:
+        param = f"method.{method.name}.grader"
+        await check_code(hosts, grader_of(context, said["grader"], caller, param), caller, param)
+
+
 def _of_wandb(mode: str | None) -> str:
     """What becomes of a job's wandb integration. A box without W&B takes the job all the same: scripts that name it are
     to run here unchanged."""

@@ -15,11 +15,13 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import whose
 from appliance.controller.interfaces.errors import Conflict, LimitReached, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.openai.new_job import check_judging
 from appliance.controller.pipelines.runner import PipelineRunner
-from appliance.controller.pipelines.spec import PipelineSpec, check_spec
+from appliance.controller.pipelines.spec import PipelineSpec, check_spec, first_job_of
 from appliance.store.ids import new_id
 from appliance.store.objects import gates, pipelines
 from appliance.store.rows import PipelineRow, PipelineRunRow, columns
+from train.graders.hosts import GraderHosts
 
 MAX_PIPELINES = 100
 """How many pipelines one owner may have."""
@@ -36,11 +38,11 @@ class PipelineSchedule(StrictBody):
     on: bool
 
 
-def routes(context: ControllerContext, runner: PipelineRunner) -> tuple[APIRouter, APIRouter]:
-    return _pipelines(context, runner), _runs(context, runner)
+def routes(context: ControllerContext, runner: PipelineRunner, hosts: GraderHosts) -> tuple[APIRouter, APIRouter]:
+    return _pipelines(context, runner, hosts), _runs(context, runner)
 
 
-def _pipelines(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
+def _pipelines(context: ControllerContext, runner: PipelineRunner, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/pipelines", FINE_TUNING)
     db = context.db
 
@@ -56,6 +58,7 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner) -> APIRouter:
     @router.post("")
     async def put(body: PipelineCreate, caller: Caller) -> dict[str, Any]:
         check_spec(context, body.spec, caller)
+        await check_judging(context, hosts, first_job_of(body.spec), caller)
         spec = body.spec.model_dump(exclude_none=True)
         with db.transaction():
             row = pipelines.of_owner(db, caller.owner, body.spec.name)

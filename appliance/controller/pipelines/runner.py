@@ -24,7 +24,7 @@ from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.files import storage
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.interfaces.config import Bucket
-from appliance.controller.interfaces.errors import ApiError, Conflict
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.validation import JobValidation
 from appliance.controller.jobs.wanted import ask
@@ -160,7 +160,7 @@ class PipelineRunner:
             if run.file_id is None:
                 await self._take_data(run, row, spec, caller)
             elif run.job_id is None:
-                await self._ready(run, spec, caller)
+                await self._ready(run, row, spec, caller)
             else:
                 self._follow(run, row, spec)
         except (_Failed, NoData) as error:
@@ -253,7 +253,7 @@ class PipelineRunner:
                 if self._update_going(run.id, file_id=file_id, reason=""):
                     storage.keep(context, made, incoming)
 
-    async def _ready(self, run: PipelineRunRow, spec: PipelineSpec, caller: Principal) -> None:
+    async def _ready(self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec, caller: Principal) -> None:
         """Take the next step: check the data, prepare it, or submit the job. Raises ApiError, OSError, _Failed."""
         file = files.find(self._db, run.file_id or "", viewer=caller.viewer, now_s=time.time())
         if file is None:
@@ -266,7 +266,7 @@ class PipelineRunner:
         elif spec.prepare is not None and "prepared" not in run.made:
             await self._till_cancelled(run.id, self._prepare(run, file, spec.prepare, caller))
         else:
-            self._train(run, spec, file, caller)
+            self._train(run, row, spec, file, caller)
 
     async def _till_cancelled(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
         self._at_data[run_id] = asyncio.create_task(work)
@@ -294,12 +294,21 @@ class PipelineRunner:
                 if self._update_going(run.id, made={**run.made, **told, "dropped": made.lineage["dropped"]}, reason=""):
                     made.keep(self._context)
 
-    def _train(self, run: PipelineRunRow, spec: PipelineSpec, file: FileRow, caller: Principal) -> None:
-        """Raises ApiError."""
-        body = job_of(spec, run.made.get("prepared", file.id), run.made.get("validation"))
-        with self._db.transaction():
-            job = insert_job(self._context, body, caller)
-            pipelines.update_run(self._db, run.id, job_id=job.id, reason="")
+    def _train(
+        self, run: PipelineRunRow, row: PipelineRow, spec: PipelineSpec, file: FileRow, caller: Principal
+    ) -> None:
+        """Raises ApiError, _Failed."""
+        try:
+            body = job_of(spec, run.made.get("prepared", file.id), run.made.get("validation"))
+            with self._db.transaction():
+                job = insert_job(self._context, body, caller)
+                pipelines.update_run(self._db, run.id, job_id=job.id, reason="")
+        except BadRequest as error:
+            # The box may have become stricter since the file was stored.
+            raise _Failed(
+                f"the job was refused: {error.message} Change 'train' in the file of the pipeline {row.name} and put "
+                "it again"
+            ) from None
         self._validation.start(job.id)
         self._tell(replace(run, job_id=job.id), spec, Seen(file, job, gates.of_job(self._db, job.id)))
 

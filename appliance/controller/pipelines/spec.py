@@ -110,12 +110,17 @@ def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal
         _check_schedule(spec)
     if spec.prepare is not None and spec.prepare.split is not None and "validation_file" in spec.train:
         raise wrong("train.validation_file", "is given, and 'prepare.split' makes another")
-    body = job_of(spec, spec.data.file or _NO_FILE)
+    body = first_job_of(spec)
     base_for(context.db, caller, body.model)
     if body.gate is not None:
         if body.publish_as is None:
             raise wrong("train.publish_as", "is missing: a gate is for a name that goes on whatever comes of a run")
         checked(context, body.gate, caller, "gate")
+
+
+def first_job_of(spec: PipelineSpec) -> JobCreate:
+    """The request of a run's job as far as it is known before there is data. Raises BadRequest."""
+    return job_of(spec, spec.data.file or _NO_FILE)
 
 
 def job_of(spec: PipelineSpec, file_id: str, validation: str | None = None) -> JobCreate:

@@ -15,8 +15,9 @@ from appliance.controller.files import storage
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.requests import JobCreate, job_in, wrong
-from appliance.controller.openai.new_job import check_job
+from appliance.controller.openai.new_job import check_job, check_judging
 from appliance.controller.sweeps import halving
+from train.graders.hosts import GraderHosts
 
 MAX_TRIALS = 64
 _OF_THE_SWEEP = ("publish_as", "activate", "gate", "suffix")
@@ -82,7 +83,7 @@ def trials_of(spec: SweepSpec) -> list[dict[str, Any]]:
     return halving.drawn(spec.random.trials, among, spec.random.seed)
 
 
-async def check_spec(context: ControllerContext, spec: SweepSpec, caller: Principal) -> None:
+async def check_spec(context: ControllerContext, hosts: GraderHosts, spec: SweepSpec, caller: Principal) -> None:
     """Checks the job of every trial too, with the loop free in between: a job that is refused later would end the sweep
     midway. Raises ApiError."""
     trials = trials_of(spec)
@@ -94,6 +95,7 @@ async def check_spec(context: ControllerContext, spec: SweepSpec, caller: Princi
     for name in ("training_file", "validation_file"):
         storage.known_file(context, getattr(body, name), caller, f"train.{name}")
     base_for(context.db, caller, body.model)
+    await check_judging(context, hosts, body, caller)
     for parameters in trials:
         check_job(context, job_of(spec, parameters, body.training_file), caller)
         await asyncio.sleep(0)

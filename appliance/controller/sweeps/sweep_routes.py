@@ -21,6 +21,7 @@ from appliance.controller.sweeps.spec import SweepCreate, check_spec
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, sweeps
 from appliance.store.rows import SweepRow
+from train.graders.hosts import GraderHosts
 
 MAX_RUNNING = 4
 """How many sweeps one owner may run at the same time."""
@@ -28,7 +29,7 @@ ROUTE = "sweeps"
 Id = Annotated[str, Path(max_length=256)]
 
 
-def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
+def routes(context: ControllerContext, runner: SweepRunner, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/sweeps", FINE_TUNING)
     db = context.db
 
@@ -39,7 +40,7 @@ def routes(context: ControllerContext, runner: SweepRunner) -> APIRouter:
 
     @router.post("")
     async def create(body: SweepCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        await check_spec(context, body.spec, caller)
+        await check_spec(context, hosts, body.spec, caller)
 
         def make() -> SweepRow:
             if len(sweeps.running(db, caller.owner)) >= MAX_RUNNING and not caller.is_admin:

@@ -143,7 +143,7 @@ async def test_of_a_body_of_mistakes_their_number_is_told_and_not_each(control: 
     content = [{}] * MOST_MISTAKES
     source: dict[str, Any] = {"type": "file_content", "content": content}
     error = await asked(path, {"data_source": {"type": "jsonl", "source": source}})
-    assert error["param"] == "data_source.jsonl.source.file_content.content.0.item"
+    assert error["param"] == "data_source.source.content.0.item"
     content.append({})
     error = await asked(path, {"data_source": {"type": "jsonl", "source": source}})
     assert "101 fields or values" in error["message"]

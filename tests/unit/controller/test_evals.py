@@ -68,6 +68,9 @@ def asked(model: str = "starter", **fields: Any) -> Any:
     } | fields
 
 
+PLAIN: Any = {**CHECK, "reference": "yes"}
+
+
 async def made(control: Control, *criteria: Any) -> str:
     found = await control.sdk.evals.create(
         data_source_config=SCHEMA, testing_criteria=list(criteria or [CHECK]), name="n", metadata={"a": "b"}
@@ -162,6 +165,16 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
 
     control.context.batch_engines.rule = rule
     return sent
+
+
+async def test_an_answer_that_calls_no_tool_fails_and_is_no_error(control: Control):
+    answers(control, "no call")
+    called: Any = {**CHECK, "input": "{{ sample.output_tools[0].function.name }}"}
+    run = await ended(control, await made(control, called), asked())
+    counts = run.result_counts
+    assert (counts.failed, counts.errored, counts.total) == (2, 0, 2)
+    items = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
+    assert items[0].status == "fail" and "has no value" in items[0].results[0].to_dict()["reason"]
 
 
 async def test_evals_are_listed_by_their_last_change(control: Control):
@@ -465,6 +478,18 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
 REFUSED = {
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
+    "no schema": (
+        {"data_source_config": {**SCHEMA, "item_schema": {"type": "objekt"}}, "testing_criteria": [PLAIN]},
+        "data_source_config.item_schema",
+    ),
+    "a schema of texts": (
+        {"data_source_config": {**SCHEMA, "item_schema": {"type": "string"}}, "testing_criteria": [PLAIN]},
+        "data_source_config.item_schema",
+    ),
+    "a schema that refers to nothing": (
+        {"data_source_config": {**SCHEMA, "item_schema": {"$ref": "#/$defs/none"}}, "testing_criteria": [PLAIN]},
+        "data_source_config.item_schema",
+    ),
 }
 
 
@@ -478,11 +503,7 @@ async def test_what_is_no_eval_is_refused_by_name(control: Control, fields: Any,
 REFUSED_RUNS = {
     "what is kept, line by line": (
         {"type": "jsonl", "source": {"type": "stored_completions"}},
-        "data_source.jsonl.source",
-    ),
-    "kept, and asked without a model": (
-        {k: v for k, v in asked(source={"type": "stored_completions"}).items() if k != "model"},
-        "data_source.input_messages",
+        "data_source.source",
     ),
     "no model": ({k: v for k, v in asked().items() if k != "model"}, "data_source.model"),
     "no messages": ({k: v for k, v in asked().items() if k != "input_messages"}, "data_source.input_messages"),
@@ -493,6 +514,31 @@ REFUSED_RUNS = {
     "a variable": (
         asked(input_messages={"type": "template", "template": [{"role": "user", "content": "{{x}}"}]}),
         "data_source.input_messages.template.0.content",
+    ),
+    "a variable that no item has": (
+        asked(input_messages={"type": "template", "template": [{"role": "user", "content": "{{ item.nope }}"}]}),
+        "data_source.input_messages.template.0.content",
+    ),
+    "a sample that is not there yet": (
+        asked(input_messages={"type": "template", "template": [{"role": "user", "content": "{{sample.output_text}}"}]}),
+        "data_source.input_messages.template.0.content",
+    ),
+    "messages that no item has": (
+        asked(input_messages={"type": "item_reference", "item_reference": "item.messages"}),
+        "data_source.input_messages.item_reference",
+    ),
+    "an image": (
+        asked(
+            input_messages={
+                "type": "template",
+                "template": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}],
+            }
+        ),
+        "data_source.input_messages.template.0.content.0.type",
+    ),
+    "what is kept, of an eval with its own items": (
+        {"type": "completions", "model": "starter", "source": {"type": "stored_completions"}},
+        "data_source.source.type",
     ),
 }
 

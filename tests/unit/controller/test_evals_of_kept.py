@@ -179,6 +179,8 @@ async def test_a_source_that_asks_for_what_there_is_not_is_refused_by_name(contr
         (of_completions(limit=0), "data_source.source.limit"),
         (of_completions(users=["u"]), "data_source.source.users"),
         (of_completions(metadata={"a": 1}), "data_source.source.metadata.a"),
+        (of_completions() | {"sampling_params": {"seed": 1}}, "data_source.sampling_params"),
+        ({"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {}}]}}, "data_source.type"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             await control.sdk.evals.runs.create(eval_id, data_source=source)

@@ -127,7 +127,7 @@ async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control):
     assert found.reward == 0.75 and found.metadata.token_usage == 29
     assert found.metadata.sampled_model_name == "starter"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
-    assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "response_format" in sent[0]
+    assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
     assert engines(control).wanted == []
     rows = usage.report(control.context.db, "model", 0, time.time())
     assert [(row.name, row.prompt_tokens, row.completion_tokens) for row in rows] == [("starter", 20, 9)]

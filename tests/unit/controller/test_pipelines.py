@@ -395,6 +395,13 @@ async def test_a_step_that_cannot_go_on_says_why(control: Control, events: JobEv
     assert "revoked" in (await rounds(control, run_id, 2)).reason
 
 
+CODE = "def grade(sample, item): return 1"
+
+
+def rewarded(grader: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "starter", "method": {"type": "reinforcement", "reinforcement": {"grader": grader}}}
+
+
 async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, folder: Path):
     data = {"folder": str(folder)}
     suites = {"eval": "eval_x"}
@@ -420,6 +427,8 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
         ({"data": data, "prepare": {"against": "file-x"}}, "No such File"),
         ({"data": data, "prepare": {"split": 0.1}, "train": {**TRAIN, "validation_file": "file-x"}}, "split"),
         ({"data": data, "other": 1}, "other"),
+        ({"data": data, "train": rewarded({"type": "python", "source": CODE})}, "grader.name"),
+        ({"data": data, "train": rewarded({"type": "python", "name": "n", "source": CODE + "("})}, "is not Python"),
     ):
         spec = {"name": "nightly", "train": TRAIN, **fields}
         answer = await control.http.post("/v1/pipelines", json={"spec": spec}, headers=ADMIN)

@@ -189,6 +189,7 @@ async def test_what_cannot_be_a_sweep_is_refused_in_words(control: Control, monk
     train = {"model": "starter", "training_file": file_id, "validation_file": file_id}
     good = {"name": "n", "device_hours": 1, "train": train, "grid": GRID}
     drawn = {"trials": 3, "parameters": {"n_epochs": [1, 2]}}
+    code = {"type": "python", "name": "n", "source": "def grade(sample, item) return 1"}
     for more, says in (
         ({"grid": {"n_epochs": [1]}}, "expected 2 to 64"),
         ({"random": drawn}, "give one of them"),
@@ -205,6 +206,7 @@ async def test_what_cannot_be_a_sweep_is_refused_in_words(control: Control, monk
         ({"train": {**train, "hyperparameters": [1]}}, "hyperparameters"),
         ({"train": {**train, "method": {"type": "supervised", "supervised": [1]}}}, "supervised"),
         ({"train": {**train, "method": {"type": "dpo", "dpo": {"hyperparameters": [1]}}}}, "hyperparameters"),
+        ({"train": {**train, "method": {"type": "reinforcement", "reinforcement": {"grader": code}}}}, "is not Python"),
     ):
         answer = await control.http.post("/v1/sweeps", json={"spec": good | more})
         assert answer.status_code in (400, 404, 422) and says in answer.text, (more, answer.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from train.graders import formula, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import leaves, parse
+from train.graders.graders import LabelModel, ScoreModel, leaves, parse
 from train.graders.grading import Graded, ModelAnswer, grade, requests
 from train.graders.templates import Sample, fill
 
@@ -218,6 +219,10 @@ REFUSED = {
     "an operation": ({**CHECK, "operation": "equals"}, "operation", "'eq', 'ne', 'like' or 'ilike'"),
     "a number": ({**CHECK, "operation": "eq", "reference": 4}, "reference", "valid string"),
     "a namespace": ({**CHECK, "operation": "eq", "input": "{{ reference }}"}, "input", "neither `item` nor `sample`"),
+    "a filter": ({**CHECK, "operation": "eq", "input": "{{ item.a | upper }}"}, "input", "filters, calls"),
+    "a filter without spaces": ({**CHECK, "operation": "eq", "input": "{{item.a|upper}}"}, "input", "filters, calls"),
+    "a call": ({**CHECK, "operation": "eq", "input": "{{ item.a.upper() }}"}, "input", "filters, calls"),
+    "no end": ({**CHECK, "operation": "eq", "input": "{{ item.answer }"}, "input", "does not end it"),
     "a sample's field": ({**CHECK, "operation": "eq", "input": "{{sample.text}}"}, "input", "output_text"),
     "cosine": (
         {"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "cosine"},
@@ -308,12 +313,49 @@ def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, 
         pass
 
 
-def test_a_model_is_asked_by_a_schema_and_its_number_kept_in_range() -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "inside", "outside"),
+    [
+        (0, 1, "0 1 0.5 1.0", "2 -0.5 1.5 10"),
+        (-1, 1, "-1 -0.5 0.25 1", "-1.5 2"),
+        (1, 5, "1 4.75 5.0", "0.5 5.5"),
+        (0, 100, "0 99.5 100", "101 -1"),
+        (0.5, 2, "0.5 2 7", "-1"),
+        (-1e6, 1e6, "-1000000 12.5", "1e5"),
+    ],
+)
+def test_a_judge_has_no_room_for_anything_but_its_result_and_reason(
+    low: float, high: float, inside: str, outside: str
+) -> None:
+    """By a JSON schema small models spent all their tokens on line breaks, or on the reason, which came first."""
+    judge = SCORE | {"range": [low, high]}
+    short = parse(judge | {"sampling_params": {"max_completion_tokens": 16}})
+    long = parse({name: value for name, value in judge.items() if name != "sampling_params"})
+    assert isinstance(short, ScoreModel) and isinstance(long, ScoreModel)
+    for text in (inside + " " + outside).split():
+        fits = text in inside.split()
+        assert bool(re.fullmatch(short.answers_by["regex"], f'{{"result": {text}}}')) is fits, text
+        form, reasoned = long.answers_by["regex"], f'{{"reason": "as it is", "result": {text}}}'
+        assert bool(re.fullmatch(form, reasoned)) is fits, text
+        assert not re.fullmatch(form, reasoned.replace(", ", ",\n")) and not re.fullmatch(form, " " + reasoned)
+        assert not re.fullmatch(form, reasoned.replace("as it is", "x" * 161))
+
+
+def test_a_judges_label_is_one_of_few_texts_and_a_cut_answer_is_said_to_be_cut() -> None:
+    label = parse(LABEL)
+    assert isinstance(label, LabelModel)
+    assert [json.loads(text)["label"] for text in label.answers_by["choice"]] == label.labels
+    found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": ModelAnswer('{"res', finish_reason="length")})
+    assert found.errors.model_grader_parse_error and "was cut at the 99 tokens" in found.messages[0]
+    assert not found.errors.of_the_answer
+
+
+def test_a_model_is_asked_by_a_form_and_its_number_kept_in_range() -> None:
     (name, body), *_ = requests(parse(SCORE), Sample("4"), {"question": "2+2?"}).items()
     assert name == "judge" and body["messages"][1] == {"role": "user", "content": "2+2?\n4"}
     assert (body["max_completion_tokens"], body["temperature"], body["seed"]) == (99, 0, 4)
-    schema = body["response_format"]["json_schema"]["schema"]
-    assert schema["properties"]["result"] == {"type": "number", "minimum": 0, "maximum": 10}
+    form = body["structured_outputs"]["regex"]
+    assert re.fullmatch(form, '{"result": 7.25}') and not re.fullmatch(form, '{"result": 12}')
     answer = ModelAnswer('{"reason": "right", "result": 12}', "starter", 20, 10)
     found = graded(SCORE, "4", {"question": "2+2?"}, {"judge": answer})
     assert (found.reward, found.passed, found.tokens_by_model) == (10.0, True, {"starter": 30})
