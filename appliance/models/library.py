@@ -167,6 +167,7 @@ class ModelLibrary:
             path = Path(source).expanduser().resolve()
             origin["source"] = str(path)
         else:
+            report(0, None, "", f"asking the hub for the files of {source}")
             listing = hub.list_files(source, revision, self._hub)
             path = self._downloaded(listing, report)
             origin = self._origin(listing)
@@ -215,6 +216,7 @@ class ModelLibrary:
         """
         hub.check_reference(repository, revision)
         chosen_name = check_name(name if name is not None else repository)
+        report(0, None, "", f"asking the hub for the files of {repository}")
         listing = hub.list_files(repository, revision, self._hub)
         meta, folder = self._origin(listing), self._downloaded(listing, report)
         taken = self._take_in(folder, chosen_name, source=meta.pop("source"), meta=meta, report=report, move=True)
@@ -279,6 +281,7 @@ class ModelLibrary:
             _fill(staging, files, report, move=move)
             layout = Layout.read(staging)
             facts = examine(staging, layout)
+            report(files.nbytes, files.nbytes, "bytes", "trying its tokenizer and chat template")
             warning = try_folder(staging)
             facts = replace(facts, warnings=(*facts.warnings, *([warning] if warning else [])))
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")

@@ -34,6 +34,7 @@ def make_starter(out: Path, minutes: float, report: Report) -> dict[str, Any]:
     def on_event(event: dict[str, Any]) -> None:
         report(event["fraction"], 1.0, "fraction", _pretraining(event))
 
+    report(0.0, 1.0, "fraction", "making its tokenizer")
     try:
         result = _run("train.starter.main", options, on_event)
     except MakerFailed as error:
@@ -48,6 +49,7 @@ def convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
     def on_event(event: dict[str, Any]) -> None:
         report(event["done"], event["total"], "tensors", "dequantising")
 
+    report(0, None, "", f"reading {file.name}")
     try:
         result = _run("train.convert.gguf", [str(file), str(out)], on_event)
     except MakerFailed as error:

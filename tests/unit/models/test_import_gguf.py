@@ -90,6 +90,7 @@ def test_a_file_and_a_directory_with_one_are_imported_and_what_is_beside_it_is_n
     made = library.import_model(str(file), report=lambda done, total, unit, message: seen.append(message))
     assert (made.name, made.version, made.arch, made.task) == ("tiny.Q8", "v1", "LlamaForCausalLM", "generate")
     assert made.max_model_len == 128 and made.source == str(file) and "dequantising" in seen
+    assert seen[0] == "reading tiny.Q8.gguf"
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.2, "eos_token_id": 77}')
     converts_here(monkeypatch)
     other = library.import_model(str(folder), name="other")
