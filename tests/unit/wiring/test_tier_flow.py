@@ -209,6 +209,18 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
     assert {name.version for name in level.versions.names("version")} == there, "nothing goes to and fro"
 
 
+async def test_checkpoints_of_epochs_are_counted_apart_from_results(flow, publish, db, tiers):
+    """A nightly job of three epochs would else have pushed the results of all nights but one out of a tier of three."""
+    publish(*(f"v{n}" for n in range(1, 7)))
+    models.activate(db, "starter", "v1")
+    for version in ("v5", "v6"):
+        models.update_version(db, "starter", version, meta={"of_epoch": True})
+    level: Level = tiers.all[1].level
+    level.version_rules = KeepRules(keep_last=1)
+    await passes(flow, "disk", "remote")
+    assert {name.version for name in level.versions.names("version")} == {"v1", "v4", "v6"}
+
+
 async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, tiers):
     old, new = publish("v1", "v2")
     tiers.all[0].level.version_rules = KeepRules(keep_last=1)
