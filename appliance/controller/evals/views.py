@@ -57,7 +57,8 @@ def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = ""
         "data_source": without_items(row.data_source),
         "metadata": row.metadata,
         "error": row.error or NO_ERROR,
-        "report_url": f"{url}/evals/{row.eval_id}/runs/{row.id}/output_items",
+        # The page asks for a key; a browser has none to open the API's own URL with.
+        "report_url": f"{url.removesuffix('/v1')}/ui#/evals/{row.eval_id}/{row.id}",
         "result_counts": {
             "total": row.total,
             "passed": row.counts.get("pass", 0),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from train.graders.graders import Grader, judges
@@ -32,15 +34,25 @@ async def all_graded_with_answers(
     ask: Ask,
     waited_for: bool = False,
 ) -> list[tuple[Graded, list[ModelAnswer]]]:
-    """`graded_with_answers` for each of the samples; models are asked for all of them at once. waited_for: as
+    """`graded_with_answers` for each of the samples; models are asked for all of them at once, which counts as time of
+    execution. waited_for: as
     `GraderHost.grade` has it."""
     asked: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
     if judges(grader):
         async with hosts.of(owner) as host:
             asked = await host.requests(grader, samples)
-    told = await asyncio.gather(*(ask(body) for one in asked for body in one.values()))
-    answers = iter(told)
-    by_sample = [{name: next(answers) for name in one} for one in asked]
+
+    async def timed(body: dict[str, Any]) -> tuple[ModelAnswer, float]:
+        began_s = time.perf_counter()
+        return await ask(body), time.perf_counter() - began_s
+
+    told = iter(await asyncio.gather(*(timed(body) for one in asked for body in one.values())))
+    both = [{name: next(told) for name in one} for one in asked]
+    by_sample = [{name: answer for name, (answer, _) in one.items()} for one in both]
+    took_s = [max((seconds for _, seconds in one.values()), default=0.0) for one in both]
     async with hosts.of(owner) as host:
         graded = await host.grade(grader, samples, by_sample, waited_for)
-    return [(one, [*given.values()]) for one, given in zip(graded, by_sample, strict=True)]
+    return [
+        (replace(one, execution_s=one.execution_s + seconds), [*given.values()])
+        for one, given, seconds in zip(graded, by_sample, took_s, strict=True)
+    ]

@@ -173,6 +173,7 @@ async def test_an_answer_that_calls_no_tool_fails_and_is_no_error(control: Contr
     run = await ended(control, await made(control, called), asked())
     counts = run.result_counts
     assert (counts.failed, counts.errored, counts.total) == (2, 0, 2)
+    assert run.report_url.endswith(f"/ui#/evals/{run.eval_id}/{run.id}") and "/v1" not in run.report_url
     items = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=run.eval_id)).data
     assert items[0].status == "fail" and "has no value" in items[0].results[0].to_dict()["reason"]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
 from appliance.controller.grading import grader_routes, model_answers
+from appliance.controller.grading import judged as judged_module
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.records import usage
@@ -120,12 +123,15 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control):
+async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control, monkeypatch: pytest.MonkeyPatch):
     control.as_key("carol")
+    clock = itertools.count()  # a second between two looks
+    monkeypatch.setattr(judged_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     sent = judged(control, json.dumps({"reason": "close", "result": 0.75}))
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="4", item={"q": "2+2"})
     assert found.reward == 0.75 and found.metadata.token_usage == 29
     assert found.metadata.sampled_model_name == "starter"
+    assert found.metadata.execution_time > 1, "with the time of the judge"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
     assert engines(control).wanted == []
