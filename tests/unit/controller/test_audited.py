@@ -49,7 +49,7 @@ async def test_no_route_escapes(control: Control):
         assert (audited(handle, method, path) is handle) == ((method, path) in NOT_AUDITED)
 
 
-async def test_every_route_leaves_its_row(control: Control):
+async def test_every_route_leaves_its_row(control: Control, checked_here: None):
     insert_model(control.db, CKPT, kind="fine-tuned", base="starter", versions=("v1", "v2"))
     insert_model(control.db, "gone")
     seen: dict[tuple[str, str], list[str]] = {}

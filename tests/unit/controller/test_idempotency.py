@@ -120,6 +120,7 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
     }
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_every_route_that_makes_something_makes_one_of_a_request_that_comes_twice(control: Control):
     made = await bodies(control)
     posts = {route.path for route in control.app.routes if isinstance(route, APIRoute) and "POST" in route.methods}

@@ -402,6 +402,7 @@ async def test_anothers_object_is_answered_for_as_one_that_nobody_has(control: C
             assert said(answer, people.objects) == said(missing, nobody), (method, url)
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_a_persons_second_key_sees_what_the_first_one_made(control: Control, people: People):
     """Also that the test before names what is there: a route that knows nobody's objects would pass it too."""
     mine = People(people.bob, people.bob, people.objects, people.objects["file"])

@@ -256,6 +256,7 @@ async def test_data_that_is_bad_fails_the_run_by_line_and_is_not_taken(control: 
     assert going is not None and going.trigger == "data" and going.job_id is not None
 
 
+@pytest.mark.usefixtures("checked_here")
 async def test_data_is_checked_and_prepared_before_it_is_trained_on(control: Control, folder: Path):
     row = json.dumps(
         {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Call me at a@b.de"}]}
