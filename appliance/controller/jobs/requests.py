@@ -138,13 +138,18 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA_PAIRS:
-        raise InvalidValue(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.", "metadata")
+        raise BadRequest(
+            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.",
+            param="metadata",
+            code="object_above_max_properties",
+        )
     for key, value in metadata.items():
         if not 1 <= len(key) <= 64 or len(value) > 512:
-            raise InvalidValue(
+            raise BadRequest(
                 f"metadata {shown(key, 70)}: keys have 1 to 64 characters and values at most 512; "
                 f"{len(key)} and {len(value)} were given.",
-                f"metadata.{key[:64]}",
+                param=f"metadata.{key[:64]}",
+                code="string_above_max_length" if key else "invalid_value",
             )
 
 

@@ -172,6 +172,20 @@ async def test_bad_fields_are_named(control: Control, fields: dict[str, Any], pa
     assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
 
 
+@pytest.mark.parametrize(
+    ("metadata", "code"),
+    [
+        ({f"k{n}": "v" for n in range(17)}, "object_above_max_properties"),
+        ({"k" * 65: "v"}, "string_above_max_length"),
+        ({"k": "v" * 513}, "string_above_max_length"),
+    ],
+)
+async def test_metadata_beyond_openais_bounds_is_refused_with_its_codes(control: Control, metadata: Any, code: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await control.job(metadata=metadata)
+    assert refused.value.code == code
+
+
 async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
     with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'training_file'"):
         await control.sdk.post("/fine_tuning/jobs", body={"model": "starter"}, cast_to=object)
