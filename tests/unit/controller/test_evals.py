@@ -1050,7 +1050,9 @@ async def test_limits_that_hold_back_a_keys_questions_are_asked_once_for_all(
     monkeypatch.setattr(waiting, "_room", lambda model, asker: looks.append(model) or room(model, asker))
     monkeypatch.setattr(waiting, "_refused", lambda *told: (refusals.append(told[2]), refused(*told))[1])
     monkeypatch.setattr(
-        waiting._metering, "waits_for", lambda key, tokens: asked.append(tokens) or ("its limit" if is_limited else "")
+        waiting._metering,
+        "waits_for",
+        lambda key, tokens, **_: asked.append(tokens) or ("its limit" if is_limited else ""),
     )
     body = {"model": "starter", "messages": []}
     asking = [asyncio.create_task(waiting.ask(key_id, body, 60)) for _ in range(8)]
