@@ -348,7 +348,9 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
         # As in OpenAI's own examples, not in its types.
         sampling_params={"tools": [tool], "text": {"format": form}, "max_completions_tokens": 9},
     )
-    run = await ended(control, await made(control), source)
+    more = {**SCHEMA, "item_schema": {**SCHEMA["item_schema"], "additionalProperties": True}}
+    of = await control.sdk.evals.create(data_source_config=more, testing_criteria=[CHECK])
+    run = await ended(control, of.id, source)
     assert run.status == "completed" and run.result_counts.passed == 1
     (body,) = sent
     assert body["max_completion_tokens"] == 9
@@ -779,9 +781,9 @@ async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, mon
             await go_on.wait()
         return []
 
-    monkeypatch.setattr(GraderHost, "refused_items", refused_items)
     control.as_key("carol")
     eval_id = await made(control)
+    monkeypatch.setattr(GraderHost, "refused_items", refused_items)
     file_id = await control.upload(b'{"item": {"answer": "a"}}\n' * 5 + b"{}\n", purpose="user_data")
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
     run = await control.sdk.evals.runs.create(eval_id, data_source=source)
