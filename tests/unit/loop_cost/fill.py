@@ -454,6 +454,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "criteria": [CRITERION],
             "item_schema": {"type": "object", "text": LONG_TEXT},
             "metadata": None,
+            **({} if at.place else {"kept": None}),  # the first alone is over items of its own
         },
     ),
     "eval_runs": (
