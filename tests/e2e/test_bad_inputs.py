@@ -374,7 +374,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ("19", "auto_map", imported(remote_code), 202, None, "remote_code_refused", "auto_map"),
     ("19", "LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint", "config.json"),
     ("20", "upload that stops", slow_upload, 408, None, "request_timeout", "too slowly"),
-    ("+", "suffix=<script>", job(suffix="<script>"), 400, "suffix", "invalid_value", "letters"),
+    ("+", "suffix=<<>>", job(suffix="<<>>"), 400, "suffix", "invalid_value", "with a letter"),
     ("+", "page elsewhere, no key", without_key, 401, None, "missing_api_key", "API key"),
     ("+", "form post with a key", form_post, 400, None, "invalid_body", "application/json"),
 ]
