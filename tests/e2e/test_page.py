@@ -465,6 +465,9 @@ def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
     page.get_by_role("row").filter(has_text="first").get_by_text("67 %").wait_for()
     page.get_by_role("link", name="first").click()
     page.get_by_text('{"answer":"five"}').wait_for()
+    with front.http() as http:
+        report_url = http.get(f"/v1/evals/{judged}/runs").json()["data"][0]["report_url"]
+    assert report_url.partition("/ui")[2] == page.url.partition("/ui")[2]
     page.get_by_role("button", name="Passed").click()
     page.get_by_text('{"answer":"six"}').wait_for()
     assert page.get_by_text('{"answer":"five"}').count() == 0
