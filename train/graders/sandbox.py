@@ -16,6 +16,7 @@ import sysconfig
 import time
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from runtime.processes.confinement import confine, missing
@@ -165,9 +166,11 @@ def _child(writing: int, source: str, sample: dict[str, Any], item: Any) -> None
 
 def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
     _reseed()
-    names: dict[str, Any] = {"__name__": "grader"}
-    exec(compile(source, "grader.py", "exec"), names)
-    if not callable(function := names.get("grade")):
+    # A module like any other: dataclasses, pydantic and pickle look for it by the name that classes say. And without
+    # what this file says of annotations, which the code need not say.
+    sys.modules["grader"] = module = ModuleType("grader")
+    exec(compile(source, "grader.py", "exec", dont_inherit=True), module.__dict__)
+    if not callable(function := getattr(module, "grade", None)):
         return {"error": "the source defines no function `grade(sample, item)`"}
     reward = function(sample, item)
     # Also what numpy calls a number, and True.

@@ -45,6 +45,24 @@ def test_it_computes(body: str, reward: float) -> None:
     assert grade(body, {"n": 2}) == reward
 
 
+CLASSES = {
+    "a dataclass": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: float\n{}return A(1).b",
+    "one whose types are texts": "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "@dataclass\nclass A:\n    b: float\n{}return A(1).b",
+    "a model in a model": "from pydantic import BaseModel\nclass A(BaseModel):\n    b: float\n"
+    "class C(BaseModel):\n    a: A\n{}return C.model_validate({{'a': {{'b': 1}}}}).a.b",
+    "one that is pickled": "import pickle\nclass A:\n    b = 1\n{}return pickle.loads(pickle.dumps(A())).b",
+    "hints": "from typing import NamedTuple, get_type_hints\nclass A(NamedTuple):\n    b: 'A'\n"
+    "{}return get_type_hints(A)['b'] is A",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_the_code_are_those_of_a_module(name: str) -> None:
+    """`AttributeError: 'NoneType' object has no attribute '__dict__'` was all that a dataclass brought."""
+    assert run_python(CLASSES[name].format("def grade(sample, item):\n    "), {}, None) == 1
+
+
 ESCAPES = {
     "read a file": "open(item['secret']).read()",
     "read by descriptor": "import os\nos.read(os.open(item['secret'], os.O_RDONLY), 9)",
@@ -256,7 +274,7 @@ worker._preload()
 known = set(sys.modules)
 sandbox._graded("def grade(sample, item):\\n    return 1\\n", {}, {})
 made = [confinement._allowed_calls.cache_info().currsize, sandbox._readable.cache_info().currsize]
-print(sorted(set(sys.modules) - known), *made)
+print(sorted(set(sys.modules) - known - {"grader"}), *made)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "1", "1"]
