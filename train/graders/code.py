@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import PathFinder
@@ -26,6 +27,10 @@ LOADED = {
 """What takes 0.5 to 2 s of CPU to import, by what code says for it: a worker does so once, before it forks for the
 first code that names it, and every call then has it."""
 _CAUGHT = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
+_MAKE_NAMES = ("exec", "globals", "locals", "setattr", "vars")
+"""By these code binds names of its module that are written nowhere in it."""
+_MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try, ast.TryStar, ast.Match)
+_SHOWN = 200
 _OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -33,8 +38,9 @@ def why_refused(source: str) -> str:
     """In words that follow the name of what has the source; "" for what can run. It takes as long as reading the code
     does, and code can be written so that this ends the process."""
     try:
-        tree = ast.parse(source, "grader.py")
-        compile(tree, "grader.py", "exec", dont_inherit=True)
+        with warnings.catch_warnings(action="ignore"):  # they would be lines of the box's own log
+            tree = ast.parse(source, "grader.py")
+            compile(tree, "grader.py", "exec", dont_inherit=True)
     except SyntaxError as error:
         return f"is not Python: {error.msg}" + (f" (line {error.lineno})" if error.lineno else "")
     except (ValueError, RecursionError, MemoryError) as error:
@@ -54,7 +60,8 @@ def named(source: str) -> set[str]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, top-level name) of what is imported, but for what the code goes on without."""
+    """(line, top-level name) of what is imported, but for what the code goes on without, and what stands under an `if`:
+    for checkers of types, another Python, or where the code has found a package."""
     left: list[ast.AST] = [tree]
     while left:
         node = left.pop()
@@ -62,15 +69,26 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.lineno, "." * node.level + (node.module or "").partition(".")[0]
-        elif isinstance(node, ast.Try) and any(map(_catches_imports, node.handlers)):
-            left.extend([*node.handlers, *node.orelse, *node.finalbody])
-        else:
+        elif isinstance(node, ast.Try | ast.TryStar) and any(map(_catches_imports, node.handlers)):
+            # What is imported instead, where something is not there.
+            lacks = any(not _is_there(name) for one in node.body for _, name in _imports(one))
+            left.extend([*(node.handlers if lacks else ()), *node.orelse, *node.finalbody])
+        elif not isinstance(node, ast.If) and not (isinstance(node, ast.With) and any(map(_suppresses, node.items))):
             left.extend(ast.iter_child_nodes(node))
 
 
 def _catches_imports(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(kind is None or isinstance(kind, ast.Name) and kind.id in _CAUGHT for kind in kinds)
+
+
+def _suppresses(item: ast.withitem) -> bool:
+    """Whether it is `contextlib.suppress(ImportError)`."""
+    asked = item.context_expr
+    if not isinstance(asked, ast.Call) or not isinstance(asked.func, ast.Name | ast.Attribute):
+        return False
+    called = asked.func.id if isinstance(asked.func, ast.Name) else asked.func.attr
+    return called == "suppress" and any(isinstance(kind, ast.Name) and kind.id in _CAUGHT for kind in asked.args)
 
 
 def _is_there(name: str) -> bool:
@@ -85,15 +103,12 @@ def _packages() -> list[str]:
 def _function_refused(tree: ast.Module) -> str:
     """Why there is no function `grade` that takes a sample and an item; "" where that only shows when it runs."""
     found = _bound(tree)
-    seen = {"grade"}
     if "grade" not in found:
         return "" if "*" in found else "defines no function `grade(sample, item)`"
     bound = found["grade"]
-    while isinstance(bound, ast.Name) and bound.id not in seen and bound.id in found:
-        seen.add(bound.id)
-        bound = found[bound.id]
     if isinstance(bound, ast.Constant):
-        return f"defines `grade` as {bound.value!r}; expected a function `grade(sample, item)`"
+        kind = type(bound.value).__name__
+        return f"defines `grade` as {kind} (line {bound.lineno}); expected a function `grade(sample, item)`"
     if not isinstance(bound, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return ""
     if not isinstance(bound, ast.Lambda):
@@ -108,31 +123,59 @@ def _function_refused(tree: ast.Module) -> str:
     needed = len(places) - len(given.defaults)
     named_only = [one.arg for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
     if needed > 2 or (len(places) < 2 and given.vararg is None) or named_only:
-        return f"defines `grade({ast.unparse(given)})` (line {bound.lineno}); it is called as `grade(sample, item)`"
+        return f"defines `grade({_names(given)})` (line {bound.lineno}); it is called as `grade(sample, item)`"
     return ""
 
 
+def _names(given: ast.arguments) -> str:
+    """Those of a function's arguments. Not ast.unparse: a default value can be nested too deep for it."""
+    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    if given.vararg is not None or given.kwonlyargs:
+        names.append(f"*{given.vararg.arg if given.vararg is not None else ''}")
+    names += [one.arg for one in given.kwonlyargs]
+    if given.kwarg is not None:
+        names.append(f"**{given.kwarg.arg}")
+    return ", ".join(names)[:_SHOWN]
+
+
 def _bound(tree: ast.Module) -> dict[str, ast.AST | None]:
-    """What each name of the module stands for in the end, None where only running it tells; "*" if it imports some
-    that are not written here."""
+    """What each name of the module stands for in the end, None where only running it tells; "*" if it makes some that
+    are not written here."""
     found: dict[str, ast.AST | None] = {}
-    left: list[ast.AST] = list(reversed(tree.body))
+
+    def bind(name: str, to: ast.AST | None, sure: bool) -> None:
+        # Of two that may be the last one, either counts.
+        found[name] = to if sure or name not in found else None
+
+    # Each with whether it runs in any case.
+    left: list[tuple[ast.AST, bool]] = [(node, True) for node in reversed(tree.body)]
     while left:
-        node = left.pop()
+        node, sure = left.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = node
+            bind(node.name, node, sure)
         elif isinstance(node, ast.ClassDef):
-            found[node.name] = None
+            bind(node.name, None, sure)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.partition(".")[0]: None for alias in node.names}
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                plain = isinstance(target, ast.Name)
-                names = [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]
-                found |= dict.fromkeys(names, node.value if plain else None)
-        elif not isinstance(node, ast.Lambda):
-            left.extend(reversed([*ast.iter_child_nodes(node)]))
+            for alias in node.names:
+                bind(alias.asname or alias.name.partition(".")[0], None, sure)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            value = found.get(node.value.id) if isinstance(node.value, ast.Name) else node.value
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    bind(target.id, value, sure)
+                else:
+                    left.append((target, sure))
+            left.append((node.value, sure))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bind(node.id, None, sure)  # in a tuple, by `for` or by `with`
+        elif isinstance(node, ast.Name) and node.id in _MAKE_NAMES:
+            found["*"] = None
+        elif not isinstance(node, ast.AnnAssign | ast.Lambda):
+            sure = sure and not isinstance(node, _MAY_NOT_RUN)
+            left.extend((one, sure) for one in reversed([*ast.iter_child_nodes(node)]))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found |= dict.fromkeys(node.names)
     return found
 
 

@@ -33,10 +33,11 @@ MAX_VARIABLES = 2048
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
 REASON_TOKENS = 512
-"""From which limit on a judge gives a reason before its result: no text of REASON_CHARACTERS takes as many, so that the
-result always comes."""
+"""From which limit on a judge gives a reason before its result. REASON_CHARACTERS take as many only where nearly each
+is a rare sign that a tokenizer writes byte by byte, so that the result comes."""
 _EACH_OF = 101
-"""Whole numbers of a range that an expression lists; of a wider one it has the digits alone, and the score is cut."""
+"""Whole numbers of a range that an expression lists; of a wider one, and of one whose ends are not whole, it has the
+digits alone, and the score is cut."""
 
 
 class _Strict(BaseModel):
@@ -109,7 +110,7 @@ class Python(_Grader):
         size = len(self.source.encode(errors="replace"))
         if size > MAX_SOURCE_BYTES:
             raise InvalidGrader(f"{param}source", f"has {size} bytes; at most {MAX_SOURCE_BYTES} are taken")
-        if "def grade" not in self.source and "grade =" not in self.source:
+        if "grade" not in self.source:
             raise InvalidGrader(f"{param}source", "defines no function `grade(sample, item)`")
 
 
@@ -251,7 +252,8 @@ def _numbers(low: float, high: float) -> str:
     least, most = math.ceil(low), math.floor(high)
     if most - least >= _EACH_OF or (least, most) != (low, high):
         digits, sign = len(str(math.ceil(max(abs(low), abs(high))))), "-?" if low < 0 else ""
-        return rf"{sign}[0-9]{{1,{digits}}}(\.[0-9]{{1,4}})?"
+        # JSON has no 007, and a judge that wrote it had given no grade.
+        return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
     # From each whole number up to the next one: -0.5 lies between -1 and 0.
     above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
     return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"

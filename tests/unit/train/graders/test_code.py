@@ -30,6 +30,23 @@ GRADE = "def grade(sample, item):\n    return 1.0\n"
         f"import os.path, json\nfrom collections import abc\n{GRADE}",
         f"try:\n    import rdkit\nexcept ImportError:\n    rdkit = None\n{GRADE}",
         f"try:\n    from rdkit import Chem\nexcept (ValueError, ModuleNotFoundError):\n    pass\n{GRADE}",
+        # What is not there is not imported.
+        f"try:\n    from rapidfuzz import fuzz\nexcept ImportError:\n    from fuzzywuzzy import fuzz\n{GRADE}",
+        f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rdkit.Chem import Mol\n{GRADE}",
+        f"import sys\nif sys.version_info >= (3, 11):\n    import tomllib\nelse:\n    import tomli_w\n{GRADE}",
+        f"{GRADE}\nif __name__ == '__main__':\n    import rdkit",
+        f"import contextlib\nwith contextlib.suppress(ImportError):\n    import rdkit\n{GRADE}",
+        "grade=lambda sample, item: 1",
+        "from typing import Callable\ngrade: Callable[..., float] = lambda sample, item: 1",
+        "grade, most = (lambda sample, item: 1), 2",
+        "(grade := lambda sample, item: 1)",
+        "for grade in [lambda sample, item: 1]: pass",
+        # Which of two it is only shows when it runs, as does what is made by other ways.
+        "try:\n    import json\n    def grade(sample, item): return 1\nexcept ImportError:\n    grade = None",
+        "grade = None\ndef make():\n    global grade\n    grade = lambda sample, item: 1\nmake()",
+        "globals()['grade'] = lambda sample, item: 1",
+        "exec('def grade(sample, item): return 1')",
+        "def score(sample, item): return 1\ngrade = score\ndef score(text): return 2",
     ],
 )
 def test_what_can_run_is_taken(source: str) -> None:
@@ -50,13 +67,22 @@ def test_what_can_run_is_taken(source: str) -> None:
         (f"from . import helpers\n{GRADE}", "imports '.' (line 1)"),
         (f"import appliance.store\n{GRADE}", "imports 'appliance' (line 1)"),
         (f"try:\n    import rdkit\nexcept ValueError:\n    pass\n{GRADE}", "imports 'rdkit' (line 2)"),
-        (f"try:\n    pass\nexcept ImportError:\n    import rdkit\n{GRADE}", "imports 'rdkit' (line 4)"),
+        (f"try:\n    import skbio\nexcept ImportError:\n    import rdkit\n{GRADE}", "imports 'rdkit' (line 4)"),
+        (f"with open('x'):\n    import rdkit\n{GRADE}", "imports 'rdkit' (line 2)"),
         ("", "defines no function `grade(sample, item)`"),
         ("def score(sample, item): return 1", "defines no function `grade(sample, item)`"),
         ("class A:\n    def grade(self, sample, item): return 1", "defines no function `grade(sample, item)`"),
         ("def a():\n    def grade(sample, item): return 1", "defines no function `grade(sample, item)`"),
         ("# def grade(sample, item)", "defines no function `grade(sample, item)`"),
-        ("grade = 1", "defines `grade` as 1; expected a function"),
+        ("grade = 1", "defines `grade` as int (line 1); expected a function"),
+        ("grade = 0x1" + "0" * 5000, "defines `grade` as int (line 1); expected a function"),
+        ("if True:\n    grade = None", "defines `grade` as NoneType (line 2); expected a function"),
+        ("from typing import Callable\ngrade: Callable", "defines no function `grade(sample, item)`"),
+        ("grade = grades = None", "defines `grade` as NoneType"),
+        (
+            f"def grade(a, b, c, d={'1+' * 400}1, *e, f, **g): return 1",
+            "defines `grade(a, b, c, d, *e, f, **g)` (line 1)",
+        ),
         ("def grade(sample): return 1", "defines `grade(sample)` (line 1); it is called as `grade(sample, item)`"),
         ("def grade(): return 1", "defines `grade()` (line 1)"),
         ("def grade(a, b, c): return 1", "defines `grade(a, b, c)` (line 1)"),
@@ -70,6 +96,10 @@ def test_what_can_run_is_taken(source: str) -> None:
 )
 def test_what_cannot_is_refused_in_words(source: str, why: str) -> None:
     assert why_refused(source).startswith(why)
+
+
+def test_what_python_warns_of_is_not_written_into_the_log_of_the_box(recwarn: pytest.WarningsRecorder) -> None:
+    assert why_refused(f"x = '\\d' is 1\n{GRADE}") == "" and not recwarn.list
 
 
 def test_every_package_that_the_documentation_names_is_imported_and_computes_where_code_runs() -> None:

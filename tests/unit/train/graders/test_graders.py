@@ -321,7 +321,8 @@ def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, 
         (1, 5, "1 4.75 5.0", "0.5 5.5"),
         (0, 100, "0 99.5 100", "101 -1"),
         (0.5, 2, "0.5 2 7", "-1"),
-        (-1e6, 1e6, "-1000000 12.5", "1e5"),
+        (0, 1000, "0 0.5 7 70 1000", "007 00 010.5 -1"),
+        (-1e6, 1e6, "-1000000 12.5", "1e5 -01"),
     ],
 )
 def test_a_judge_has_no_room_for_anything_but_its_result_and_reason(
