@@ -184,7 +184,8 @@ def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
         validator = jsonschema.Draft202012Validator(schema, registry=Registry())
         return _refused(validator, items)
     except jsonschema.SchemaError as error:
-        return [(-1, error.message[:500])]
+        place = ".".join(map(str, error.absolute_path))[:200]
+        return [(-1, f"it is no JSON schema{' at ' + place if place else ''}: {error.message[:500]}")]
     except RecursionError:
         return [(-1, "the schema refers to itself without end, or it or an item is nested too deep")]
     except Unresolvable as error:

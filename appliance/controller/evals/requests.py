@@ -326,6 +326,11 @@ def check_sampled(source: Sampled, schema: dict[str, Any]) -> None:
         for place, message in enumerate(source.input_messages.template):
             _check_asked(message.text, schema, f"input_messages.template.{place}.content")
     else:
+        if "{" in source.input_messages.item_reference:
+            raise InvalidGrader(
+                "input_messages.item_reference",
+                "is a template, and names a list of messages: item.messages, without braces",
+            )
         _check_asked(f"{{{{{source.input_messages.item_reference}}}}}", schema, "input_messages.item_reference")
     for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):
         if tool.get("type") != "function":

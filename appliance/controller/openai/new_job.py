@@ -72,10 +72,9 @@ async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -
 async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
     """Of a job that is made later: what `insert_job` and `check_grader` would say of its grader. Raises ApiError."""
     requests.check(body)
-    method, said = requests.method(body), requests.beside_hyperparameters(body)
-    if method.judged_by == "grader" and "grader" in said:
-        param = f"method.{method.name}.grader"
-        await check_code(hosts, grader_of(context, said["grader"], caller, param), caller, param)
+    if requests.method(body).judged_by == "grader":
+        given, param = _who_judges(body)
+        await check_code(hosts, grader_of(context, given, caller, param), caller, param)
 
 
 def _of_wandb(mode: str | None) -> str:
@@ -170,15 +169,8 @@ def _judge(
     method = requests.method(body)
     if not method.judged_by:
         return None
+    given, param = _who_judges(body)
     said, where = requests.beside_hyperparameters(body), f"method.{method.name}"
-    param = f"{where}.{method.judged_by}"
-    if method.judged_by not in said:
-        raise BadRequest(
-            f"Missing required parameter: '{param}', {_MISSING[method.judged_by]}.",
-            param=param,
-            code="missing_required_parameter",
-        )
-    given = said[method.judged_by]
     if method.judged_by == "grader":
         grader = grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)
         form = form_of(said.get("response_format"), f"{where}.response_format")
@@ -192,6 +184,19 @@ def _judge(
         return {"grader": grader, **({"response_format": form} if form else {})}
     student = base_for(context.db, caller, body.model)
     return {"teacher": teacher_of(context, given, student, resolved["max_length"], caller, param)}
+
+
+def _who_judges(body: JobCreate) -> tuple[Any, str]:
+    """What the request says of it, and where. Raises BadRequest: it says nothing."""
+    method, said = requests.method(body), requests.beside_hyperparameters(body)
+    param = f"method.{method.name}.{method.judged_by}"
+    if method.judged_by not in said:
+        raise BadRequest(
+            f"Missing required parameter: '{param}', {_MISSING[method.judged_by]}.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    return said[method.judged_by], param
 
 
 def _seen(file: FileRow) -> auto.DatasetStats:

@@ -304,6 +304,8 @@ class PipelineRunner:
                 job = insert_job(self._context, body, caller)
                 pipelines.update_run(self._db, run.id, job_id=job.id, reason="")
         except BadRequest as error:
+            if error.param == "training_file" or error.param == "validation_file" and "validation" in run.made:
+                raise  # the run's own, of which the file of the pipeline says nothing
             # The box may have become stricter since the file was stored.
             raise _Failed(
                 f"the job was refused: {error.message} Change 'train' in the file of the pipeline {row.name} and put "

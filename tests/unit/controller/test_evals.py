@@ -9,25 +9,29 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import orjson
 import pytest
 
+from appliance.controller.app import create_app
 from appliance.controller.evals import requests, runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading import given as given_
 from appliance.controller.grading import model_answers
 from appliance.controller.grading.given import grader_of
+from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, Principal
+from appliance.store.database import Database
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
 from appliance.store.rows import EvalRunRow
 from appliance.store.upkeep import retention
-from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import ADMIN, Control
-from train.graders.errors import GradingFailed
+from tests.simulator.control_plane import SimulatedEngines, simulated_context
+from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.host import GraderHost
 
 CHECK: Any = {
@@ -1074,3 +1078,25 @@ def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:
     assert requests.sample_of({"output_text": "a"}).output_text == "a"
     assert requests.sample_of({"choices": [{"message": message}]}).output_tools == [{"id": "1"}]
     assert requests.sample_of(None).output_text == requests.sample_of({"foo": "bar"}).output_text == ""
+
+
+def test_a_reference_has_no_braces():
+    said = {"type": "item_reference", "item_reference": "{{ item.messages }}"}
+    source = requests.Sampled.model_validate(asked(input_messages=said))
+    with pytest.raises(InvalidGrader, match="item.messages, without braces"):
+        requests.check_sampled(source, {})
+
+
+async def test_a_runs_report_opens_where_browsers_see_the_box(tmp_path: Path, db: Database):
+    """Behind a proxy or at 0.0.0.0 the box's own address is nothing to them."""
+    context = simulated_context(tmp_path, db, oidc={"box_url": "https://box.example.org/"})
+    app = create_app(context)
+    transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://box/v1", headers=SCOPES) as http,
+    ):
+        body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
+        eval_id = (await http.post("/evals", json=body)).json()["id"]
+        run = (await http.post(f"/evals/{eval_id}/runs", json={"data_source": given(("yes", "yes"))})).json()
+        assert run["report_url"] == f"https://box.example.org/ui#/evals/{eval_id}/{run['id']}"

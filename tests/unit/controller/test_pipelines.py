@@ -383,6 +383,12 @@ async def test_a_step_that_cannot_go_on_says_why(control: Control, events: JobEv
     run = await rounds(control, run.id, 2)
     assert run.state == "failed" and "the loss is not finite" in run.reason and states(run)["train"] == "failed"
     assert states(run)["promote"] == "skipped"
+    answer = await control.http.post(
+        "/v1/files", files={"file": ("x.jsonl", chat_lines(12))}, data={"purpose": "user_data"}, headers=ADMIN
+    )
+    await put(control, data={"file": answer.json()["id"]})
+    run = await rounds(control, await begun(control), 4)
+    assert run.state == "failed" and "expected purpose 'fine-tune'" in run.reason and "'train'" not in run.reason
     key = control.as_key("ann")
     headers = {"x-appliance-key-id": key, "x-appliance-scopes": "inference,fine_tuning"}
     await control.upload(name="day-1.jsonl")
@@ -428,6 +434,7 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
         ({"data": data, "prepare": {"against": "file-x"}}, "No such File"),
         ({"data": data, "prepare": {"split": 0.1}, "train": {**TRAIN, "validation_file": "file-x"}}, "split"),
         ({"data": data, "other": 1}, "other"),
+        ({"data": data, "train": {"model": "starter", "method": {"type": "reinforcement"}}}, "reinforcement.grader'"),
         ({"data": data, "train": rewarded({"type": "python", "source": CODE})}, "grader.name"),
         ({"data": data, "train": rewarded({"type": "python", "name": "n", "source": CODE + "("})}, "is not Python"),
     ):
