@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import yaml
 
-from tests.e2e.box_support import WholeBox, free_port
+from tests.e2e.box_support import WholeBox, free_port, wait_for
 from tests.tools.monitored import MONITORING
 
 
@@ -42,7 +43,16 @@ def prometheus(folder: Path, box: WholeBox, *, tls: bool = False) -> Iterator[st
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
+        wait_for(lambda: _answers(port), "Prometheus")
         yield f"http://127.0.0.1:{port}/api/v1"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
+
+
+def _answers(port: int) -> bool:
+    """While it reads what it has written it listens, and says no more than "Service Unavailable"."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/-/ready").is_success
+    except httpx.TransportError:
+        return False
