@@ -6,7 +6,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.controller.access.naming import is_printable
 from appliance.store.database import Database
@@ -78,25 +78,26 @@ def _summed(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {**row, **{name: row.get(name, 0) + count for name, count in other.items() if type(count) is int}}
 
 
+class Quota(NamedTuple):
+    """left: tokens of the one that has fewest left, None: the key has none. spent_until_s: Unix time at which a used-up
+    one is renewed, None: some is left."""
+
+    left: int | None
+    spent_until_s: float | None
+
+
 def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
-    """Unix time at which this key's used-up quota is renewed, None: some is left.
-
-    Days and months are in UTC."""
-    return max((end_s for left, end_s in _quotas(db, row, now_s) if left <= 0), default=None)
+    """Unix time at which this key's used-up quota is renewed, None: some is left."""
+    return quota_of(db, row, now_s).spent_until_s
 
 
-def quota_left(db: Database, row: KeyRow, now_s: float) -> int | None:
-    """Tokens of the quota that has fewest left, None: the key has none."""
-    return min((left for left, _ in _quotas(db, row, now_s)), default=None)
-
-
-def _quotas(db: Database, row: KeyRow, now_s: float) -> list[tuple[int, float]]:
-    """Of each quota of the key: the tokens that are left, and the Unix time at which it is renewed."""
+def quota_of(db: Database, row: KeyRow, now_s: float) -> Quota:
+    """Of the key's days and months, which are in UTC."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
     next_month = (month + datetime.timedelta(days=32)).replace(day=1)
-    return [
+    each = [
         (limit - usage.tokens_since(db, row.id, begin.timestamp()), end.timestamp())
         for limit, begin, end in (
             (row.tokens_per_day, day, day + datetime.timedelta(days=1)),
@@ -104,6 +105,9 @@ def _quotas(db: Database, row: KeyRow, now_s: float) -> list[tuple[int, float]]:
         )
         if limit is not None
     ]
+    return Quota(
+        min((left for left, _ in each), default=None), max((end_s for left, end_s in each if left <= 0), default=None)
+    )
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:

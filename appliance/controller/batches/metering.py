@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.access.model_access import may_use
-from appliance.controller.access.spending import Spending, quota_left, spent_until_s
+from appliance.controller.access.spending import Spending, quota_of, spent_until_s
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, allow
@@ -101,10 +101,10 @@ class Metering:
         costs is known at its end only: all that engines were at went past the quota. One alone may."""
         if key is None:
             return ""
-        until_s = spent_until_s(self._db, key, time.time())
+        left, until_s = quota_of(self._db, key, time.time())
         if until_s is not None:
             return f"the quota of tokens of its key is used up until {_moment(until_s)}"
-        most, left = 0, quota_left(self._db, key, time.time())
+        most = 0
         if left is not None:
             most = asked()
             under_way = sum(sum(lines.values()) for lines in self._at_engines.get(key.id, {}).values())
