@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,6 +31,9 @@ NO_ANSWER = "does not answer"
 _WATCHED = pynvml.nvmlEventTypeXidCriticalError
 _CONTROL = Path("/dev/nvidiactl")
 ONE_COMPILER = "HUMMING_DISABLE_PARALLEL_BUILD"
+LIBRARY_PATH = "LD_LIBRARY_PATH"
+NVRTC_BUILTINS = "nvidia/*/lib/libnvrtc-builtins.so.*"
+"""Below a folder of packages."""
 _NO_DRIVER = (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission)
 _NOT_REPORTED = (
     pynvml.NVMLError_NotSupported,
@@ -170,6 +174,13 @@ class Cuda(TorchCuda):
         # It also has kernels compiled one after the other (humming/utils/cpu.py): of a model of 30 MB in 4 bits on an
         # H200 they had not ended after two minutes, with 16 processors of which 15 did nothing.
         os.environ.pop(ONE_COMPILER, None)
+        # Each is compiled by a program that loads NVRTC by its path (humming/csrc/nvrtc_compile.cpp). NVRTC then looks
+        # for a second library by its name alone, which without an installed CUDA is among the packages, where nobody
+        # looks: no kernel could be compiled, and no such engine started.
+        found = {str(file.parent) for entry in sys.path for file in Path(entry).glob(NVRTC_BUILTINS)}
+        if found:
+            own = os.environ.pop(LIBRARY_PATH, "")
+            os.environ[LIBRARY_PATH] = ":".join(filter(None, (own, *sorted(found))))
 
     def library_environment(self, caches: Path) -> dict[str, str]:
         return {
