@@ -8,12 +8,13 @@ GPUs. This module corrects three CPU bugs in it, each reproduced on vLLM 0.32:
 And one on any device: what a whole model makes of its weights once they are loaded (DeepSeek V4) stayed the first
 version's, because the first load alone calls for it (process_weights_after_loading in
 vllm/model_executor/model_loader/utils.py). serve.load.remade_experts mends another.
-And two on GPUs, of biases, which the reload leaves in their layers as Marlin's kernels laid them out:
+And on GPUs two of biases, which the reload leaves in their layers as kernels laid them out:
 - those of layers in 4 bits (Qwen2.5 as AWQ or GPTQ before Hopper) lie in other memory after it, while captured graphs
   read where they were: vllm/model_executor/kernels/linear/mixed_precision/marlin.py;
-- those of layers in FP8 before Ada and in FP4 before Blackwell are replaced by parameters that do not know which part
-  of them a stored one is, so that no version can be loaded: marlin_utils_fp8.py and marlin_utils_fp4.py in
-  vllm/model_executor/layers/quantization/utils.
+- others are replaced by parameters that do not know which part of them a stored one is, or filled up to a length that
+  the kernel wants, so that no version can be loaded: FP8 before Ada and FP4 before Blackwell (marlin_utils_fp8.py and
+  marlin_utils_fp4.py in vllm/model_executor/layers/quantization/utils), and what Humming computes, to a multiple of 256
+  (utils/humming/linear.py there).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
+    initialize_online_processing,
 )
 
 from runtime.devices.kinds import of_torch
@@ -49,8 +51,8 @@ def load_layerwise(
     with nullcontext() if on_host else _where_it_was(model):
         try:
             with with_experts(model, model_config.dtype, device):
-                _make_biases_loadable(model)
                 initialize_layerwise_reload(model)
+                _make_biases_loadable(model)
                 with disable_mtp_completeness_check(), torch.no_grad():
                     model.load_weights(source.tensors())
                 finalize_layerwise_reload(model, model_config)
@@ -65,14 +67,16 @@ def load_layerwise(
 
 
 def _make_biases_loadable(model: torch.nn.Module) -> None:
-    """Tell biases that replaced a layer's first ones what the layer told those."""
+    """Give layers whose bias is not as stored any more one to load, in a reload that has begun and remembers theirs."""
     for layer in model.modules():
-        if (
-            isinstance(layer, LinearBase)
-            and (bias := getattr(layer, "bias", None)) is not None
-            and not hasattr(bias, "output_dim")
-        ):
-            bias.output_dim, bias.weight_loader = 0, layer.weight_loader
+        if not isinstance(layer, LinearBase) or (laid_out := getattr(layer, "bias", None)) is None:
+            continue
+        stored = laid_out.new_zeros(sum(layer.output_partition_sizes))
+        if hasattr(laid_out, "output_dim") and laid_out.shape == stored.shape:
+            continue
+        layer.bias = torch.nn.Parameter(stored, requires_grad=False)
+        layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
+        initialize_online_processing(layer)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 from vllm import device_allocator
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import AllocationData
@@ -375,15 +376,20 @@ class InEightBits(LaidOut):
         stored = layer.bias
         marlin_utils_fp8.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
         if self.in_four:  # as prepare_fp4_layer_for_marlin has it
-            layer.bias = torch.nn.Parameter(marlin_utils.marlin_permute_bias(stored), requires_grad=False)
+            layer.bias = torch.nn.Parameter(as_marlin_has_it(stored), requires_grad=False)
 
 
+def as_marlin_has_it(bias):
+    return marlin_utils.marlin_permute_bias(pad(bias, (0, -len(bias) % 64)))
+
+
+@pytest.mark.parametrize("head", [64, 24])  # 96 values are filled up to 128
 @pytest.mark.parametrize("in_four", [False, True])
-def test_a_version_is_loaded_where_a_kernel_replaced_the_bias_of_a_layer(monkeypatch, in_four):
+def test_a_version_is_loaded_where_a_kernel_replaced_the_bias_of_a_layer(monkeypatch, in_four, head):
     """Qwen2.5 in FP8 on an A100, in NVFP4 on Hopper: a wake failed at the first stored bias."""
     monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
     with set_current_vllm_config(VllmConfig()):
-        layer = QKVParallelLinear(64, 64, 2, 1, params_dtype=torch.bfloat16, disable_tp=True)
+        layer = QKVParallelLinear(128, head, 2, 1, params_dtype=torch.bfloat16, disable_tp=True)
     layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
     record_metadata_for_reloading(layer)
     layer.quant_method = InEightBits(monkeypatch, in_four=in_four)
@@ -394,15 +400,15 @@ def test_a_version_is_loaded_where_a_kernel_replaced_the_bias_of_a_layer(monkeyp
         (tensor_of := getattr(layer, name)).weight_loader(tensor_of, tensor, shard) for name, shard, tensor in named
     ]
     for _ in range(2):
-        rows = {"q": 128, "k": 64, "v": 64}
+        rows = {"q": 2 * head, "k": head, "v": head}
         biases = {shard: torch.rand(size).bfloat16() for shard, size in rows.items()}
         stored = [
-            *(("weight", shard, torch.rand(size, 64).to(torch.float8_e4m3fn)) for shard, size in rows.items()),
+            *(("weight", shard, torch.rand(size, 128).to(torch.float8_e4m3fn)) for shard, size in rows.items()),
             *(("bias", shard, bias) for shard, bias in biases.items()),
         ]
         version = SimpleNamespace(tensors=lambda stored=stored: iter(stored))
         load_layerwise(model, SimpleNamespace(dtype=torch.bfloat16), version, torch.device("cuda"))
-        assert torch.equal(graphs_read, marlin_utils.marlin_permute_bias(torch.cat([*biases.values()])))
+        assert torch.equal(graphs_read, as_marlin_has_it(torch.cat([*biases.values()])))
         assert layer.bias.data_ptr() == graphs_read.data_ptr()
 
 
