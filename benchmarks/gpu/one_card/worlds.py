@@ -32,6 +32,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+FIRST = 8  # steps, in which a fault shows and rounding has not grown
 CASES = {
     # Full training, each stage; snapshot at size 2, resumed at 1 and back at 2.
     "zero1": {"zero_stage": 1},
@@ -91,14 +92,18 @@ async def moved(shop: Workshop, name: str, fields: dict) -> None:
         losses |= world.losses()
         if twice:
             print(f"{name}: WRONG, steps {twice} were done twice")
-    worst = max(abs(losses.get(step, 9e9) - loss) / loss for step, loss in reference.items())
+    apart = {step: abs(losses.get(step, 9e9) - loss) / loss for step, loss in reference.items()}
+    worst, first = max(apart.values()), max(apart[step] for step in sorted(apart)[:FIRST])
     learns = losses[max(losses)] < losses[1]
-    # Rows cut in two are summed in another order, which bf16 rounds: 0.09 once on an H100, 8e-6 in float32.
-    most = 0.15 if "tensor_parallel" in fields and spec.precision == "bf16" else 1e-3
-    fine = losses.keys() == reference.keys() and worst < most and learns
+    # Rows cut in two are summed in another order, and what that rounds otherwise grows with the steps: in float32 to
+    # 3e-2 in 79 of them, as does half a bit of the starting weights on one rank.
+    most, at_first = 1e-3, 1e-3
+    if "tensor_parallel" in fields:
+        most, at_first = 0.15, 0.15 if spec.precision == "bf16" else 1e-4
+    fine = losses.keys() == reference.keys() and worst < most and first < at_first and learns
     print(
-        f"{name}: sizes {sizes}, loss {losses[1]:.3f} to {losses[max(losses)]:.3f}, worst difference {worst:.1e}, "
-        f"{time.monotonic() - began_s:.0f} s: {'ok' if fine else 'differs'}",
+        f"{name}: sizes {sizes}, loss {losses[1]:.3f} to {losses[max(losses)]:.3f}, worst difference {worst:.1e}, of "
+        f"the first {FIRST} steps {first:.1e}, {time.monotonic() - began_s:.0f} s: {'ok' if fine else 'differs'}",
         flush=True,
     )
 
