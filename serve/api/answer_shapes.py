@@ -3,7 +3,8 @@ calls of tools in OpenAI's chat.
 
 Anthropic's (https://docs.anthropic.com/en/api/messages): ids begin with `msg_`, those of calls with `toolu_`; a
 conversation that ends with the assistant's own text is continued from there; `thinking` asks nothing of a model that
-vLLM sees no reasoning of, as clients set it for every model. OpenAI's: a stream of /v1/responses that
+vLLM sees no reasoning of, as clients set it for every model; the `input` of a call that is cut has what was written of
+it. OpenAI's: a stream of /v1/responses that
 `max_output_tokens` cut off ends with `response.incomplete`; null is OpenAI's default for `background` and `truncation`,
 where vLLM fails once the answer is complete; ids of calls begin with `call_`; `tool_choice` of an answer without tools
 is OpenAI's default "auto", where vLLM writes "none". In chat, the `content` beside a call that the client demanded
@@ -22,6 +23,7 @@ from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any, Literal
 
+from pydantic_core import from_json
 from vllm.entrypoints.anthropic import protocol as anthropic
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -111,9 +113,20 @@ def _own_call_ids(convert: Callable[..., Any]) -> Callable[..., Any]:
         for call in answer.choices[0].message.tool_calls:
             if call.id.startswith(_CALL_ID):  # else it is one of the model's own, which its template reads again
                 call.id = _TOOL_USE_ID + call.id.removeprefix(_CALL_ID)
+            if answer.choices[0].finish_reason == "length":
+                call.function.arguments = _as_far_as_they_go(call.function.arguments)
         return convert(self, answer)
 
     return run
+
+
+def _as_far_as_they_go(arguments: str) -> str:
+    """An object of what is there: vLLM reads it for the `input`, and its converter fails at one that a limit cut."""
+    try:
+        read = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        read = None
+    return json.dumps(read if isinstance(read, dict) else {})
 
 
 def _continues(build: Callable[..., Any]) -> Callable[..., Any]:

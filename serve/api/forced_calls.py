@@ -1,26 +1,181 @@
-"""A call that a request forces has arguments of the tool's schema.
+"""Calls of tools that vLLM leaves open or loses: one that a request forces, and one that its limit of tokens cuts.
 
 vLLM holds arguments to their schema only for tools with `strict: true`, or for all tools of all requests
 (`--tool-strict-level parameter`). A small model that had to call `get_weather(city)` wrote a list of schemas. Where a
 client forces the call ("required", or one function by name), the gateway has measured what the grammar costs
 (appliance.gateway.payload.structure); where the model may choose, it has not, and `strict` decides as in vLLM.
+
+A call that is cut has no end, and vLLM's parsers of whole answers then find none: what the model wrote of it became the
+`content`, where OpenAI gives the call with the arguments as far as they go, and the finish reason "length" (Responses:
+an item that is `incomplete`). Parsers of streams take calls without an end, so a cut answer is read by them. One that a
+stop sequence cuts stays as it is: its reason would be the tools, and a client would run what is not whole.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from typing import Any
 
+from vllm.entrypoints.generate.base.protocol import FunctionCall
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.parser import abstract_parser
+from vllm.parser.abstract_parser import DelegatingParser
 from vllm.tool_parsers import structural_tag_registry
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+_CUT = "length"
+_PIECES, _MOST_CALLS = 16, 128
+"""Of a cut answer, when a parser of streams reads it again: each look takes as long as the answer is. The second is
+OpenAI's limit of tools: a parser that never says None is left after them."""
+
+_cut_texts: ContextVar[frozenset[str]] = ContextVar("cut_texts", default=frozenset())
+"""The answers of the request that is being answered which its limit cut: no parser is told."""
+_is_cut: ContextVar[bool] = ContextVar("is_cut", default=False)
+"""Whether the one that is being read is among them; its parser gets what is left of it after the reasoning."""
 
 
 def apply() -> None:
     seen = structural_tag_registry.resolve_tool_strictness
 
     def resolve(tools: Any, tool_choice: Any, strict_level: ToolStrictLevel) -> Any:
-        forced = tool_choice not in ("auto", "none", None)
-        return seen(tools, tool_choice, ToolStrictLevel.PARAMETER if forced else strict_level)
+        return seen(tools, tool_choice, ToolStrictLevel.PARAMETER if _forces(tool_choice) else strict_level)
 
     structural_tag_registry.resolve_tool_strictness = resolve
     abstract_parser.resolve_tool_strictness = resolve
+    read_cut_calls()
+    chat, responses = OpenAIServingChat, OpenAIServingResponses
+    chat.chat_completion_full_generator = _says_cut(chat.chat_completion_full_generator)
+    responses._make_response_output_items = _incomplete_items(responses._make_response_output_items)
+    responses._process_simple_streaming_events = _incomplete_events(responses._process_simple_streaming_events)
+
+
+def read_cut_calls() -> None:
+    DelegatingParser.parse = _knows_cut(DelegatingParser.parse)
+    DelegatingParser._extract_tool_calls = _with_cut_calls(DelegatingParser._extract_tool_calls)
+
+
+def _forces(tool_choice: Any) -> bool:
+    return tool_choice not in ("auto", "none", None)
+
+
+def _knows_cut(parse: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse)
+    def run(self: DelegatingParser, model_output: str, *args: Any, **kwargs: Any) -> Any:
+        _is_cut.set(model_output in _cut_texts.get())
+        return parse(self, model_output, *args, **kwargs)
+
+    return run
+
+
+def _with_cut_calls(extract: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(extract)
+    def run(
+        self: DelegatingParser, content: str | None, request: Any, enable_auto_tools: bool = False
+    ) -> tuple[list[FunctionCall] | None, str | None]:
+        calls, text = extract(self, content, request, enable_auto_tools)
+        forced = _forces(request.tool_choice)
+        called = request.tools and request.tool_choice != "none" and (forced or enable_auto_tools)
+        if calls or not content or not called or not _is_cut.get() or self._tool_parser is None:
+            return calls, text
+        begun, beside = _begun_calls(self, content, request)
+        return (begun, beside) if begun or forced else (calls, text)
+
+    return run
+
+
+def _begun_calls(parser: DelegatingParser, written: str, request: Any) -> tuple[list[FunctionCall], str | None]:
+    """What the parser of streams makes of it, and the text beside the calls."""
+    used = parser._tool_parser
+    calls, beside = dict[int, FunctionCall](), ""
+    parser._tool_parser = type(used)(parser.model_tokenizer, used.tools)  # one holds what it has read
+    encode = parser.model_tokenizer.encode
+    try:
+        # Some give a call's name first and its arguments with what comes next, so it comes in pieces; and they are
+        # asked on until they have nothing more: a piece may begin several calls, of which some give one at a time.
+        size = max(1, -(-len(written) // _PIECES))
+        text, ids, named, end = "", list[int](), False, 0
+        for _ in range(_PIECES + 2 * _MOST_CALLS):
+            new = written[end : end + size]
+            new_ids = encode(new, add_special_tokens=False) if new else []
+            delta, named = parser._extract_tool_calls_streaming(
+                text, text + new, new, ids, ids + new_ids, new_ids, request, function_name_returned=named
+            )
+            if delta is None and not new:
+                break
+            text, ids, end = text + new, ids + new_ids, end + size
+            beside += (delta and delta.content) or ""
+            for piece in delta.tool_calls if delta else ():
+                call = calls.setdefault(piece.index, FunctionCall(id=None, name="", arguments=""))
+                call.id = call.id or piece.id
+                call.name = call.name or (piece.function and piece.function.name) or ""
+                call.arguments += (piece.function and piece.function.arguments) or ""
+    finally:
+        parser._tool_parser = used
+    return [call for _, call in sorted(calls.items()) if call.name], beside or None
+
+
+def _says_cut(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM names the tools as reason for the end of an answer that called one, cut or not; in a stream it does not."""
+
+    @functools.wraps(answer)
+    async def run(self: OpenAIServingChat, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+        cut = set[int]()
+
+        async def noted() -> AsyncGenerator[Any, None]:
+            async for result in results:
+                outputs = [output for output in result.outputs if output.finish_reason == _CUT]
+                cut.update(output.index for output in outputs)
+                _cut_texts.set(frozenset(output.text for output in outputs))
+                yield result
+
+        made = await answer(self, request, noted(), *args, **kwargs)
+        for choice in getattr(made, "choices", ()):  # an error has none
+            if choice.index in cut:
+                choice.finish_reason = _CUT
+        return made
+
+    return run
+
+
+def _incomplete_items(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def run(self: OpenAIServingResponses, request: Any, final_output: Any, *args: Any, **kwargs: Any) -> Any:
+        cut = final_output.finish_reason == _CUT
+        _cut_texts.set(frozenset((final_output.text,) if cut else ()))
+        items = make(self, request, final_output, *args, **kwargs)
+        if cut and items:
+            _mark_incomplete(items[-1])
+        return items
+
+    return run
+
+
+def _incomplete_events(process: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(process)
+    async def run(
+        self: OpenAIServingResponses, request: Any, sampling_params: Any, results: Any, context: Any, *rest: Any
+    ) -> AsyncGenerator[Any, None]:
+        held = None  # an item's end: whether it is the last one is known when nothing follows
+        async for event in process(self, request, sampling_params, results, context, *rest):
+            if held is not None:
+                yield held
+                held = None
+            if event.type == "response.output_item.done":
+                held = event
+            else:
+                yield event
+        if held is not None:
+            last = context.last_output
+            if last is not None and last.outputs and last.outputs[0].finish_reason == _CUT:
+                _mark_incomplete(held.item)
+            yield held
+
+    return run
+
+
+def _mark_incomplete(item: Any) -> None:
+    if hasattr(item, "status"):  # a call of a custom tool has none
+        item.status = "incomplete"

@@ -70,20 +70,36 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
         "city"
     ] in ("Bern", "Rome")
 
-    called = await sdk.chat.completions.create(
-        model="starter",
-        messages=[{"role": "user", "content": "weather?"}],
-        tools=[{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}],
-        tool_choice={"type": "function", "function": {"name": "weather"}},
-        max_tokens=60,
-        temperature=0,
-    )
-    if called.choices[0].finish_reason == "length":  # blanks without end, which JSON allows and the starter likes
-        assert "".join(called.choices[0].message.content.split()).startswith(
-            '<tool_call>{"name":"weather","arguments":{'
-        )
-    else:
-        assert called.choices[0].message.tool_calls[0].function.name == "weather"
+    forced = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "temperature": 0}
+    forced |= {"tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]}
+    asked = [{"role": "user", "content": "weather?"}]
+    # The first is cut by its limit; the other may be, of blanks without end, which JSON allows and the starter likes.
+    for most in (30, 60):
+        called = await sdk.chat.completions.create(model="starter", messages=asked, max_tokens=most, **forced)
+        (choice,) = called.choices
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather" and choice.message.content is None
+        assert most == 60 or choice.finish_reason == "length"
+        arguments, why = "", None
+        async for part in await sdk.chat.completions.create(
+            model="starter", messages=asked, max_tokens=most, stream=True, **forced
+        ):
+            assert not part.choices[0].delta.content
+            for piece in part.choices[0].delta.tool_calls or []:
+                arguments += piece.function.arguments or ""
+            why = part.choices[0].finish_reason or why
+        assert why == choice.finish_reason
+        assert arguments.strip() == call.function.arguments.strip() or why != "length"
+    flat = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
+    common = {"model": "starter", "input": "weather?", "max_output_tokens": 30, "tools": flat, "temperature": 0}
+    cut = await sdk.responses.create(**common, tool_choice={"type": "function", "name": "weather"})
+    assert [(item.type, item.status) for item in cut.output] == [("function_call", "incomplete")]
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    last = None
+    async for event in await sdk.responses.create(**common, tool_choice="required", stream=True):
+        last = event
+    assert last.type == "response.incomplete"
+    assert [(item.type, item.status) for item in last.response.output] == [("function_call", "incomplete")]
     auto = await sdk.chat.completions.create(
         model="starter",
         messages=[{"role": "user", "content": "weather?"}],

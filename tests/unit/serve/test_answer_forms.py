@@ -164,3 +164,13 @@ def test_ids_of_a_whole_answer(monkeypatch):
     told = convert(SimpleNamespace(), ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={}))
     assert (told.id, told.stop_reason) == ("msg_9", "tool_use")
     assert [block.id for block in told.content] == ["toolu_1", "functions.f:1"], "the last one is the model's own"
+    assert [block.input for block in told.content] == [{"a": 1}, {"a": 1}]
+
+
+@pytest.mark.parametrize(("cut", "told"), [('{"a": 1, "city": "Par', {"a": 1, "city": "Par"}), ("", {}), ("[", {})])
+def test_a_cut_call_of_anthropics_form_has_what_was_written_of_its_input(cut, told):
+    call = {**CALL, "function": {"name": "f", "arguments": cut}}
+    choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [call]}, "finish_reason": "length"}
+    convert = answer_shapes._own_call_ids(AnthropicServingMessages.messages_full_converter)
+    made = convert(SimpleNamespace(), ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={}))
+    assert (made.stop_reason, made.content[0].input) == ("max_tokens", told)
