@@ -27,7 +27,7 @@ from appliance.controller.evals.requests import (
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading.given import check_code, grader_of
 from appliance.controller.http import idempotency
-from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.paging import After, Order, WholeLimit, list_object
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
@@ -42,7 +42,6 @@ from train.graders.host import WorkerBroke
 from train.graders.hosts import GraderHosts
 
 ROUTE, RUNS_ROUTE = "evals", "evals.runs"
-Order = Annotated[Literal["asc", "desc"], Query()]
 RunStatus = Annotated[Literal["queued", "in_progress", "completed", "canceled", "failed"] | None, Query()]
 ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 
@@ -109,7 +108,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     def list_evals(
         caller: Caller,
         after: After = None,
-        limit: Limit = 20,
+        limit: WholeLimit = 20,
         order: Order = "asc",
         order_by: Annotated[Literal["created_at", "updated_at"], Query()] = "created_at",
     ) -> dict[str, Any]:
@@ -172,7 +171,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         eval_id: str,
         caller: Caller,
         after: After = None,
-        limit: Limit = 20,
+        limit: WholeLimit = 20,
         order: Order = "asc",
         status: RunStatus = None,
     ) -> Response:
@@ -217,7 +216,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         run_id: str,
         caller: Caller,
         after: After = None,
-        limit: Limit = 20,
+        limit: WholeLimit = 20,
         order: Order = "asc",
         status: ItemStatus = None,
     ) -> dict[str, Any]:

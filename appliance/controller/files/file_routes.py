@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from anyio import to_thread
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart, storage
 from appliance.controller.http import idempotency, views
-from appliance.controller.http.paging import After, list_object
+from appliance.controller.http.paging import After, FilesLimit, Order, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -79,8 +79,8 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_files(
         caller: Caller,
         after: After = None,
-        limit: Annotated[int, Query(ge=0, le=10_000)] = 10_000,
-        order: Literal["asc", "desc"] = "desc",
+        limit: FilesLimit = 10_000,
+        order: Order = "desc",
         purpose: Annotated[str | None, Query(max_length=64)] = None,
     ) -> dict[str, Any]:
         page = files.page(

@@ -10,7 +10,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.gates.views import gate_object
-from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.paging import After, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -31,7 +31,7 @@ def routes(context: ControllerContext, runner: GateRunner) -> APIRouter:
 
     @router.get("")
     def list_gates(
-        caller: Caller, after: After = None, limit: Limit = 20, model: Name = None, job_id: Name = None
+        caller: Caller, after: After = None, limit: WholeLimit = 20, model: Name = None, job_id: Name = None
     ) -> dict[str, Any]:
         page = gates.page(db, viewer=caller.viewer, model=model, job_id=job_id, after=after, limit=limit)
         return list_object(page, lambda row: gate_object(row, caller))

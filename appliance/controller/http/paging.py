@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Query
 
@@ -11,7 +11,13 @@ from appliance.store.database import Page
 
 Row = TypeVar("Row")
 After = Annotated[str | None, Query(max_length=256)]
-Limit = Annotated[int, Query(ge=0, le=10_000)]
+Order = Annotated[Literal["asc", "desc"], Query()]
+# OpenAI's bounds where it names one: up to 100, of files up to 10,000. Where it takes 0, that asks only whether there
+# is something. Scripts ask for 1,000 of its other lists (fine-tuning, evals), as of ours: a page ends earlier by its size.
+# Arguments that a list does not know are ignored, as OpenAI ignores them (Azure's clients send `api-version` with all).
+Limit = Annotated[int, Query(ge=0, le=100)]
+FilesLimit = Annotated[int, Query(ge=1, le=10_000)]
+WholeLimit = Annotated[int, Query(ge=0, le=10_000)]
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 
 

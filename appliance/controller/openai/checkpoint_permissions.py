@@ -15,7 +15,7 @@ from pydantic import Field, StringConstraints
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import views
-from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.paging import After, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import NotFound, shown
@@ -67,7 +67,7 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_permissions(
         name: str,
         after: After = None,
-        limit: Limit = 10,
+        limit: WholeLimit = 10,
         order: Literal["ascending", "descending"] = "descending",
         project_id: Annotated[str | None, Query(max_length=128)] = None,
     ) -> dict[str, Any]:

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.paging import After
+from appliance.controller.http.paging import After, Limit, Order
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
@@ -24,8 +24,6 @@ from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.rows import ResponseRow
 
-Limit = Annotated[int, Query(ge=0, le=100)]
-Order = Annotated[Literal["asc", "desc"], Query()]
 _METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
 _MOST_ASKED = 16
 

@@ -14,7 +14,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
 from appliance.controller.http import idempotency, views
-from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.paging import After, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -59,7 +59,7 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
         return shown_job(row, caller)
 
     @router.get("")
-    def list_jobs(request: Request, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_jobs(request: Request, caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
         metadata, null_metadata = _metadata_filter(request)
         page = jobs.page(
             db, viewer=caller.viewer, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata
@@ -85,7 +85,7 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
         return shown_job(ask(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
-    def events(job_id: str, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def events(job_id: str, caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
         known_job(context, job_id, caller)
         return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
 
@@ -97,7 +97,7 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
         return storage.errors_object(*lines_of(reversed(events)))
 
     @router.get("/{job_id}/checkpoints")
-    def checkpoints(job_id: str, caller: Caller, after: After = None, limit: Limit = 10) -> dict[str, Any]:
+    def checkpoints(job_id: str, caller: Caller, after: After = None, limit: WholeLimit = 10) -> dict[str, Any]:
         known_job(context, job_id, caller)
         page = job_records.page_checkpoints(db, job_id, after=after, limit=limit)
         return list_object(page, views.checkpoint_object)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
@@ -18,7 +18,7 @@ from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.batches.background_responses import KEY_REVOKED, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
-from appliance.controller.http.paging import After
+from appliance.controller.http.paging import After, Limit, Order
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
@@ -31,7 +31,6 @@ from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 
 ROUTE = "responses"
-Limit = Annotated[int, Query(ge=0, le=100)]
 
 # Turns whose text has the id of a cursor somewhere else than as an item's id: 2 ms each.
 _MOST_PARSED_IN_VAIN = 16
@@ -109,7 +108,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         caller: Caller,
         after: After = None,
         limit: Limit = 20,
-        order: Literal["asc", "desc"] = "desc",
+        order: Order = "desc",
     ) -> Response:
         await stored.find(response_id, caller.viewer)  # it may be on its way
         asked = partial(_input_items, stored, response_id, caller.viewer, after, limit, newest_first=order == "desc")

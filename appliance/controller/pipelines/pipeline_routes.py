@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path
 
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.paging import After, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import whose
@@ -75,7 +75,7 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner, hosts: Grader
         return view(known(row.id, caller), caller)
 
     @router.get("")
-    def list_pipelines(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_pipelines(caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
         page = pipelines.page(db, viewer=caller.viewer, after=after, limit=limit)
         return list_object(page, lambda row: view(row, caller))
 
@@ -105,7 +105,7 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner, hosts: Grader
         return run_object(context, runner.begin(known(name, caller), "request"), caller)
 
     @router.get("/{name}/runs")
-    def list_runs(name: Name, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_runs(name: Name, caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
         row = known(name, caller)
         page = pipelines.page_runs(db, row.id, viewer=caller.viewer, after=after, limit=limit)
         return list_object(page, lambda one: run_object(context, one, caller))

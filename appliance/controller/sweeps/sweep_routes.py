@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Request
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
-from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.paging import After, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.views import whose
 from appliance.controller.interfaces.errors import LimitReached, NotFound, shown
@@ -66,7 +66,7 @@ def routes(context: ControllerContext, runner: SweepRunner, hosts: GraderHosts) 
         return sweep_object(context, row, caller)
 
     @router.get("")
-    def list_sweeps(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    def list_sweeps(caller: Caller, after: After = None, limit: WholeLimit = 20) -> dict[str, Any]:
         page = sweeps.page(db, viewer=caller.viewer, after=after, limit=limit)
         return list_object(page, lambda row: sweep_object(context, row, caller))
 

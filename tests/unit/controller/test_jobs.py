@@ -485,6 +485,35 @@ async def test_bad_pagination_is_named(control: Control, query: str):
         assert len(error["message"]) < 600
 
 
+@pytest.mark.parametrize(
+    ("path", "query", "told"),
+    [
+        (
+            "/v1/batches",
+            "limit=101",
+            "Invalid 'limit': integer above maximum value. Expected a value <= 100, but got 101",
+        ),
+        ("/v1/chat/completions", "limit=101", "integer above maximum value. Expected a value <= 100, but got 101"),
+        (
+            "/v1/files",
+            "limit=0",
+            "Invalid 'limit': integer below minimum value. Expected a value >= 1, but got 0 instead.",
+        ),
+        ("/v1/batches", "limit=-1", "Invalid 'limit': integer below minimum value. Expected a value >= 0, but got -1"),
+        ("/v1/batches", "limit=0", None),
+        ("/v1/fine_tuning/jobs", "limit=1000&api-version=2024-10-21", None),
+        ("/v1/evals", "limit=1000", None),
+    ],
+)
+async def test_a_list_is_as_long_as_openai_allows(control: Control, path: str, query: str, told: str | None):
+    answer = await control.http.get(f"{path}?{query}")
+    if told is None:
+        assert (answer.status_code, answer.json()["object"]) == (200, "list")
+    else:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "limit") and told in error["message"]
+
+
 async def test_an_event_of_another_job_is_no_cursor(control: Control):
     first, second = await control.job(), await control.job()
     foreign = (await control.sdk.fine_tuning.jobs.list_events(second)).data[0].id

@@ -34,7 +34,7 @@ class Request:
 # it; a page behind the oldest row is as cheap as the first.
 LISTS: dict[str, list[str]] = {
     "/v1/files": [WHOLE, "purpose=evals", "purpose=batch", "order=asc", "after={file-1}"],
-    "/v1/batches": [WHOLE, "after={batch-1}"],
+    "/v1/batches": ["limit=100", "after={batch-1}"],
     "/v1/fine_tuning/jobs": [
         WHOLE,
         "metadata=null",
