@@ -13,7 +13,7 @@ Row = TypeVar("Row")
 After = Annotated[str | None, Query(max_length=256)]
 Order = Annotated[Literal["asc", "desc"], Query()]
 # OpenAI's bounds where it names one: up to 100, of files up to 10,000. Where it takes 0, that asks only whether there
-# is something. Scripts ask for 1,000 of its other lists (fine-tuning, evals), as of ours: a page ends earlier by its size.
+# is something. Scripts ask its other lists (fine-tuning, evals) for 1,000, and so may ours be: a page ends by its size.
 # Arguments that a list does not know are ignored, as OpenAI ignores them (Azure's clients send `api-version` with all).
 Limit = Annotated[int, Query(ge=0, le=100)]
 FilesLimit = Annotated[int, Query(ge=1, le=10_000)]
