@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 32
+USUAL_GROUP = 128  # in most models that people use; on Hopper another kernel computes them
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
@@ -30,16 +32,16 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def _grouped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values 0 to 15 around 8 (out, in), scales (out, in / GROUP) in float16, and the weight they mean."""
-    groups = weight.float().view(weight.shape[0], -1, GROUP)
+def _grouped(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values 0 to 15 around 8 (out, in), scales (out, in / size) in float16, and the weight they mean."""
+    groups = weight.float().view(weight.shape[0], -1, size)
     scales = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
     values = (groups / scales).round().clamp(-8, 7)
     return (values + 8).view_as(weight).int(), scales[..., 0].half(), (values * scales).view_as(weight)
 
 
-def w4a16(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, scales, means = _grouped(weight)
+def w4a16(weight: torch.Tensor, size: int) -> tuple[Tensors, torch.Tensor]:
+    values, scales, means = _grouped(weight, size)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {"weight_packed": _packed(values), "weight_scale": scales, "weight_shape": shape}, means
 
@@ -50,18 +52,18 @@ def w8a8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales
 
 
-def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, scales, means = _grouped(weight)
+def awq(weight: torch.Tensor, size: int) -> tuple[Tensors, torch.Tensor]:
+    values, scales, means = _grouped(weight, size)
     turned = values.t().reshape(weight.shape[1], -1, 8)[..., AWQ_ORDER].reshape(weight.shape[1], -1)
-    zeros = torch.full((weight.shape[1] // GROUP, weight.shape[0]), 8)
+    zeros = torch.full((weight.shape[1] // size, weight.shape[0]), 8)
     return {"qweight": _packed(turned), "qzeros": _packed(zeros), "scales": scales.t()}, means
 
 
-def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, scales, means = _grouped(weight)
-    zeros = torch.full((weight.shape[1] // GROUP, weight.shape[0]), 7)  # stored less one
+def gptq(weight: torch.Tensor, size: int) -> tuple[Tensors, torch.Tensor]:
+    values, scales, means = _grouped(weight, size)
+    zeros = torch.full((weight.shape[1] // size, weight.shape[0]), 7)  # stored less one
     stored = {"qweight": _packed(values).t(), "qzeros": _packed(zeros), "scales": scales.t()}
-    return stored | {"g_idx": (torch.arange(weight.shape[1]) // GROUP).int()}, means
+    return stored | {"g_idx": (torch.arange(weight.shape[1]) // size).int()}, means
 
 
 def fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -79,9 +81,8 @@ def fp8_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": values.view(out, inner), "weight_scale_inv": scales[:, 0, :, 0]}, means
 
 
-def _compressed(form: str, bits: int, strategy: str, activations: dict[str, Any] | None) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": False}
-    weights |= {"group_size": GROUP} if strategy == "group" else {}
+def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    weights = {"type": "int", "symmetric": True, "dynamic": False} | weights
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -94,23 +95,30 @@ def _compressed(form: str, bits: int, strategy: str, activations: dict[str, Any]
 
 
 _PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-_FOUR_BITS = {"bits": 4, "group_size": GROUP}
-FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
-    "w4a16": (w4a16, _compressed("pack-quantized", 4, "group", None)),
-    "w8a8": (w8a8, _compressed("int-quantized", 8, "channel", _PER_TOKEN)),
-    "awq": (awq, {"quant_method": "awq", "zero_point": True, "version": "gemm"} | _FOUR_BITS),
-    "gptq": (gptq, {"quant_method": "gptq", "desc_act": False, "sym": True} | _FOUR_BITS),
-    "fp8": (fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
-    "fp8-blocks": (
-        fp8_blocks,
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    ),
-}
 
 
-def write(source: Path, form: str, quantised: Path, means: Path) -> None:
-    """The plain checkpoint `source` in the format `form` at `quantised`, and at `means` as plain weights again."""
-    quantise, config = FORMATS[form]
+def _formats(size: int) -> dict[str, tuple[Quantise, dict[str, Any]]]:
+    """By name; those in 4 bits with groups of `size`."""
+    four_bits = {"bits": 4, "group_size": size}
+    packed = {"num_bits": 4, "strategy": "group", "group_size": size}
+    fp8_dynamic = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    return {
+        "w4a16": (partial(w4a16, size=size), _compressed("pack-quantized", packed, None)),
+        "w8a8": (w8a8, _compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}, _PER_TOKEN)),
+        "awq": (partial(awq, size=size), {"quant_method": "awq", "zero_point": True, "version": "gemm"} | four_bits),
+        "gptq": (partial(gptq, size=size), {"quant_method": "gptq", "desc_act": False, "sym": True} | four_bits),
+        "fp8": (fp8, fp8_dynamic),
+        "fp8-blocks": (fp8_blocks, fp8_dynamic | {"fmt": "e4m3", "weight_block_size": [128, 128]}),
+    }
+
+
+FORMATS = tuple(_formats(GROUP))
+
+
+def write(source: Path, form: str, quantised: Path, means: Path, size: int = GROUP) -> None:
+    """The plain checkpoint `source` in the format `form`, with groups of `size`, at `quantised`, and at `means` as
+    plain weights again."""
+    quantise, config = _formats(size)[form]
     stored, plain = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
         if "_proj.weight" not in name:

@@ -45,6 +45,7 @@ GRAPHS = {
     "cudagraph_capture_sizes": [1, 2, 4],
     "pass_config": {"fuse_allreduce_rms": False},
 }
+FOUR_BITS = ("w4a16", "awq", "gptq")
 CONFIG = EngineConfig(start_timeout_s=150)
 
 
@@ -89,15 +90,15 @@ async def turns(box: Box, name: str, family: str, entry: str | None = None, **fi
     await _turns(box, name, (a, b), ("in-place", "in-place", "layerwise", "auto"), entry, **fields)
 
 
-async def quantised(box: Box, form: str) -> None:
+async def quantised(box: Box, form: str, size: int = formats.GROUP) -> None:
     """The same of versions in a quantised form, however each is loaded; and how long a fresh engine of one says what
     one of the plain weights that it means says (kernels for few bits round as they like)."""
     versions, means = [], []
     for which, seed in (("a", 1), ("b", 2)):
-        plain = box.version(f"{form}-plain-{which}", seed=seed, **SHAPE)
-        versions.append(plain.with_name(f"{form}-{which}"))
-        means.append(plain.with_name(f"{form}-means-{which}"))
-        formats.write(plain, form, versions[-1], means[-1])
+        plain = box.version(f"{form}-{size}-plain-{which}", seed=seed, **SHAPE)
+        versions.append(plain.with_name(f"{form}-{size}-{which}"))
+        means.append(plain.with_name(f"{form}-{size}-means-{which}"))
+        formats.write(plain, form, versions[-1], means[-1], size)
     asked, said = [[at, at + 10, at + 20, at + 30] for at in range(10, 18)], []
     for path in (means[1], versions[1]):
         async with engine(box, spec_of(box, f"{form}-{path.name[-7:]}", path)) as (_, sdk):
@@ -261,7 +262,10 @@ WHAT = {
         devices=(0, 1),
         more=ONE,
     ),
-    **{form: functools.partial(quantised, form=form) for form in ("w4a16", "w8a8", "fp8", "awq", "gptq")},
+    **{form: functools.partial(quantised, form=form) for form in ("w8a8", "fp8")},
+    **{f"{form}-128": functools.partial(quantised, form=form, size=formats.USUAL_GROUP) for form in FOUR_BITS},
+    # Their kernels are compiled at the first start, on Hopper.
+    **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
     "owners": owners,
     "kill": kill,
     "adapters": adapters,

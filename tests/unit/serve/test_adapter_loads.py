@@ -134,8 +134,10 @@ async def test_steps_go_on_between_two_loads_while_anybody_is_answered(
 
 async def test_who_leaves_has_his_adapter_loaded_before_the_next_one_is(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
-    left, waits = asking(engine, ["ann-0", "ann-1"])
+    [left] = asking(engine, ["ann-0"])
     await until(lambda: engine.at_once)
+    [waits] = asking(engine, ["ann-1"])
+    await until(lambda: engine.adapters._waiting)
     left.cancel()
     await asyncio.sleep(0.01)
     assert engine.most == 1 and not left.done(), "its core is at it"
