@@ -1,6 +1,6 @@
-"""The CUDA build beside stub drivers: neither warm parent touches CUDA before it forks, and every engine's command line
-becomes a configuration. Installs 9 GB (six minutes), unless `.venv-cuda` is there: `make setup VENV=.venv-cuda` with
-APPLIANCE_BUILD=cuda.
+"""The CUDA build beside stub drivers: neither warm parent touches CUDA before it forks, every engine's command line
+becomes a configuration, and a worker compiles kernels with what is among the packages. Installs 9 GB (six minutes),
+unless `.venv-cuda` is there: `make setup VENV=.venv-cuda` with APPLIANCE_BUILD=cuda.
 """
 
 from __future__ import annotations
@@ -31,6 +31,17 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
+# As humming-kernels has its kernels compiled (humming/jit/compiler.py).
+COMPILES = """
+import subprocess, sys
+from runtime.devices.kinds import kind_of
+kind_of("cuda").in_worker()
+from humming.utils.nvrtc import get_nvrtc_library_path, may_build_nvrtc_compile_binary
+source, compiled = sys.argv[1:]
+program = [may_build_nvrtc_compile_binary(), "--nvrtc-path", get_nvrtc_library_path()]
+flags = ["--input", source, "--output", compiled, "--", "--gpu-architecture=sm_90a"]
+subprocess.run([*program, *flags], check=True)
+"""
 
 pytestmark = [
     pytest.mark.soak,
@@ -78,3 +89,13 @@ def test_a_warm_parent_leaves_cuda_alone_until_it_has_forked(cuda_python, stubs,
         assert "configured for 1" in done.stderr and "configured for 2" in done.stderr
         assert "imported Qwen3_5ForConditionalGeneration" in done.stderr, done.stderr[-2000:]
         assert not json.loads(said[0])["flashinfer"], "importing it initialises CUDA"
+
+
+@pytest.mark.skipif(Path("/usr/local/cuda").exists(), reason="an installed CUDA would be taken")
+def test_a_worker_compiles_kernels_for_few_bits_without_an_installed_cuda(cuda_python, stubs, tmp_path):
+    source, compiled = tmp_path / "kernel.cu", tmp_path / "kernel.cubin"
+    source.write_text("__global__ void twice(float* at) { *at *= 2; }")
+    caches = {"HUMMING_CACHE_DIR": str(tmp_path / "cache"), "HUMMING_TMP_DIR": str(tmp_path / "tmp")}
+    environment = {**os.environ, **caches, "LD_LIBRARY_PATH": str(stubs), "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([cuda_python, "-c", COMPILES, source, compiled], env=environment, check=True, timeout=300)
+    assert compiled.stat().st_size
