@@ -31,6 +31,10 @@ class WorkerBroke(Exception):
     """The worker ended or took too long; what it was asked is not answered."""
 
 
+class ForkBroke(WorkerBroke):
+    """What it was asked ended the process in which that was looked at, by its limits for example."""
+
+
 class GraderHost:
     """One worker; requests wait for each other. `stop` it in the end."""
 
@@ -68,17 +72,18 @@ class GraderHost:
 
     async def refused_items(self, schema: Any, items: Sequence[Any], cpu_s: int = CHECK_CPU_S) -> list[tuple[int, str]]:
         """(place, why) of the first few items that do not follow a JSON schema; place -1: it is not a schema. Raises
-        WorkerBroke, also for one that takes more than `cpu_s` or CHECK_BYTES."""
+        WorkerBroke, for one that takes more than `cpu_s` or CHECK_BYTES ForkBroke."""
         try:
             asked = {"schema": schema, "items": list(items), "cpu_s": cpu_s}
             told = await self._ask(json.dumps(asked).encode(), OWN_TIME_S)
-        except WorkerBroke as error:
+        except ForkBroke as error:
             limits = f"{cpu_s} s of CPU and {CHECK_BYTES >> 30} GiB of memory"
-            raise WorkerBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
+            raise ForkBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
         return [(place, why) for place, why in told["refused"]]
 
     async def unusable(self, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """(path, why) of the code, by its path, that cannot grade (code.py). Raises WorkerBroke."""
+        """(path, why) of the code, by its path, that cannot grade (code.py). Raises WorkerBroke, for code that
+        cannot be read within its limits ForkBroke."""
         told = await self._ask(json.dumps({"sources": dict(sources)}).encode(), OWN_TIME_S)
         return [(path, why) for path, why in told["unusable"]]
 
@@ -99,6 +104,9 @@ class GraderHost:
             except TimeoutError:
                 await self._end()
                 raise WorkerBroke(f"grading took longer than {most_s:.0f} s") from None
+            except ForkBroke:
+                await self._end()
+                raise
             except (OSError, asyncio.IncompleteReadError, ValueError) as error:
                 await self._end()
                 raise WorkerBroke(f"the process that grades ended: {error}") from None
@@ -128,7 +136,7 @@ class GraderHost:
         status = (await process.stdout.readexactly(1))[0]
         if mark != END or status or told is None:
             # What is left of the request would be read by the next fork.
-            raise ValueError(f"it ended with {status}")
+            raise ForkBroke(f"the process that grades ended: it ended with {status}")
         return told
 
     async def _started(self) -> asyncio.subprocess.Process:

@@ -88,7 +88,7 @@ def _preload() -> None:
 
 def _load(name: str) -> None:
     for module in LOADED[name]:
-        with contextlib.suppress(ImportError):  # the code that imports it says so
+        with contextlib.suppress(Exception):  # whatever it raises, the code that imports it says so
             importlib.import_module(module)
 
 

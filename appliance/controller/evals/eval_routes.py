@@ -25,7 +25,7 @@ from appliance.controller.evals.requests import (
     check_variables,
 )
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.grading.given import check_code, grader_of
+from appliance.controller.grading.given import check_code, grader_of, not_looked_at
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Order, WholeLimit, list_object
 from appliance.controller.http.reading import answer
@@ -38,7 +38,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
-from train.graders.host import WorkerBroke
+from train.graders.host import ForkBroke, WorkerBroke
 from train.graders.hosts import GraderHosts
 
 ROUTE, RUNS_ROUTE = "evals", "evals.runs"
@@ -237,12 +237,14 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 
 
 async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:
-    """Raises BadRequest for what no item can follow."""
+    """Raises BadRequest for what no item can follow, ApiError where the box could not look."""
     param, kinds = "data_source_config.item_schema", schema.get("type", "object")
     try:
         refused = await hosts.refused_schema(caller.owner, schema)
-    except WorkerBroke as error:
+    except ForkBroke as error:
         refused = str(error)
+    except WorkerBroke as error:
+        raise not_looked_at(f"The schema of {param!r}", error) from error
     if not refused and kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         refused = f"is of type {kinds!r}, and an item is an object"
     if refused:

@@ -42,7 +42,7 @@ from train.data.formats import is_deeper
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
-from train.graders.host import GraderHost, WorkerBroke
+from train.graders.host import ForkBroke, GraderHost, WorkerBroke
 from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
@@ -227,12 +227,11 @@ class EvalRunner:
             began_s = time.monotonic()
             try:
                 if checked_s > _CHECK_S:
-                    raise WorkerBroke(f"checking took longer than {_CHECK_S:.0f} s")
+                    raise ForkBroke(f"checking took longer than {_CHECK_S:.0f} s")
                 refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
             except WorkerBroke as error:
-                raise _Failed(
-                    "invalid_data", f"The items could not be checked by the eval's item_schema: {error}"
-                ) from None
+                whose = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
+                raise _Failed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
             if refused:
                 told = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
                 raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])

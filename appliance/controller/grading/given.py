@@ -8,7 +8,7 @@ import orjson
 
 from appliance.controller.access.model_access import check_may_ask
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.controller.interfaces.principal import Principal
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
@@ -17,7 +17,7 @@ from appliance.gateway.payload.request_check import check_body
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse, sources
-from train.graders.host import WorkerBroke
+from train.graders.host import ForkBroke, WorkerBroke
 from train.graders.hosts import GraderHosts
 
 MAX_DEPTH = 128
@@ -54,15 +54,22 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
-    """Raises BadRequest for code of python graders that cannot grade."""
+    """Raises BadRequest for code of python graders that cannot grade, ApiError where the box could not look."""
     if not (code := sources(grader)):
         return
     try:
         found = await hosts.unusable(caller.owner, code)
-    except WorkerBroke as error:
+    except ForkBroke as error:
         found = [(path, f"cannot be read: {error}") for path in list(code)[:1]]
+    except WorkerBroke as error:
+        raise not_looked_at(f"The code of {param!r}", error) from error
     for path, why in found:
         raise BadRequest(f"Invalid '{param}.{path}': {why}.", param=f"{param}.{path}", code="invalid_grader")
+
+
+def not_looked_at(what: str, error: WorkerBroke) -> ApiError:
+    """The worker broke of itself, which is no fault of what it was asked."""
+    return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
 def form_of(given: Any, param: str) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from appliance.store.records import usage
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_evals import CHECK
+from train.graders import host as host_module
 from train.graders import sandbox
 
 JUDGE: Any = {
@@ -103,6 +104,23 @@ async def test_a_grader_without_a_name_or_with_code_that_cannot_grade_is_refused
             with pytest.raises(openai.BadRequestError, match=says) as caught:
                 await validate(grader=grader)
             assert (caught.value.param, caught.value.code) == (param, "invalid_grader")
+
+
+async def test_a_worker_that_breaks_of_itself_is_no_fault_of_what_was_asked(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(host_module, "_BEGIN", "raise SystemExit")
+    monkeypatch.setattr(sandbox, "refusal", lambda: "")
+    body: Any = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1.0"}
+    with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
+        await control.sdk.with_options(max_retries=0).fine_tuning.alpha.graders.validate(grader=body)
+    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
+    config: Any = {"type": "custom", "item_schema": {"type": "object"}}
+    with pytest.raises(openai.InternalServerError, match="Please retry") as caught:
+        await control.sdk.with_options(max_retries=0).evals.create(
+            data_source_config=config, testing_criteria=[{**CHECK, "input": "1", "reference": "1"}]
+        )
+    assert (caught.value.status_code, caught.value.code) == (503, "grader_not_run")
 
 
 async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, monkeypatch: pytest.MonkeyPatch):

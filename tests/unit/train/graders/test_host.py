@@ -18,7 +18,7 @@ from train.graders import sandbox, worker
 from train.graders.errors import GradingErrors, TookTooLong
 from train.graders.graders import parse
 from train.graders.grading import ModelAnswer
-from train.graders.host import GraderHost
+from train.graders.host import ForkBroke, GraderHost, WorkerBroke
 from train.graders.templates import Sample
 
 
@@ -86,6 +86,25 @@ async def test_a_worker_that_dies_takes_no_sample_with_it(host: GraderHost) -> N
     host._process.kill()
     found = await host.grade(check, [(Sample(""), None), (Sample(""), None)])
     assert [one.reward for one in found] == [1, 1]
+
+
+async def test_whether_what_was_asked_or_the_worker_itself_broke_is_told(
+    host: GraderHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = "import os; from train.graders import worker; worker.answer = lambda *_: os._exit(7); worker.main()"
+    for begin, kind in ((ends, ForkBroke), ("raise SystemExit", WorkerBroke)):
+        monkeypatch.setattr(host_module, "_BEGIN", begin)
+        with pytest.raises(WorkerBroke) as caught:
+            await host.unusable({"source": "def grade(sample, item): return 1"})
+        assert type(caught.value) is kind
+
+
+def test_a_package_that_cannot_be_imported_ends_no_worker(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises: the code that imports it says so."""
+    (tmp_path / "package_that_breaks.py").write_text("raise AttributeError('of another release')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(worker.LOADED, "broken", ("package_that_breaks",))
+    worker._load("broken")
 
 
 async def test_a_request_given_up_does_not_answer_the_next(host: GraderHost) -> None:
