@@ -13,7 +13,8 @@ import errno
 import logging
 import time
 from collections import deque
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -292,12 +293,13 @@ class BatchWork:
         for _ in range(min(len(self.left), self._runner.room(self))):
             number = self.left[0]
             line = self._lines[number]
-            most = partial(self._most, source, number)
+            read = cache(partial(self._request, source, number))  # for what it may cost at most, and to be sent
+            most = partial(_most, read, line.size)
             self.stopped_by = metering.waits_for(key, line.size // BYTES_PER_TOKEN, self.batch_id, str(number), most)
             if self.stopped_by:
                 return False
             self.left.popleft()
-            request = self._request(source, number)
+            request = read()
             custom_id = request["custom_id"]
             request["body"] = salted(request["body"], key.owner if key is not None else "")
             self.flying[custom_id] = asyncio.create_task(
@@ -324,10 +326,6 @@ class BatchWork:
         line = self._lines[number]
         source.seek(line.offset)
         return input_lines.parse(source.read(line.size))
-
-    def _most(self, source: BinaryIO, number: int) -> int:
-        request = self._request(source, number)
-        return most_of(request["url"], request["body"], self._lines[number].size)
 
     async def _send(self, number: int, custom_id: str, request: dict[str, Any]) -> None:
         """Invariant: whatever comes of it, the line is no longer among those at engines, whose places are everybody's;
@@ -474,6 +472,12 @@ class BatchWork:
         if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
             raise _Gone(f"the file {row.input_file_id} was deleted")
         return self._context.files_dir / row.input_file_id
+
+
+def _most(read: Callable[[], dict[str, Any]], size: int) -> int:
+    """What a line may cost at most, which is asked only where its key has a quota."""
+    request = read()
+    return most_of(request["url"], request["body"], size)
 
 
 class _Gone(Exception):
