@@ -93,7 +93,7 @@ def check(request: JobCreate) -> None:
     """Checks beyond types. Raises BadRequest."""
     if request.method is not None:
         supported(request.method.type, "method.type")
-        for name in (request.method.model_extra or {}).keys() - METHODS.keys():
+        for name in sorted((request.method.model_extra or {}).keys() - METHODS.keys()):
             raise BadRequest(
                 f"Unrecognized request argument supplied: method.{name[:64]}.",
                 param=f"method.{name[:64]}",
@@ -165,7 +165,7 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
     block = getattr(request.method, name_of_method, None)
     if isinstance(block, dict):
         rest = {k: v for k, v in block.items() if k not in method(request).takes}
-        for name in rest.keys() - MethodBlock.model_fields.keys():
+        for name in sorted(rest.keys() - MethodBlock.model_fields.keys()):
             param = f"method.{name_of_method}.{name[:64]}"
             raise BadRequest(f"Unrecognized request argument supplied: {param}.", param=param, code="unknown_parameter")
         try:

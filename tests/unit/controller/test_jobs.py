@@ -114,6 +114,8 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
         ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo", "reads 'method.supervised'"),
         ({"method": {"type": "distillation", "supervised": {}}}, "method.supervised", "'method.distillation'"),
         ({"method": {"type": "dpo", "dpo": {"beta": 0.1}}}, "method.dpo.beta", "Unrecognized"),
+        ({"method": {"type": "dpo", "dpo": dict.fromkeys("edcbazyx", 1)}}, "method.dpo.a", "Unrecognized"),
+        ({"method": {"type": "dpo"} | dict.fromkeys(("ppo", "orpo", "kto", "ipo"), {})}, "method.ipo", "Unrecognized"),
         (
             {"method": {"type": "dpo", "dpo": {"hyperparameters": {"n_epoch": 1}}}},
             "method.dpo.hyperparameters.n_epoch",
