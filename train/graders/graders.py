@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 from pydantic import (
     BaseModel,
@@ -36,8 +36,9 @@ REASON_TOKENS = 512
 """From which limit on a judge gives a reason before its result. REASON_CHARACTERS take as many only where nearly each
 is a rare sign that a tokenizer writes byte by byte, so that the result comes."""
 _EACH_OF = 101
-"""Whole numbers of a range that an expression lists; of a wider one, and of one whose ends are not whole, it has the
-digits alone, and the score is cut."""
+"""Whole numbers of a range that an expression lists; of a wider one it has the digits alone, and the score is cut."""
+_DECIMALS = 4
+"""Behind the point of a judge's number."""
 
 
 class _Strict(BaseModel):
@@ -110,13 +111,25 @@ class Python(_Grader):
         size = len(self.source.encode(errors="replace"))
         if size > MAX_SOURCE_BYTES:
             raise InvalidGrader(f"{param}source", f"has {size} bytes; at most {MAX_SOURCE_BYTES} are taken")
-        if "grade" not in self.source:
-            raise InvalidGrader(f"{param}source", "defines no function `grade(sample, item)`")
 
 
 class _Part(_Strict):
     type: Literal["input_text", "output_text", "text"]
     text: str
+
+
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def parts_of(content: str | _HasText | Sequence[str | _HasText], param: str) -> list[tuple[str, str]]:
+    """(path, text) of each part of a message's content, whose path is `param`."""
+    if isinstance(content, str):
+        return [(param, content)]
+    if isinstance(content, Sequence):
+        return [found for place, part in enumerate(content) for found in parts_of(part, f"{param}.{place}")]
+    return [(f"{param}.text", content.text)]
 
 
 def _role(given: Any) -> Any:
@@ -130,10 +143,9 @@ class _Message(_Strict):
     content: str | _Part | Annotated[list[str | _Part], Field(max_length=MAX_PARTS)]
     type: Literal["message"] | None = None
 
-    @property
-    def parts(self) -> list[str]:
-        given = self.content if isinstance(self.content, list) else [self.content]
-        return [part if isinstance(part, str) else part.text for part in given]
+    def parts(self, param: str = "") -> list[tuple[str, str]]:
+        """(path, text) of each; param: the message's own path."""
+        return parts_of(self.content, f"{param}.content")
 
 
 class _Sampling(_Strict):
@@ -158,8 +170,8 @@ class _ModelGrader(_Grader):
 
     def check(self, param: str) -> None:
         for place, message in enumerate(self.input):
-            for text in message.parts:
-                templates.check(text, f"{param}input.{place}.content")
+            for path, text in message.parts(f"{param}input.{place}"):
+                templates.check(text, path)
 
     @property
     def answers_by(self) -> dict[str, Any]:
@@ -175,7 +187,9 @@ class _ModelGrader(_Grader):
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
-        contents = ["\n".join(templates.fill(text, sample, item) for text in message.parts) for message in self.input]
+        contents = [
+            "\n".join(templates.fill(text, sample, item) for _, text in message.parts()) for message in self.input
+        ]
         if (size := sum(map(len, contents))) > templates.MAX_TEXT:
             raise GradingFailed(
                 f"what the model is to read has {size} characters; at most {templates.MAX_TEXT} are asked",
@@ -250,13 +264,53 @@ class LabelModel(_ModelGrader):
 def _numbers(low: float, high: float) -> str:
     """An expression for the numbers of a range."""
     least, most = math.ceil(low), math.floor(high)
-    if most - least >= _EACH_OF or (least, most) != (low, high):
+    if most - least >= _EACH_OF:
         digits, sign = len(str(math.ceil(max(abs(low), abs(high))))), "-?" if low < 0 else ""
         # JSON has no 007, and a judge that wrote it had given no grade.
         return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
+    if (least, most) != (low, high):
+        if low >= 0:
+            return _between(low, high)
+        if high <= 0:
+            return f"-({_between(-high, -low)})"
+        return f"{_between(0, high)}|-({_between(0, -low)})"
     # From each whole number up to the next one: -0.5 lies between -1 and 0.
     above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
     return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
+
+
+def _between(low: float, high: float) -> str:
+    """An expression for the numbers from 0 ≤ low to high, of which one is not whole, with _DECIMALS behind the point;
+    where there is none of so few, that next to the range, to which the score is cut."""
+    scale = 10**_DECIMALS
+    least, most = math.ceil(round(low * scale, 3)), math.floor(round(high * scale, 3))
+    most = max(least, most)
+    ways = list[str]()
+    for whole in range(least // scale, most // scale + 1):
+        first, last = max(least - whole * scale, 0), min(most - whole * scale, scale - 1)
+        behind = rf"(\.({_decimals(f'{first:0{_DECIMALS}}', f'{last:0{_DECIMALS}}')}))"
+        ways.append(f"{whole}{behind}{'' if first else '?'}")
+    return f"({'|'.join(ways)})"
+
+
+def _decimals(first: str, last: str) -> str:
+    """An expression for what stands behind a point, from 0.first to 0.last, zeros at the end left out or not."""
+    if not first.strip("0") and not last.strip("9"):
+        return f"[0-9]{{1,{len(first)}}}"
+    begins, ends = int(first[0]), int(last[0])
+    if len(first) == 1:
+        return f"[{begins}-{ends}]"
+    lowest, highest = "0" * (len(first) - 1), "9" * (len(first) - 1)
+    ways, free = list[str](), list[int]()
+    for digit in range(begins, ends + 1):
+        rest = (first[1:] if digit == begins else lowest, last[1:] if digit == ends else highest)
+        if rest == (lowest, highest):
+            free.append(digit)  # they follow each other
+        else:
+            ways.append(f"{digit}({_decimals(*rest)}){'' if rest[0].strip('0') else '?'}")
+    if free:
+        ways.append(f"[{free[0]}-{free[-1]}][0-9]{{0,{len(lowest)}}}")
+    return "|".join(ways)
 
 
 Leaf = Annotated[StringCheck | TextSimilarity | Python | ScoreModel | LabelModel, Field(discriminator="type")]
@@ -344,7 +398,7 @@ def texts(grader: Grader) -> Iterator[tuple[str, str]]:
             yield f"{within}reference", leaf.reference
         elif isinstance(leaf, ScoreModel | LabelModel):
             for place, message in enumerate(leaf.input):
-                yield from ((f"{within}input.{place}.content", text) for text in message.parts)
+                yield from message.parts(f"{within}input.{place}")
 
 
 def sources(grader: Grader) -> dict[str, str]:

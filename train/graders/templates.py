@@ -22,6 +22,8 @@ _PLACE = re.compile(r"[0-9]{1,9}")
 _NAME = r"""[^\s.\[\]{}'"|(),:;=<>!?~+*/%^&`\\]+"""
 _FIRST = re.compile(_NAME)
 _STEP = re.compile(rf"""\s*(?:\.\s*({_NAME})|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
+_BRACES = ("'{{'", '"{{"')
+"""As Jinja writes two braces that begin no variable: `{{ '{{' }}`."""
 _UNENDED = re.compile(r"\{\{\s*(?:item|sample)\s*[.\[]")
 
 
@@ -87,7 +89,9 @@ def check(template: str, param: str) -> None:
         steps = list(_steps(path, param))
         if not steps or steps[0] not in NAMESPACES:
             raise InvalidGrader(
-                param, f"the variable {_shown(path)} begins with neither `item` nor `sample`: {{{{ item.answer }}}}"
+                param,
+                f"the variable {_shown(path)} begins with neither `item` nor `sample`: {{{{ item.answer }}}}; "
+                "braces that are to stay are written {{ '{{' }}",
             )
         if steps[0] == "sample" and (len(steps) < 2 or steps[1] not in SAMPLE_FIELDS):
             raise InvalidGrader(
@@ -117,13 +121,19 @@ def fill(template: str, sample: Sample, item: Any) -> str:
 
 
 def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
-    """Its texts, each with the variable that follows it: what stands between `{{` and the next `}}`. The last has none.
+    """Its texts, each with the variable that follows it: what stands between `{{` and the next `}}`. The last has none,
+    and so have braces that are meant as such.
 
     In one go over the text. A regular expression looked for the end behind each beginning: 32,000 braces without an end
     took it 20 s, on the controller's loop."""
     place = 0
     while (begin := template.find("{{", place)) >= 0 and (end := template.find("}}", begin + 2)) >= 0:
-        yield template[place:begin], template[begin + 2 : end]
+        path = template[begin + 2 : end]
+        if path.strip() in _BRACES:
+            yield template[place:begin], None
+            yield "{{", None
+        else:
+            yield template[place:begin], path
         place = end + 2
     yield template[place:], None
 
@@ -162,7 +172,8 @@ def _steps(path: str, param: str) -> Iterator[str]:
             raise InvalidGrader(
                 param,
                 f"the variable {_shown(path)} cannot be read: write it as {{{{ item.a.b }}}}, or {{{{ item['a b'] }}}} "
-                "for a name with other signs; filters, calls and expressions are not taken",
+                "for a name with other signs; filters, calls and expressions are not taken, and braces that are to "
+                "stay are written {{ '{{' }}",
             )
         yield next((part for part in found.groups() if part is not None), found[0])
         place = found.end()

@@ -12,7 +12,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.responses.entries import Wanted, chat_tool
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, texts
+from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, parts_of, texts
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -130,8 +130,7 @@ class Message(StrictBody):
 
     @property
     def text(self) -> str:
-        parts = self.content if isinstance(self.content, list) else [self.content]
-        return "\n".join(part if isinstance(part, str) else part.text for part in parts)
+        return "\n".join(text for _, text in parts_of(self.content, ""))
 
 
 class Template(StrictBody):
@@ -227,18 +226,28 @@ def check_eval(body: EvalCreate) -> None:
 
 def check_variables(grader: Grader, config: CustomConfig | KeptConfig) -> None:
     """Raises InvalidGrader for a template that names what no item by its schema, or no sample, has."""
-    custom = isinstance(config, CustomConfig)
-    schema = config.item_schema if isinstance(config, CustomConfig) else KEPT_SCHEMA
+    schema, no_sample = KEPT_SCHEMA, ""
+    if isinstance(config, CustomConfig):
+        schema = config.item_schema
+        no_sample = "" if config.include_sample_schema else _NO_SAMPLES
     for param, text in texts(grader):
-        for namespace, *steps in templates.variables(text):
-            if namespace == "sample" and custom and not config.include_sample_schema:
-                raise InvalidGrader(
-                    param, f"names 'sample.{steps[0]}', and 'data_source_config.include_sample_schema' is not true"
-                )
-            if namespace == "item" and (lacks := _lacking(steps, schema)):
-                raise InvalidGrader(
-                    param, f"names 'item.{lacks}', which is no property of 'data_source_config.item_schema'"
-                )
+        _check_names(param, text, schema, no_sample)
+
+
+_NO_SAMPLES = "'data_source_config.include_sample_schema' is not true"
+_NOT_YET = "no sample is there before the model is asked"
+
+
+def _check_names(param: str, text: str, schema: dict[str, Any], no_sample: str) -> None:
+    """no_sample: why there is none, "" where there is one. Raises InvalidGrader."""
+    for namespace, *steps in templates.variables(text):
+        if namespace == "sample":
+            if no_sample:
+                raise InvalidGrader(param, f"names 'sample.{steps[0]}', and {no_sample}")
+        elif lacks := _lacking(steps, schema):
+            raise InvalidGrader(
+                param, f"names 'item.{lacks}', which is no property of the eval's 'data_source_config.item_schema'"
+            )
 
 
 def _lacking(steps: list[str], schema: Any) -> str:
@@ -324,27 +333,21 @@ def check_sampled(source: Sampled, schema: dict[str, Any]) -> None:
         if (variables := sum(one.text.count("{{") for one in source.input_messages.template)) > MAX_VARIABLES:
             raise InvalidGrader("input_messages", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
         for place, message in enumerate(source.input_messages.template):
-            _check_asked(message.text, schema, f"input_messages.template.{place}.content")
+            for path, text in parts_of(message.content, f"input_messages.template.{place}.content"):
+                templates.check(text, path)
+                _check_names(path, text, schema, _NOT_YET)
     else:
         if "{" in source.input_messages.item_reference:
             raise InvalidGrader(
                 "input_messages.item_reference",
                 "is a template, and names a list of messages: item.messages, without braces",
             )
-        _check_asked(f"{{{{{source.input_messages.item_reference}}}}}", schema, "input_messages.item_reference")
+        path, text = "input_messages.item_reference", f"{{{{{source.input_messages.item_reference}}}}}"
+        templates.check(text, path)
+        _check_names(path, text, schema, _NOT_YET)
     for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):
         if tool.get("type") != "function":
             raise InvalidGrader(f"sampling_params.tools.{place}", "is not a function; a box runs no tools of its own")
-
-
-def _check_asked(text: str, schema: dict[str, Any], param: str) -> None:
-    """Raises InvalidGrader."""
-    templates.check(text, param)
-    for namespace, *steps in templates.variables(text):
-        if namespace == "sample":
-            raise InvalidGrader(param, f"names 'sample.{steps[0]}', and no sample is there before the model is asked")
-        if lacks := _lacking(steps, schema):
-            raise InvalidGrader(param, f"names 'item.{lacks}', which is no property of the eval's item_schema")
 
 
 def body_of(source: Sampled, item: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -16,7 +18,7 @@ from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
-from train.graders.graders import Grader, LabelModel, Python, ScoreModel, leaves, parse, sources
+from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, leaves, parse, sources
 from train.graders.host import ForkBroke, WorkerBroke
 from train.graders.hosts import GraderHosts
 
@@ -40,7 +42,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
         path = f"{param}.{error.param}" if error.param else param
         raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
     models, forms = set[str](), set[bytes]()  # looked at: the judges of one grader mostly ask the same
-    for leaf in leaves(grader).values():
+    for name, leaf in leaves(grader).items():
         if isinstance(leaf, Python) and (why := sandbox.refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
         if isinstance(leaf, ScoreModel | LabelModel):
@@ -48,7 +50,9 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
                 check_may_ask(context.db, caller, leaf.model, param=param)
                 models.add(leaf.model)
             if (form := orjson.dumps(leaf.answers_by)) not in forms:
-                check_asked({"structured_outputs": leaf.answers_by}, param)
+                field = "labels" if isinstance(leaf, LabelModel) else "range"
+                path = f"{param}.graders.{name}.{field}" if isinstance(grader, Multi) else f"{param}.{field}"
+                check_asked({"structured_outputs": leaf.answers_by}, path, as_said={"structured_outputs": field})
                 forms.add(form)
     return grader
 
@@ -122,11 +126,14 @@ def _expression_in(schema: Any) -> str:
     return ""
 
 
-def check_asked(fields: dict[str, Any], param: str) -> None:
+def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] = MappingProxyType({})) -> None:
     """Checks once whether an engine takes a chat completion with these fields, not again for each of 10,000 items: a
-    check takes up to 50 ms. Raises BadRequest."""
+    check takes up to 50 ms. as_said: what a client calls a field that it did not write. Raises BadRequest."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
     try:
         check_body(_CHAT, orjson.dumps(body), _LIMITS)
     except gateway_errors.HttpError as error:
-        raise BadRequest(f"Invalid '{param}': {error.message}", param=param, code=error.code) from None
+        told = str(error.message)
+        for ours, theirs in as_said.items():
+            told = told.replace(f"`{ours}`", f"`{theirs}`")
+        raise BadRequest(f"Invalid '{param}': {told}", param=param, code=error.code) from None

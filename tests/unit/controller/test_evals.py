@@ -24,6 +24,7 @@ from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, Principal
+from appliance.gateway.core.errors import bad_request
 from appliance.store.database import Database
 from appliance.store.objects import evals, models
 from appliance.store.records import keys, model_settings
@@ -241,11 +242,25 @@ async def test_a_schema_that_says_nothing_of_a_field_forbids_none(control: Contr
         await control.sdk.evals.create(data_source_config=config, testing_criteria=[CHECK])
 
 
+async def test_labels_that_no_engine_takes_are_refused_by_the_name_that_they_have(control: Control, monkeypatch):
+    def refuse(route: Any, body: bytes, limits: Any) -> None:
+        raise bad_request("`structured_outputs` is too complex: values to choose from", param="structured_outputs")
+
+    monkeypatch.setattr(given_, "check_body", refuse)
+    labels = ["good", "bad", "so so"]
+    many: Any = {**ASKERS, "type": "label_model", "name": "m", "labels": labels, "passing_labels": labels[:1]}
+    both: Any = {"type": "multi", "name": "m", "calculate_output": "a", "graders": {"a": many}}
+    for grader, param in ((many, "testing_criteria.0.labels"), (both, "testing_criteria.0.graders.a.labels")):
+        with pytest.raises(openai.BadRequestError, match="`labels` is too complex: values to choose") as caught:
+            await control.sdk.evals.create(data_source_config=SCHEMA, testing_criteria=[grader])
+        assert caught.value.param == param and "structured_outputs" not in caught.value.message
+
+
 async def test_a_page_that_cannot_be_is_refused_in_the_apis_words(control: Control):
     for fields, said, param, code in (
         ({"after": "eval_none"}, "No object with id 'eval_none' is in this list", "after", "invalid_cursor"),
-        ({"limit": -1}, "Expected a value >= 0, but got -1 instead", "limit", "integer_below_min_value"),
-        ({"limit": 20_000}, "Expected a value <= 10000, but got 20000 instead", "limit", "integer_above_max_value"),
+        ({"limit": -1}, "Expected a value >= [01], but got -1 instead", "limit", "integer_below_min_value"),
+        ({"limit": 20_000}, "Expected a value <= 100(00)?, but got 20000", "limit", "integer_above_max_value"),
     ):
         for lists in (control.sdk.evals, control.sdk.files, control.sdk.fine_tuning.jobs, control.sdk.batches):
             with pytest.raises(openai.BadRequestError, match=said) as caught:
@@ -521,6 +536,15 @@ REFUSED_RUNS = {
     "a variable": (
         asked(input_messages={"type": "template", "template": [{"role": "user", "content": "{{x}}"}]}),
         "data_source.input_messages.template.0.content",
+    ),
+    "a variable of a part": (
+        asked(
+            input_messages={
+                "type": "template",
+                "template": [{"role": "user", "content": ["x", {"type": "input_text", "text": "{{ item.nope }}"}]}],
+            }
+        ),
+        "data_source.input_messages.template.0.content.1.text",
     ),
     "a variable that no item has": (
         asked(input_messages={"type": "template", "template": [{"role": "user", "content": "{{ item.nope }}"}]}),

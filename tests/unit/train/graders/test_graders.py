@@ -222,6 +222,12 @@ REFUSED = {
     "a filter": ({**CHECK, "operation": "eq", "input": "{{ item.a | upper }}"}, "input", "filters, calls"),
     "a filter without spaces": ({**CHECK, "operation": "eq", "input": "{{item.a|upper}}"}, "input", "filters, calls"),
     "a call": ({**CHECK, "operation": "eq", "input": "{{ item.a.upper() }}"}, "input", "filters, calls"),
+    "another quoted": ({**CHECK, "operation": "eq", "input": "{{ 'a' }}"}, "input", "written {{ '{{' }}"),
+    "a part's variable": (
+        {**SCORE, "input": [{"role": "user", "content": ["x", {"type": "input_text", "text": "{{ a }}"}]}]},
+        "input.0.content.1.text",
+        "neither `item` nor `sample`",
+    ),
     "no end": ({**CHECK, "operation": "eq", "input": "{{ item.answer }"}, "input", "does not end it"),
     "a sample's field": ({**CHECK, "operation": "eq", "input": "{{sample.text}}"}, "input", "output_text"),
     "cosine": (
@@ -236,7 +242,6 @@ REFUSED = {
     ),
     "an empty range": ({**SCORE, "range": [1, 1]}, "range", "expected [low, high]"),
     "a strange label": ({**LABEL, "passing_labels": ["fine"]}, "passing_labels", "fine: not among `labels`"),
-    "no function": ({"type": "python", "name": "x", "source": "1"}, "source", "no function `grade"),
     "a long source": ({"type": "python", "name": "x", "source": "def grade" + "x" * 262_144}, "source", "262144"),
 }
 
@@ -313,6 +318,18 @@ def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, 
         pass
 
 
+def test_braces_that_begin_no_variable_are_written_as_jinja_does() -> None:
+    given = {
+        **CHECK,
+        "operation": "eq",
+        "input": """{{ '{{' }}x}} {{"{{"}} {{ item.answer }}""",
+        "reference": "{{x}} {{ 4",
+    }
+    with pytest.raises(InvalidGrader, match="neither"):
+        parse(given)
+    assert graded({**given, "reference": "{{ '{{' }}x}} {{ '{{' }} 4"}, "", {"answer": "4"}).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("low", "high", "inside", "outside"),
     [
@@ -320,7 +337,13 @@ def test_any_text_is_refused_or_has_a_finite_value_or_none(text: str, a: float, 
         (-1, 1, "-1 -0.5 0.25 1", "-1.5 2"),
         (1, 5, "1 4.75 5.0", "0.5 5.5"),
         (0, 100, "0 99.5 100", "101 -1"),
-        (0.5, 2, "0.5 2 7", "-1"),
+        (0.5, 2, "0.5 0.51 1 1.9999 2 2.0", "-1 0 0.4 0.4999 2.1 7"),
+        (0, 0.5, "0 0.0 0.25 0.4999 0.5 0.500", "0.5001 0.6 1 -0.1"),
+        (0.25, 0.75, "0.25 0.3 0.7 0.75", "0.2 0.2499 0.7501 0.8 0"),
+        (-0.5, 1.5, "-0.5 -0.25 0 1 1.5", "-0.6 -1 1.6 2"),
+        (-2.5, -0.5, "-0.5 -1 -2.5", "-0.4 -2.6 0.5 0 -3"),
+        (0.00001, 0.00002, "0.0001", "0 0.001 1"),
+        (0.5, 300, "0 300.5", "-1 3000"),
         (0, 1000, "0 0.5 7 70 1000", "007 00 010.5 -1"),
         (-1e6, 1e6, "-1000000 12.5", "1e5 -01"),
     ],
