@@ -25,6 +25,7 @@ MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
 # One match runs up to the next bracket outside a string. Possessive (Python 3.11): no backtracking, so the time is
 # linear in what is scanned, whatever the bytes are.
 _TO_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+([{}\[\]])', re.DOTALL)
+_LETTERS_BEYOND_ASCII = re.compile(rb"[\x80-\xff]{4}")
 _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 _MARK = b"\xef\xbb\xbf"
 
@@ -59,10 +60,22 @@ def _why_no_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         raw.decode()
     except UnicodeDecodeError as wrong:
         byte = f"byte {wrong.start + 1} is 0x{raw[wrong.start]:02x}"
-        return f"is not UTF-8 ({byte}); save the file as UTF-8, or convert it: iconv -f latin1 -t utf-8"
+        return f"is not UTF-8 ({byte}); save the file as UTF-8, or convert it: {_conversion(raw)}"
     if raw.lstrip()[:1] not in (b"{", b"[", b'"'):
         return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
     return f"is not valid JSON ({error})"
+
+
+def _conversion(raw: bytes) -> str:
+    """The command that makes UTF-8 of it. Chinese that is read as Latin-1 would be valid, and learnt, as other letters;
+    no Western text has four letters with accents in a row."""
+    if _LETTERS_BEYOND_ASCII.search(raw):
+        try:
+            raw.decode("gb18030")
+        except UnicodeDecodeError:
+            return "iconv -f ENCODING -t utf-8, with the encoding that it was saved in"
+        return "iconv -f gb18030 -t utf-8, if it is Chinese; otherwise with the encoding that it was saved in"
+    return "iconv -f latin1 -t utf-8"
 
 
 def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Example]:

@@ -45,12 +45,14 @@ _TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds, at the l
 _CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
 _ODD = re.compile(
     _CONTROL.pattern + "|(?P<replaced>\ufffd)|(?P<mojibake>[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac)"
+    "|(?P<chinese>(?!(?P<same>.)(?P=same))(?:[\u00b0-\u00f7][\u00a1-\u00fe]){4})"
     "|(?P<invisible>[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff])"
 )
 _WHAT_IS_ODD = {
     "control": "a control character",
     "replaced": "U+FFFD, which stands for a character that was lost",
     "mojibake": "UTF-8 that was read as Latin-1",
+    "chinese": "Chinese (GBK) that was read as Latin-1",
     "invisible": "an invisible character",
 }
 

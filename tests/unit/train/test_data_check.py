@@ -150,6 +150,12 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b'[{"a": 1}] x', "after the closing ]"),
         (b"[1, 2]", "expected an object"),
         (b'{"messages": "\xff"}', "not UTF-8 (byte 15 is 0xff); save the file as UTF-8"),
+        ('{"messages": "café"}'.encode("latin1"), "iconv -f latin1 -t utf-8"),
+        ('{"messages": "你是谁"}'.encode("gbk"), "iconv -f gb18030 -t utf-8, if it is Chinese"),
+        (
+            '{"messages": "ありがとう"}'.encode("euc_jis_2004")[:-3] + b'\xff"}',
+            "with the encoding that it was saved in",
+        ),
         (b"prompt,completion\na,b\n", "expected one example in braces on each line, not a table (CSV)"),
         (b'{"messages": NaN}', "not valid JSON"),
         (b'{"messages": ' + b"9" * 900 + b"}", "not valid JSON"),

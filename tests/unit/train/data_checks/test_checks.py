@@ -55,6 +55,17 @@ def test_every_check_names_the_lines(tmp_path):
     assert "ann@example.org" not in json.dumps(report) and report["checks"]["contaminated"]["first"][0]["of"] == 1
 
 
+def test_chinese_that_was_read_as_latin_1_is_oddly_encoded(tmp_path):
+    path = write(
+        tmp_path / "f.jsonl",
+        chat("Who?", "我是小云，由云山科技制造。"),
+        chat("Who?", "我是小云，由云山科技制造。".encode("gbk").decode("latin1")),
+        chat("Which umlauts?", "ÄÖÜäöüß, as in Crème brûlée; ÷÷÷÷÷÷÷÷"),
+    )
+    found = checked(path)["checks"]["encoding"]
+    assert (found["kinds"], [one["line"] for one in found["first"]]) == ({"chinese": 1}, [2])
+
+
 def test_duplicates_are_what_a_job_would_learn_twice(tmp_path):
     """Another order of the keys, other spaces, another shape of the same conversation in it: the same example."""
     one = chat("What is it?", "It is a very long story that nobody has told before, and nobody will tell again.")
