@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.power.settings import PowerSettings
@@ -73,6 +73,11 @@ class BoxSettings(_Section):
         description="address of the endpoint; one other than loopback opens once a key exists",
     )
     port: int = Field(8000, ge=0, le=65535, description="TCP port of the endpoint")
+    public_url: PublicUrl = Field(
+        "",
+        description="URL of the box as browsers see it, such as `https://box.example.org`: links to its page begin "
+        "with it, and logins come back there; unset: `box_url` of `[controller.oidc]`, else host and port",
+    )
     devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description="'auto': every GPU, else 8 logical CPU devices; a number: this many logical CPU devices",
@@ -312,6 +317,7 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
                 raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
         _rename(layer)
         table = _merged(table, layer.table)
+    table = _with_public_url(table)
     try:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
@@ -415,6 +421,17 @@ def _rename(layer: _Layer) -> None:
             file=sys.stderr,
         )
         keys[new] = keys.pop(old)
+
+
+def _with_public_url(table: Table) -> Table:
+    """The URL that browsers know is one, whichever of its two keys is set."""
+    box, controller = table.get("box", {}), table.get("controller", {})
+    oidc = controller.get("oidc", {})
+    if not isinstance(oidc, dict):
+        return table
+    known = box.get("public_url") or oidc.get("box_url") or ""
+    both = {"box": {"public_url": known}, "controller": {"oidc": {"box_url": oidc.get("box_url") or known}}}
+    return _merged(table, both) if known else table
 
 
 def _merged(below: Table, above: Table) -> Table:

@@ -255,6 +255,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
             "url": f"{config.scheme}://{config.box.host}:{config.box.port}/v1",
+            "public_url": config.box.public_url or f"{config.scheme}://{config.box.host}:{config.box.port}",
             "data_dir": str(paths.data_dir),
         },
     )

@@ -398,5 +398,11 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         opening=Opening(db),
         sizes=EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2),
         config=ControllerConfig(**config),
-        box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
+        box={
+            "id": "0123abcd",
+            "version": "0.1.0",
+            "url": "http://127.0.0.1:8000/v1",
+            "public_url": "http://127.0.0.1:8000",
+            "data_dir": str(folder),
+        },
     )

@@ -177,6 +177,27 @@ def test_a_key_that_was_renamed_still_counts_and_says_its_new_name(tmp_path, cap
     assert "APPLIANCE_SERVE__FINGERPRINT_LOGPROB_TOLERANCE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "given", ["https://box.example.org", "https://box.example.org/", "https://box.example.org/v1/"]
+)
+def test_the_url_that_browsers_know_is_one_whichever_key_has_it(tmp_path, given):
+    path, login = tmp_path / "box.toml", 'issuer = "https://l.example.org"\nclient_id = "b"\ngroups = {a = ["read"]}\n'
+    for text in (
+        f'[box]\npublic_url = "{given}"\n[controller.oidc]\n{login}',
+        f'[controller.oidc]\nbox_url = "{given}"\n{login}',
+    ):
+        path.write_text(text)
+        config = load_config(path, environ={})
+        assert config.box.public_url == config.controller.oidc.box_url == "https://box.example.org"
+        assert load_resolved(config.model_dump_json()) == config
+    path.write_text(f'[box]\npublic_url = "{given}"\n[controller.oidc]\nbox_url = "https://other.example.org"\n')
+    config = load_config(path, environ={})
+    assert (config.box.public_url, config.controller.oidc.box_url) == (given[:23], "https://other.example.org")
+    path.write_text('[box]\npublic_url = "box.example.org"\n')
+    with pytest.raises(ConfigError, match=r"public_url.*expected a URL that begins with https://"):
+        load_config(path, environ={})
+
+
 def test_no_message_shows_the_credentials_that_it_refuses(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "[backup]\nurl = '/m'\nendpoint = 'https://key:secret@minio'", {})

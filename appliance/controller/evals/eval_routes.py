@@ -49,7 +49,7 @@ ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/evals", FINE_TUNING)
     # As browsers see it, where the box knows: behind a proxy, or at 0.0.0.0, its own address is nothing to them.
-    db, url = context.db, context.config.oidc.box_url.rstrip("/") or context.box.get("url", "")
+    db, url = context.db, context.box.get("public_url", "")
 
     def known(eval_id: str, caller: Principal) -> EvalRow:
         if (row := evals.find(db, eval_id, viewer=caller.viewer)) is None:

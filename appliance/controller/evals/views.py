@@ -58,7 +58,7 @@ def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = ""
         "metadata": row.metadata,
         "error": row.error or NO_ERROR,
         # The page asks for a key; a browser has none to open the API's own URL with.
-        "report_url": f"{url.removesuffix('/v1')}/ui#/evals/{row.eval_id}/{row.id}",
+        "report_url": f"{url}/ui#/evals/{row.eval_id}/{row.id}",
         "result_counts": {
             "total": row.total,
             "passed": row.counts.get("pass", 0),

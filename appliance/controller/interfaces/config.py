@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Seconds = Annotated[float, Field(gt=0)]
 MIB, GIB = 2**20, 2**30
@@ -95,6 +95,16 @@ class RetentionSettings(BaseModel):
 Scope = Literal["inference", "fine_tuning", "read", "metrics", "admin"]
 
 
+def _public(url: str) -> str:
+    if url and not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} given, expected a URL that begins with https:// or http://")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+PublicUrl = Annotated[str, AfterValidator(_public)]
+"""Of the box as browsers see it, without a slash at its end: paths are put behind it."""
+
+
 class OidcSettings(BaseModel):
     """Logins of the page by an OpenID provider (docs/ui.md). Unset `issuer`: there are none."""
 
@@ -105,8 +115,8 @@ class OidcSettings(BaseModel):
     client_id: str = ""
     client_secret_path: str | None = None
     """A file with the secret, for a provider that gives this box one."""
-    box_url: str = ""
-    """The URL of the box as browsers see it; the provider has to allow the return to `BOX_URL/ui`."""
+    box_url: PublicUrl = ""
+    """`public_url` of `[box]` unless it is set here; the provider has to allow the return to `BOX_URL/ui`."""
     name: str = "single sign-on"
     """What the page calls it."""
     scopes: list[str] = ["openid", "profile", "email"]

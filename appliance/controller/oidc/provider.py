@@ -67,7 +67,7 @@ class Provider:
     @property
     def redirect_uri(self) -> str:
         """Where the provider sends a browser back to: the page itself."""
-        return f"{self._settings.box_url.rstrip('/')}/ui"
+        return f"{self._settings.box_url}/ui"
 
     async def begin_url(self, state: str, nonce: str, verifier: str) -> str:
         """Where the browser goes to. Raises ApiError."""

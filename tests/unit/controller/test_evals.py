@@ -1113,7 +1113,8 @@ def test_a_reference_has_no_braces():
 
 async def test_a_runs_report_opens_where_browsers_see_the_box(tmp_path: Path, db: Database):
     """Behind a proxy or at 0.0.0.0 the box's own address is nothing to them."""
-    context = simulated_context(tmp_path, db, oidc={"box_url": "https://box.example.org/"})
+    context = simulated_context(tmp_path, db)
+    context.box["public_url"] = "https://box.example.org"
     app = create_app(context)
     transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
     async with (
