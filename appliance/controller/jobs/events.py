@@ -166,7 +166,9 @@ class JobEvents:
                 meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
                 models.update_version(db, row.output_model, result.version, meta=meta)
             told = self._made(row, result.version)
-            jobs.update(db, job_id, result_files=self._result_files(row))
+            # Not the row's step: one that was suspended once its last step was done has the snapshot's.
+            reached = max((one.step for one in job_records.last_metrics(db, job_id, 1)), default=row.step)
+            jobs.update(db, job_id, step=reached, result_files=self._result_files(row))
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, told)
             add_message(db, job_id, "The job has successfully completed")

@@ -105,10 +105,12 @@ async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
     events.ingest(job_id, published(20))
     events.ingest(job_id, metrics(20, 1.0))  # done again: it counts once
     events.ingest(job_id, {"event": "finished"})
+    events.suspended(job_id, 19, "/dev/shm/snap", reason="memory is short")  # its last step is done already
     events.succeeded(job_id)
 
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.status == "succeeded" and job.fine_tuned_model == row.output_model and job.trained_tokens == 19 * 600
+    assert jobs.get(control.db, job_id).step == 20, "not the snapshot's"
     assert job.finished_at is not None
     model = models.find(control.db, row.output_model)
     assert model is not None and (model.active_version, model.base, model.kind) == ("step-20", "starter", "fine-tuned")
