@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from runtime.processes.ended import how_it_ended
 from runtime.processes.kernel import tail
 
 
@@ -19,7 +20,7 @@ async def see_through(start: Callable[[], Awaitable[asyncio.subprocess.Process]]
     process = await start()
     try:
         if await process.wait() != 0:
-            lines = tail(log_path).splitlines() or [f"its process ended with {process.returncode}"]
+            lines = tail(log_path).splitlines() or [f"its process {how_it_ended(process.returncode or 0)}"]
             raise ProcessFailed(lines[-1])
     finally:
         if process.returncode is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.models.errors import NotEnoughMemory, StarterFailed
+from runtime.processes.ended import how_it_ended
 from weights.checkpoint.errors import CheckpointRefused
 
 Report = Callable[[float, float | None, str, str], None]
@@ -91,7 +92,8 @@ def _run(module: str, options: Sequence[str], on_event: Callable[[dict[str, Any]
             process.stdout.close()
         errors.seek(0)
         if process.returncode != 0 or result is None:
-            raise MakerFailed(f"ended with code {process.returncode}: {errors.read().strip()[-1000:]}")
+            said = errors.read().strip()[-1000:]
+            raise MakerFailed(how_it_ended(process.returncode) + (f": {said}" if said else ""))
     return result
 
 
