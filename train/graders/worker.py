@@ -9,7 +9,6 @@ work, `W` for one that work of the box waits for; the fork reads `<length: 8 byt
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -88,8 +87,10 @@ def _preload() -> None:
 
 def _load(name: str) -> None:
     for module in LOADED[name]:
-        with contextlib.suppress(Exception):  # whatever it raises, the code that imports it says so
+        try:
             importlib.import_module(module)
+        except Exception as error:  # a library may raise anything; the code that imports it has it once more
+            print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
 
 
 def _answer(waited_for: bool) -> None:
