@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
     initialize_online_processing,
 )
+from vllm.model_executor.utils import set_weight_attrs
 
 from runtime.devices.kinds import of_torch
 from serve.load.remade_experts import with_experts
@@ -75,7 +76,7 @@ def _make_biases_loadable(model: torch.nn.Module) -> None:
         if hasattr(laid_out, "output_dim") and laid_out.shape == stored.shape:
             continue
         layer.bias = torch.nn.Parameter(stored, requires_grad=False)
-        layer.bias.output_dim, layer.bias.weight_loader = 0, layer.weight_loader
+        set_weight_attrs(layer.bias, {"output_dim": 0, "weight_loader": layer.weight_loader})
         initialize_online_processing(layer)
 
 

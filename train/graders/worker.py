@@ -89,7 +89,7 @@ def _load(name: str) -> None:
     for module in LOADED[name]:
         try:
             importlib.import_module(module)
-        except Exception as error:  # a library may raise anything; the code that imports it has it once more
+        except Exception as error:  # noqa: BLE001 - whoever imports it has it anew
             print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
 
 
