@@ -83,18 +83,24 @@ def _converse(gateway: Client, settings: dict[str, Any], messages: list[dict[str
 
 
 def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    """Print the answer as it comes; returns it whole."""
+    """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
     body = settings | {"messages": messages, "stream": True}
-    pieces = []
+    pieces, ended = [], None
     try:
         for event in gateway.stream_events(PATH, body, _TIMEOUT_S):
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
+                ended = choice.get("finish_reason") or ended
                 pieces.append(piece)
                 print(formats.printable(piece), end="", flush=True)
     finally:
         print(flush=True)
-    return "".join(pieces)
+    answer = "".join(pieces)
+    if ended == "length":
+        output.say(f"(cut at {settings['max_tokens']} tokens; --max-tokens takes more)")
+    elif not answer.strip():
+        output.say("(the model ended its answer at once: it learnt too little yet, or not to answer this)")
+    return answer
 
 
 @contextlib.contextmanager

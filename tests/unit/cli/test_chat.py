@@ -30,6 +30,19 @@ def test_one_question(prepared):
     }
 
 
+def test_a_model_that_answers_nothing_is_not_met_with_silence(prepared):
+    prepared.prepare("POST", CHAT, (200, sse("")))
+    result = prepared.run("chat", "starter", "Hi")
+    assert (result.exit_code, result.stdout) == (0, "\n") and "ended its answer at once" in result.stderr
+
+
+def test_an_answer_that_met_its_bound_is_said_to_have(prepared):
+    event = json.dumps({"choices": [{"delta": {"content": "Hel"}, "finish_reason": "length"}]})
+    prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
+    result = prepared.run("chat", "starter", "Hi", "--max-tokens", "1")
+    assert result.stdout == "Hel\n" and "cut at 1 tokens; --max-tokens" in result.stderr
+
+
 def test_a_question_from_a_pipe(prepared):
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     assert prepared.run("chat", "starter", input="What?\n").stdout == "ok\n"
