@@ -97,7 +97,7 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
         print(flush=True)
     answer = "".join(pieces)
     if ended == "length":
-        output.say(f"(cut at {settings['max_tokens']} tokens; --max-tokens takes more)")
+        output.say(f"(cut off: {settings['max_tokens']} tokens, see --max-tokens, or the model's context is full)")
     elif not answer.strip():
         output.say("(the model ended its answer at once: it learnt too little yet, or not to answer this)")
     return answer

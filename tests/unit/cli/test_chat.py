@@ -40,7 +40,7 @@ def test_an_answer_that_met_its_bound_is_said_to_have(prepared):
     event = json.dumps({"choices": [{"delta": {"content": "Hel"}, "finish_reason": "length"}]})
     prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
     result = prepared.run("chat", "starter", "Hi", "--max-tokens", "1")
-    assert result.stdout == "Hel\n" and "cut at 1 tokens; --max-tokens" in result.stderr
+    assert result.stdout == "Hel\n" and "cut off: 1 tokens, see --max-tokens" in result.stderr
 
 
 def test_a_question_from_a_pipe(prepared):
