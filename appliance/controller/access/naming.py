@@ -22,7 +22,7 @@ _NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
 _IN_NAMES = frozenset(string.ascii_lowercase + string.digits)
 MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
-SUFFIX_RULE = "a string of at most 64 characters, with a letter (a to z) or digit"
+SUFFIX_RULE = "a string of at most 64 characters, with a letter or digit"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
 
 
@@ -45,12 +45,17 @@ def is_model_name(name: str) -> bool:
 
 def suffix_in_name(suffix: str) -> str:
     """What stands in a model's name of a suffix that a job asks for, as OpenAI makes it: in lower case, with "-" for
-    what a name cannot have; "" if nothing is left."""
-    return _NOT_IN_SUFFIX.sub("-", suffix.lower()).strip("-.")
+    what a name cannot have; "" if nothing is left. One in another script, of which that would leave nothing, is written
+    as names of hosts are (two Chinese signs: `xn--ubtq9x`); decoded that says it again, unless it was too long."""
+    plain = suffix.lower()
+    if any(sign in _IN_NAMES for sign in plain):
+        return _NOT_IN_SUFFIX.sub("-", plain).strip("-.")
+    letters = "-".join("".join(sign if sign.isalnum() else " " for sign in plain).split())
+    return ("xn--" + letters.encode("punycode").decode())[:MAX_SUFFIX].strip("-") if letters else ""
 
 
 def is_suffix(suffix: str) -> bool:
-    return len(suffix) <= MAX_SUFFIX and any(c in _IN_NAMES for c in suffix_in_name(suffix))
+    return len(suffix) <= MAX_SUFFIX and bool(suffix_in_name(suffix))
 
 
 def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:

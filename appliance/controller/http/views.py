@@ -114,6 +114,7 @@ def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudg
         "status": job_status(row),
         "trained_tokens": row.trained_tokens if succeeded else None,
         "training_file": row.training_file,
+        "user_provided_suffix": row.suffix,
         "validation_file": row.validation_file,
         "estimated_finish": int(time.time() + row.eta_s)
         if row.eta_s is not None and job_status(row) == "running"

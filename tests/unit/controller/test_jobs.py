@@ -135,6 +135,8 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
         ({"method": {"type": "magic"}}, "method.type", "not supported yet; 'supervised' and"),
         ({"suffix": "<>!"}, "suffix", "letter"),
         ({"suffix": "a" * 65}, "suffix", "64"),
+        ({"suffix": "客" * 65}, "suffix", "64"),
+        ({"suffix": "！🎉"}, "suffix", "letter"),
         ({"suffix": ""}, "suffix", "letter"),
         ({"seed": -1}, "seed", "-1"),
         ({"seed": 2**40}, "seed", "less than"),

@@ -216,12 +216,20 @@ def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
         ("<script>", "script"),
         ("Büro_2.1 ", "b-ro_2.1"),
         ("A" * 64, "a" * 64),
+        ("客服", "xn--ubtq9x"),
+        ("中文 模型", "xn----kq6at31adrolnf"),
+        ("поддержка", "xn--80ahaefyxhn"),
+        ("客服 v2", "v2"),
     ],
 )
 async def test_a_suffix_becomes_part_of_a_name_as_openai_makes_it(control: Control, suffix: str, part: str):
     job_id = await control.job(suffix=suffix)
     name = jobs.get(control.db, job_id).output_model
     assert name.startswith(f"ft:starter:local:{part}:") and is_model_name(name)
+    told = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
+    assert told["user_provided_suffix"] == suffix
+    if part.startswith("xn--"):
+        assert part.removeprefix("xn--").encode().decode("punycode") == suffix.replace(" ", "-")
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])
