@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.errors import BadUsage
+from appliance.cli.errors import AuthFailed, BadUsage
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client
@@ -55,6 +55,16 @@ class Session:
     def show(self, answer: Any, render: Callable[[Any], Any]) -> None:
         """Print an answer of the box, as it is or drawn."""
         output.print_json(answer) if self.as_json else output.draw(render(answer))
+
+    def own_unless_all(self, everything: Callable[[], Any], own: Callable[[], Any]) -> Any:
+        """What an operator sees; with a key that may not, what its owner has. Raises CliError."""
+        try:
+            return everything()
+        except AuthFailed as refused:
+            try:
+                return own()
+            except AuthFailed:
+                raise refused from None  # a key of another scope: what it lacks for all of it
 
     def follow(self, fetch: Callable[[], Any], render: Callable[[Any], Any], watch: bool, every_s: float) -> None:
         """`show`, repeated if `watch`."""

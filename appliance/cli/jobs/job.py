@@ -28,14 +28,31 @@ def list_jobs(
     watch: WATCH = False,
     every: EVERY = 2.0,
 ) -> None:
-    """List jobs: how far each is, which devices it holds, and what it waits for."""
-    session.follow(lambda: session.client.listed("/admin/v1/jobs", limit), jobs_table, watch, every)
+    """List jobs: how far each is, which devices it holds, and what it waits for.
+
+    A key of the scope fine_tuning alone gets its owner's, as OpenAI's API has them.
+    """
+    session.follow(
+        lambda: session.own_unless_all(
+            lambda: session.client.listed("/admin/v1/jobs", limit), lambda: session.client.listed(paths.JOBS, limit)
+        ),
+        jobs_table,
+        watch,
+        every,
+    )
 
 
 @box_command(app, "appliance job get ftjob-abc123", "appliance job get ftjob-abc123 -o json | jq .loss")
 def get(session: Session, job_id: JOB, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """Show everything the box knows of one job."""
-    session.follow(lambda: session.client.get(paths.admin_job(job_id)), _one, watch, every)
+    session.follow(
+        lambda: session.own_unless_all(
+            lambda: session.client.get(paths.admin_job(job_id)), lambda: session.client.get(paths.job(job_id))
+        ),
+        _one,
+        watch,
+        every,
+    )
 
 
 @box_command(
@@ -95,6 +112,21 @@ def cancel(session: Session, job_id: JOB) -> None:
 
 
 def jobs_table(answer: dict[str, Any]) -> Any:
+    if any(map(_is_own, answer["data"])):
+        return output.table(
+            ("JOB", "STATUS", "MODEL", "CREATED", "ERROR"),
+            (
+                (
+                    j["id"],
+                    j["status"],
+                    j["fine_tuned_model"] or j["model"],
+                    formats.moment(j["created_at"]),
+                    _short(formats.or_dash((j["error"] or {}).get("message"))),
+                )
+                for j in answer["data"]
+            ),
+            empty="",
+        )
     return output.table(
         ("JOB", "STATUS", "PHASE", "MODEL", ">DEVICES", ">STEP", ">LOSS", ">TOKENS/S", ">ETA", "REASON"),
         (
@@ -126,7 +158,33 @@ def _ask(session: Session, job_id: str, verb: str) -> None:
     session.show(answer, lambda job: f"{job['id']}: {verb} accepted, status {job['status']}")
 
 
+def _is_own(job: dict[str, Any]) -> bool:
+    """Whether it is OpenAI's object, which keys without the scope read get: it has no phase, devices and step."""
+    return job.get("object") == "fine_tuning.job"
+
+
+def _own(job: dict[str, Any]) -> Any:
+    return output.stack(
+        output.fields(
+            ("job", job["id"]),
+            ("status", job["status"]),
+            ("model", job["model"]),
+            ("fine-tuned model", formats.or_dash(job["fine_tuned_model"])),
+            ("created", formats.moment(job["created_at"])),
+            ("finished", formats.moment(job["finished_at"])),
+            ("training file", formats.or_dash(job["training_file"])),
+            ("validation file", formats.or_dash(job["validation_file"])),
+            ("error", formats.or_dash((job["error"] or {}).get("message"))),
+        ),
+        output.table(
+            ("HYPERPARAMETER", "VALUE"), _settings(job["method"][job["method"]["type"]]["hyperparameters"]), empty=""
+        ),
+    )
+
+
 def _one(job: dict[str, Any]) -> Any:
+    if _is_own(job):
+        return _own(job)
     error = job.get("error") or {}
     shown = [
         ("job", job["id"]),

@@ -79,14 +79,28 @@ def starter(
 @box_command(app, "appliance model list", "appliance model list -o json | jq -r '.data[].name'", name="list")
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """List models: the version that answers, its challenger (a canary, or what a gate judges), and whether it is
-    awake."""
-    session.follow(lambda: session.client.listed("/admin/v1/models"), _table, watch, every)
+    awake.
+
+    A key without the scope read gets the names that it may ask, as OpenAI's API has them.
+    """
+    session.follow(
+        lambda: session.own_unless_all(
+            lambda: session.client.listed("/admin/v1/models"), lambda: session.client.get("/v1/models")
+        ),
+        _table,
+        watch,
+        every,
+    )
 
 
 @box_command(app, "appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4")
 def show(session: Session, model: MODEL) -> None:
     """Show one model with all its versions and the tiers that each is in."""
-    session.show(session.client.get(paths.model(model)), _one)
+    answer = session.own_unless_all(
+        lambda: session.client.get(paths.model(model)),
+        lambda: session.client.get(f"/v1/models/{paths.segment(model)}"),
+    )
+    session.show(answer, _one)
 
 
 @box_command(app, "appliance model rm ft:starter:local:gsm8k:a1b2c3d4")
@@ -197,6 +211,12 @@ def _operation(operation: dict[str, Any]) -> Any:
 
 
 def _table(answer: dict[str, Any]) -> Any:
+    if any(map(_is_callable, answer["data"])):
+        return output.table(
+            ("MODEL", "OF", ">CONTEXT", "CREATED", "STATE"),
+            ((m["id"], m["owned_by"], formats.count(m["max_model_len"]), *_since(m)) for m in answer["data"]),
+            empty="",
+        )
     troubles = [f"{m['name']}: {m['message']}" for m in answer["data"] if m.get("message")]
     table = output.table(
         ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "CHALLENGER", "STATE"),
@@ -218,12 +238,31 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.stack(table, output.notes(troubles))
 
 
+def _is_callable(model: dict[str, Any]) -> bool:
+    """Whether it is OpenAI's object, which keys without the scope read get."""
+    return model.get("object") == "model"
+
+
+def _since(model: dict[str, Any]) -> tuple[str, str]:
+    return formats.moment(model["created"]), formats.or_dash(model["state_details"] or model["state"])
+
+
 def _kind(model: dict[str, Any]) -> str:
     adapter = model.get("adapter")
     return f"adapter of {adapter['base']}" if adapter else model["kind"]
 
 
 def _one(model: dict[str, Any]) -> Any:
+    if _is_callable(model):
+        created, state = _since(model)
+        context = formats.count(model["max_model_len"])
+        return output.fields(
+            ("model", model["id"]),
+            ("of", model["owned_by"]),
+            ("context", f"{context} tokens"),
+            ("created", created),
+            ("state", state),
+        )
     adapter = model.get("adapter")
     about = output.fields(
         ("model", model["name"]),

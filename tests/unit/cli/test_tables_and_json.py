@@ -7,6 +7,8 @@ import json
 import re
 import time
 
+from appliance.controller.http import peers
+from appliance.controller.interfaces.identity import Identity
 from appliance.store import database
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
@@ -488,3 +490,20 @@ def test_a_list_has_the_rows_of_all_its_pages(box, monkeypatch):
     names = [row["detail"]["name"] for row in box.json("audit")["data"]]
     assert names == [f"trial-{n}" for n in (4, 3, 2, 1, 0)]
     assert [row["detail"]["name"] for row in box.json("audit", "--limit", "3")["data"]] == names[:3]
+
+
+def test_a_key_without_the_scope_read_lists_what_is_its_owners(box: ControlledBox, tmp_path, monkeypatch):
+    others = make_job(box, tmp_path)
+    scopes, ann = frozenset({"inference", "fine_tuning"}), box.json("key", "create", "--name", "ann")["id"]
+    monkeypatch.setattr(peers, "BOX", Identity(ann, scopes))
+    own = make_job(box, tmp_path)
+    listed = box.run("job", "list").output
+    assert own in listed and others not in listed and lines(listed)[0] == ["JOB", "STATUS", "MODEL", "CREATED", "ERROR"]
+    assert [one["id"] for one in box.json("job", "list")["data"]] == [own]
+    assert lines(box.run("job", "get", own).output)[0] == ["job", own]
+    assert box.run("job", "get", others).exit_code == 3
+    assert lines(box.run("model", "list").output)[1][:2] == ["starter", "org-local"]
+    assert "starter" in box.run("model", "show", "starter").output
+    monkeypatch.setattr(peers, "BOX", Identity(ann, frozenset({"metrics"})))
+    refused = box.run("job", "list")
+    assert refused.exit_code == 4 and "admin or read" in refused.output
