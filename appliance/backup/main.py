@@ -81,7 +81,8 @@ def _place(place: BackupSettings, *, make: bool) -> Objects:
     if place.url is None:
         raise BackupError("no place for backups: name one, or set url in [backup] (docs/operations.md)")
     if not place.url.startswith("s3://") and not Path(place.url).is_dir():
-        raise BackupError(f"{place.url} is not a directory; make it first (a mount that is lost must not be filled)")
+        what = "make it first (a mount that is lost must not be filled)"
+        raise BackupError(f"{place.url} is not a directory; {what if make else 'is it written right, and mounted?'}")
     key_file = None if place.key_file is None else Path(place.key_file).expanduser()
     return opened(objects_at(place), key_file, make=make)
 

@@ -7,7 +7,8 @@ import string
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import StringConstraints
+from pydantic import AfterValidator, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -28,7 +29,16 @@ MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beg
 
 # Owner and name of a key: used in header lines, tables and lists. Not models.EVERYBODY.
 OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$"
-OwnerName = Annotated[str, StringConstraints(pattern=OWNER_PATTERN)]
+OWNER_RULE = "1 to 64 letters (a to z, A to Z), digits, blanks, '.', '_', '@' or '-', beginning with a letter or digit"
+
+
+def _owner_name(name: str) -> str:
+    if not re.fullmatch(OWNER_PATTERN, name):
+        raise PydanticCustomError("owner_name", f"expected {OWNER_RULE}")
+    return name
+
+
+OwnerName = Annotated[str, AfterValidator(_owner_name)]
 # A name by which a client calls a model, including a checkpoint's and `MODEL@VERSION`: used in the gateways' table and
 # in header lines. One rule for all external input; `is_printable` is the table's check of stored rows.
 CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]

@@ -25,13 +25,19 @@ MEMORY_BYTES = {
     "a10": 23_028 * MIB,
     "a100-40gb": 40_960 * MIB,
     "a100": 81_920 * MIB,
+    "a800": 81_920 * MIB,
     "b200": 183_359 * MIB,
+    "h20": 97_871 * MIB,
     "h100": 81_559 * MIB,
+    "h800": 81_559 * MIB,
     "h200": 143_771 * MIB,
+    "l20": 46_068 * MIB,
     "l4": 23_034 * MIB,
     "l40s": 46_068 * MIB,
     "rtx-3090": 24_576 * MIB,
     "rtx-4090": 24_564 * MIB,
+    "rtx-4090d": 24_564 * MIB,
+    "rtx-5090": 32_607 * MIB,
 }
 """The memory of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it
 (`runtime.devices.cuda`)."""

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from appliance import backup_copies, last_backup
+from appliance.backup import main as backup_main
 from appliance.backup import manifest as manifests
 from appliance.backup import take as take_module
 from appliance.backup.errors import BackupDamaged, BackupError, BackupRunning, NoBackup, NotEmpty, NotThisBox
 from appliance.backup.restore import restore, verify
 from appliance.backup.take import take
+from appliance.config import BackupSettings
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import files
@@ -338,6 +340,13 @@ def test_a_box_that_was_set_up_anew_does_not_push_out_the_backups_of_the_one_bef
     shutil.rmtree(paths.data_dir)
     restore(place, None, paths.data_dir)
     assert take(paths, place, clock=lambda: 3e9 + 5).box_id == made.box_id
+
+
+def test_only_who_makes_a_backup_is_told_to_make_its_place(tmp_path):
+    nowhere = BackupSettings(url=str(tmp_path / "none"))
+    for make, said in ((True, "make it first"), (False, "is it written right, and mounted")):
+        with pytest.raises(BackupError, match=said):
+            backup_main._place(nowhere, make=make)
 
 
 def test_a_mount_that_is_lost_is_not_filled(paths, place):

@@ -99,6 +99,11 @@ def test_which_box(prepared, monkeypatch, tmp_path, main_process):
         ),
         ({"state": "failed", "pid": None, "message": "port 8000 is taken"}, "did not start: port 8000 is taken"),
         ({"state": "ready", "pid": 2**22 + 1}, "was killed while ready"),
+        (
+            {"state": "ready", "pid": 2**22 + 1, "url": "http://127.0.0.1:24200/v1"},
+            "box --port 24200` starts it where it was",
+        ),
+        ({"state": "ready", "pid": 2**22 + 1, "url": "http://127.0.0.1:8000/v1"}, "box` starts it and continues"),
         ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # the number is somebody else's now
     ],
 )

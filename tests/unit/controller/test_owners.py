@@ -748,3 +748,12 @@ async def test_nobody_makes_the_gateways_table_longer_and_longer_by_jobs_that_ma
     (row,) = [row for row in control.gateway_keys.values() if row["name"] == "listed"]
     output = control.db.execute("SELECT output_model FROM jobs WHERE id = ?", [kept.id]).fetchone()[0]
     assert row["models"] == sorted([output, "starter"])
+
+
+@pytest.mark.parametrize(
+    "body", [{"name": "小王"}, {"name": "wang", "owner": "二组"}, {"name": ""}, {"name": "x" * 65}]
+)
+async def test_a_name_that_cannot_be_is_told_what_can(control: Control, body: dict[str, str]):
+    answer = await control.http.post("/admin/v1/keys", json=body, headers=ADMIN)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "expected 1 to 64 letters" in error["message"] and "^" not in error["message"]

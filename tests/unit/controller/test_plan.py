@@ -99,6 +99,11 @@ def test_seventy_billion_on_eight_gpus_without_one():
     assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
 
 
+@pytest.mark.parametrize("name", ["H20", "a800", "h800", "L20", "rtx_4090d", "RTX 5090"])
+def test_what_is_sold_in_china_is_known_by_name(name: str):
+    assert planned.memory_bytes_of(name) > 23 * 2**30
+
+
 async def test_examples_that_are_cut_are_a_warning_of_plan_and_job_alike(control: Control):
     line = {"messages": [{"role": "user", "content": "a " * 400}, {"role": "assistant", "content": "b"}]}
     file_id = await control.upload(json.dumps(line).encode() + b"\n" + chat_lines(12))
