@@ -139,7 +139,8 @@ def check_zone(tz: str) -> None:
         ZoneInfo(tz)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         raise InvalidSchedule(
-            f'time zone {tz!r} is not known: an IANA name expected, e.g. "UTC" or "Europe/Berlin"', "tz"
+            f'time zone {tz!r} is not known: an IANA name expected, e.g. "UTC", "Europe/Berlin" or "Asia/Shanghai"',
+            "tz",
         ) from None
 
 

@@ -50,6 +50,10 @@ def add(
     body = given(cron=cron, tz=tz, policy=policy, train_devices=asked, until=until, for_s=for_s, serving_floor=floor)
     answer = session.client.post("/admin/v1/mode/schedule", body)
     session.show(answer, lambda made: f"{made['id']}: {described(made)}; next {formats.moment(made['next_s'])}")
+    for other in session.client.get("/admin/v1/mode/schedule")["data"]:
+        if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (cron.split(), tz):
+            told = f"{other['id']} ({mode_name(other)}) begins at the same times and holds no more: the later one does"
+            output.say(f"{told}; `appliance mode schedule remove {other['id']}` removes it")
 
 
 @box_command(app, "appliance mode schedule list", "appliance mode schedule list -o json", name="list")
