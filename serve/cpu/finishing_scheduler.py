@@ -1,7 +1,7 @@
 """Extends vLLM's scheduler for an engine that may hold two versions of its weights.
 
 `--scheduler-cls` selects it, on the CPU only: on a GPU no version is staged (serve.vllm.shm_transfer). Between swaps it
-adds one attribute check to vLLM's scheduler, and paces prompts (serve.cpu.prefill_pace).
+adds one attribute check to vLLM's scheduler, and paces prompts and answers (serve.cpu.prefill_pace).
 
     flip        current requests stay with the old weights; later ones belong to the new weights
     schedule    shows vLLM's scheduler the requests of one version and names that version to the workers (`WEIGHTS`),
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -84,6 +84,7 @@ class FinishingScheduler(Scheduler):
         self._step_began_s = 0.0
         self._reading: Collection[int] = ()  # owners whose prompts are being computed
         self._left_to_others = False  # a part of the step
+        self._steps = 0  # in which answers were left out
 
     def can_finish(self) -> bool:
         """Whether current requests can finish on the old weights. Encoder outputs and connector caches are not salted,
@@ -155,12 +156,14 @@ class FinishingScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        flip, left_out = self._flip, list[Request]()
         if self._pace is not None:
+            if flip is None:
+                left_out = self._leave_out(self._pace)
             self._share_the_step(self._pace)
         self._step_began_s = time.monotonic()
-        flip = self._flip
         if flip is None:
-            return super().schedule(throttle_prefills)
+            return self._schedule_without(left_out, throttle_prefills)
         flip.last = next_turn(
             flip.last, old_ready=self._ready(flip, Weights.OLD), new_ready=self._ready(flip, Weights.NEW)
         )
@@ -174,6 +177,41 @@ class FinishingScheduler(Scheduler):
             took_s = time.monotonic() - self._step_began_s
             self._pace.computed(scheduler_output.total_num_scheduled_tokens, took_s)
         return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def _leave_out(self, pace: PrefillPace) -> list[Request]:
+        """Takes answers out of `running` for this step, where several owners have some and all of them would make it
+        long. Each owner has as many in it as the others, and his own take turns. Not those of adapters: others would be
+        let in beside them, and the next step had more adapters than it may."""
+        answers = [one for one in self.running if one.num_tokens - one.num_computed_tokens <= 1]
+        if (most := pace.answers()) is None or len(answers) <= most:
+            return []
+        of_owners = defaultdict[int, list[Request]](list)
+        for request in answers:
+            of_owners[self.owner_of(request)].append(request)
+        if len(of_owners) == 1 and all(self.owner_of(one) in of_owners for one in (*self.running, *self.waiting)):
+            return []
+        self._steps += 1
+        left_out = list[Request]()
+        for place, theirs in enumerate(sorted(of_owners.values(), key=len)):
+            share = max(1, most // (len(of_owners) - place))
+            theirs.sort(key=lambda one: getattr(one, "shm_step", 0))
+            left_out += [one for one in theirs[share:] if not one.lora_request]
+            most -= min(share, len(theirs))
+        left = {one.request_id for one in left_out}
+        self.running = [one for one in self.running if one.request_id not in left]
+        for request in self.running:
+            request.shm_step = self._steps
+        return left_out
+
+    def _schedule_without(self, left_out: list[Request], throttle_prefills: bool) -> SchedulerOutput:
+        """These keep their places."""
+        active = self.max_num_active_reqs
+        self.max_num_active_reqs = active - len(left_out)
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_active_reqs = active
+            self.running = [*self.running, *left_out]
 
     def _share_the_step(self, pace: PrefillPace) -> None:
         """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. Of the

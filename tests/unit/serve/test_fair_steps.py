@@ -291,6 +291,29 @@ def test_nobody_has_all_places_of_an_engine(tmp_path: Path, monkeypatch: pytest.
     assert not ended and steps < 500, "all are written to their end"
 
 
+def test_another_owners_answer_is_not_written_as_slowly_as_one_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step took a token of all, 0.5 s, and whoever wrote one answer waited for those of somebody's many."""
+    alone, engine = (Engine(tmp_path, monkeypatch, paced=True) for _ in range(2))
+    for made in (alone, engine):
+        for one in range(PLACES - 1):
+            made.ask("many", f"long {one}", 20, 400)
+        for _ in range(40):
+            made.step()
+    engine.ask("neighbour", "answer", 20, 200)
+    while len(engine.tokens["answer"]) < 200:
+        engine.step()
+    seen = engine.tokens["answer"]
+    gap_s = max(end - start for start, end in zip(seen, seen[1:], strict=False))
+    assert gap_s < 0.35, gap_s
+    while alone.clock.now_s < engine.clock.now_s:
+        alone.step()
+    written, usual = ([len(made.tokens[f"long {one}"]) for one in range(PLACES - 1)] for made in (engine, alone))
+    assert max(written) - min(written) <= max(usual) - min(usual) + 2, "his answers take turns"
+    assert sum(written) + 200 > 0.9 * sum(usual), "and the engine writes as much as before"
+
+
 class Ahead:
     """As an engine on a GPU steps: the next step is scheduled, and given to the runner, before the tokens of this one
     are known. Of vLLM's second runner here are the slots; the token that it writes is the place that it has."""
