@@ -129,7 +129,8 @@ def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, in
 
 
 def pairs(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Times, Times]]:
-    """Times of each owner who has had enough answers of both versions, and of all others together if those have.
+    """Times of each owner who has had enough answers of both versions, and of all others together if those have, or if
+    only one owner has: beside a few answers of each of the others, he decided alone.
 
     Owners are compared each with themselves, and more than half have to agree: who asks knows which version answers a
     conversation, and one of many could have it rolled back by asking for long answers where it was the new one."""
@@ -138,11 +139,11 @@ def pairs(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Time
     rest = _together(new, enough), _together(old, enough)
     if not enough:
         return [rest]
-    return [*enough.values(), *([rest] if _is_enough(rest) else [])]
+    return [*enough.values(), *([rest] if _is_enough(rest, 1 if len(enough) == 1 else ENOUGH) else [])]
 
 
-def _is_enough(pair: tuple[Times, Times]) -> bool:
-    return min(sum(times.first_byte.values()) for times in pair) >= ENOUGH
+def _is_enough(pair: tuple[Times, Times], least: int = ENOUGH) -> bool:
+    return min(sum(times.first_byte.values()) for times in pair) >= least
 
 
 def _together(of: Mapping[str, Times], but: Collection[str]) -> Times:

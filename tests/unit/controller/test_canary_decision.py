@@ -105,6 +105,7 @@ def test_one_owner_of_several_decides_nothing_by_the_times_of_his_answers() -> N
     told = verdict({"a": usual, "b": late, "c": late})
     assert told[0] == "roll back" and told[1].endswith(", or worse, for 2 of 3 owners")
     assert verdict({"c": late})[0] == "roll back"
+    assert verdict({"a": few, "b": few, "c": late})[0] == "promote", "nor where no other has had many"
     assert verdict({owner: few for owner in "abcd"})[0] == "promote", "all together"
 
 
