@@ -372,7 +372,10 @@ class HostMemory:
         return f" ({gb(self._reading.available)} available{self._of_others()})"
 
     def _of_others(self) -> str:
-        return "" if self._others is None else f", other programs hold {gb(self._others)}"
+        # Counted less often than what is available: with that they are never more than the machine has.
+        if self._others is None:
+            return ""
+        return f", other programs hold {gb(min(self._others, self._reading.total - self._reading.available))}"
 
 
 def _asked_lately(asked: Mapping[str, tuple[int, float]], now_s: float) -> dict[str, tuple[int, float]]:

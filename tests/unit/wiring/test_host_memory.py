@@ -145,6 +145,10 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     waits = waits_for(host, jobs.get(db, "ftjob-2"))
     assert waits.startswith("Memory is short (0.5 GB available") and "continues by itself" in waits
     assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "one after the other"
+    host._others = 2 * world.reading.total  # counted when other programs held more than there is now
+    taken = world.reading.total - world.reading.available
+    assert f"other programs hold {taken / 1e9:.1f} GB" in host.notes()[0], "never more than the machine has with it"
+    host._others = None
     (note,) = host.notes()
     assert note.startswith("memory is short: 0.5 GB available") and note.endswith("; training waits")
     assert world.saved == 1 and world.nudges > 0 and world.enough == 0
