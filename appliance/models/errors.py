@@ -87,8 +87,9 @@ class HubDisallowed(HubError):
     def __init__(self, repository: str, endpoint: str):
         super().__init__(
             f"{repository!r} is not a directory here, and this box does not talk to model hubs (offline by default). "
-            f"Give the path of a checkpoint directory, or allow downloads from {endpoint} with `hub_offline = false` "
-            "under [box] in the configuration"
+            "Give the path of a checkpoint directory, or a package by its name in `appliance model catalog`, or "
+            f"allow downloads from {endpoint} with `hub_offline = false` under [box] in the configuration "
+            "(`hub_endpoint` names a mirror)"
         )
 
 

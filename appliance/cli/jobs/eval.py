@@ -183,6 +183,8 @@ def list_evals(session: Session) -> None:
 def show(session: Session, eval_id: Annotated[str, typer.Argument(metavar="EVAL_ID")]) -> None:
     """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
     reward, and what a run waits for."""
+    if eval_id.startswith("evalrun_"):
+        raise BadUsage(f"{eval_id} is a run; give its evaluation, `appliance eval list` shows them (eval_…)")
     found = session.client.get(paths.evaluation(eval_id))
     session.show({**found, "runs": _runs(session, eval_id)}, _side_by_side)
 

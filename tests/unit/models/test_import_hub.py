@@ -198,7 +198,7 @@ def test_a_downloaded_file_changed_on_disk_is_fetched_again(tmp_path, served, co
 
 
 def test_offline_is_the_default_and_says_how_to_change_it(tmp_path):
-    with pytest.raises(HubDisallowed, match=r"offline by default.*hub_offline = false.*\[box\]"):
+    with pytest.raises(HubDisallowed, match=r"offline by default.*hub_offline = false.*\[box\].*hub_endpoint"):
         ModelLibrary(tmp_path / "models").import_model(REPOSITORY)
 
 
