@@ -65,7 +65,11 @@ def job(
     ] = None,
     file: Annotated[
         str | None,
-        typer.Option("--file", metavar="PATH|FILE_ID", help="Training data, whose tokens are counted; it is not kept."),
+        typer.Option(
+            "--file",
+            metavar="PATH|FILE_ID",
+            help="Training data, whose tokens are counted; it is kept only if it has bad lines, to show them.",
+        ),
     ] = None,
     config: Annotated[
         str | None,
