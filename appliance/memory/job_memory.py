@@ -10,13 +10,8 @@ from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
-from runtime.devices.kinds import kind_of
 from train.methods.methods import method_of
 from weights.memory.store import WeightStore
-
-CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
-"""Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
-context and pinned buffers."""
 
 
 class JobMemory:
@@ -46,18 +41,11 @@ class JobMemory:
         return self._verdict(row, room).waits
 
     def host_bytes(self, row: JobRow) -> int:
-        """Host memory that the job takes when it starts: its ranks (on logical CPU devices all that they hold, on GPUs
-        the processes and what they offload), and in shared memory its snapshot and result."""
+        """Host memory that the job takes when it starts (`capacity.job`)."""
         if row.resolved is None:
             return 0
         if row.id not in self._host_needs:
-            numbers = self._verdict(row, self._facts).numbers
-            ranks = numbers.get("devices", 0)
-            on_cpu = kind_of(self._facts.device_kind).on_host
-            each = CPU_RANK_BYTES + numbers["device"]["device_bytes"] if ranks and on_cpu else GPU_RANK_BYTES
-            ranks_bytes = ranks * each
-            offloaded = 0 if on_cpu else numbers.get("offload", {}).get("host_bytes", 0)
-            self._host_needs[row.id] = ranks_bytes + offloaded + numbers["host"]["needed_bytes"]
+            self._host_needs[row.id] = self._verdict(row, self._facts).numbers["host_memory"]["job_bytes"]
         return self._host_needs[row.id]
 
     def keep(self, jobs: Container[str]) -> None:
@@ -68,6 +56,6 @@ class JobMemory:
     def _verdict(self, row: JobRow, facts: BoxFacts) -> capacity.Verdict:
         base = resolve(self._db, row.model)
         if base is None:  # deleted: its start will report the error
-            return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}})
+            return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}, "host_memory": {"job_bytes": 0}})
         assert row.resolved is not None
         return capacity.job(shape_of(base), row.resolved, row.allowed_sizes or [1], facts, method_of(row.method))

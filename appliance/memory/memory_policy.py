@@ -121,7 +121,10 @@ def decide(
     if holdings.job_wanted and lacking > 0:
         if now_s < state.next_s:
             return state, None
-        why = f"a job waits for {gb(holdings.job_wanted)}, {gb(reading.available)} of {reading.where} available"
+        why = (
+            f"a job waits for {gb(holdings.job_wanted)} besides the reserve of {gb(reserve)}, "
+            f"{gb(reading.available)} of {reading.where} available"
+        )
         return _give_idle(holdings, state, now_s, max(LEAST_BYTES, lacking), why) or (state, None)
     if not state.holds_back:
         return replace(state, calm_since_s=None), None

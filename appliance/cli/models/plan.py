@@ -193,12 +193,27 @@ def _table(plan: dict[str, Any]) -> Any:
         output.fields(*about),
         output.above("On each device", output.fields(*rows)),
         output.above("In shared memory", output.fields(*_sizes(host))),
+        output.above("In host memory, all ranks together", output.fields(*_host_memory(numbers["host_memory"])))
+        if "host_memory" in numbers
+        else None,
         output.above("In host memory, by offloading", output.fields(*away)) if away else None,
         *plan["problems"],
         *plan["warnings"],
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
         verdict,
     )
+
+
+def _host_memory(needs: dict[str, int]) -> list[tuple[str, object]]:
+    """What a job waits for until it is available besides the reserve."""
+    shared = formats.size(needs["job_bytes"] - needs["ranks_bytes"])
+    rows = [
+        ("ranks", formats.size(needs["ranks_bytes"])),
+        ("the job needs", f"{formats.size(needs['job_bytes'])}, with {shared} in shared memory"),
+    ]
+    if needs["reserve_bytes"] is not None:
+        rows.append(("besides the reserve of", formats.size(needs["reserve_bytes"])))
+    return rows
 
 
 def _hours(hours: float | None) -> str:

@@ -20,6 +20,9 @@ from train.plan import estimate
 from train.plan.estimate import ModelShape
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
+CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
+"""Host memory of a rank besides its tensors: Python and torch, forked from the warm parent; on a GPU also the CUDA
+context and pinned buffers."""
 _LEAST_TOKENS = 512  # of a row; a shorter one saves little, and cuts examples
 
 
@@ -28,7 +31,8 @@ class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
     few may use more. store_budget_bytes: of shared memory for weights, None without a limit. store_room_bytes: how much
     of it a new reservation could get now. node_devices: of the largest node, the limit for a job or one engine; 0: no
-    such limit. host_memory_bytes: of one node, None if unknown. asleep_per_device: sleeping engines that may keep
+    such limit. host_memory_bytes: of one node, None if unknown. reserve_bytes: of it, what is kept available for other
+    processes. asleep_per_device: sleeping engines that may keep
     memory of one."""
 
     devices: int
@@ -38,6 +42,7 @@ class BoxFacts:
     store_room_bytes: int
     node_devices: int = 0
     host_memory_bytes: int | None = None
+    reserve_bytes: int | None = None
     asleep_per_device: int = SchedulerConfig().max_asleep_per_device
 
     @property
@@ -59,6 +64,11 @@ class BoxFacts:
         """Bytes that a rank takes of its device: a logical CPU device has the host's memory, so offloading saves
         nothing there."""
         return memory.device_bytes + (memory.host_bytes if self.on_host else 0)
+
+    def ranks_bytes(self, memory: estimate.RankMemory, ranks: int) -> int:
+        """Host memory of all ranks: on logical CPU devices all that they hold, on GPUs the processes and what they
+        offload."""
+        return ranks * (CPU_RANK_BYTES + self.takes(memory) if self.on_host else GPU_RANK_BYTES + memory.host_bytes)
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
         return self.takes(memory) <= self.room_per_rank(ranks)
@@ -124,6 +134,7 @@ def job(
             f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer."
         )
     shown = fitting[-1] if fitting else sizes[-1]
+    ranks_bytes = box.ranks_bytes(memory[shown], shown)
     offload = _Offload(shown * memory[shown].host_bytes, needed, box)
     problems += offload.problems()
     warnings += offload.warnings()
@@ -140,6 +151,11 @@ def job(
         "device": memory[shown].as_dict()
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
         "offload": {"host_bytes": offload.bytes, "host_memory_bytes": box.host_memory_bytes},
+        "host_memory": {
+            "ranks_bytes": ranks_bytes,
+            "job_bytes": ranks_bytes + needed,
+            "reserve_bytes": box.reserve_bytes,
+        },
         "host": {
             "version_bytes": version,
             "snapshot_bytes": snapshot,

@@ -72,6 +72,16 @@ def test_what_a_job_takes_of_the_host_depends_on_where_its_tensors_lie(db, store
     assert on_gpu == 14 * MB + 8 * 2 * 2**30
 
 
+def test_a_plan_names_the_memory_of_the_host_that_the_job_will_wait_for(db, store, add_model, add_job):
+    """It named what each device holds, and the job then waited for ten times as much."""
+    add_model(params=1_000_000)
+    add_job("ftjob-new", resolved=RESOLVED)
+    row, facts = jobs.get(db, "ftjob-new"), BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB, reserve_bytes=3 * MB)
+    told = JobMemory(db, store, facts)._verdict(row, facts).numbers["host_memory"]
+    assert told["job_bytes"] == JobMemory(db, store, facts).host_bytes(row) == told["ranks_bytes"] + 14 * MB
+    assert told["reserve_bytes"] == 3 * MB
+
+
 def test_of_a_cancelled_job_nothing_is_kept(db, events, store, add_model, add_job):
     """Both numbers of each job that was cancelled while it waited stayed until the controller ended."""
     add_model(params=1_000_000)

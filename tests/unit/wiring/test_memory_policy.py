@@ -182,6 +182,14 @@ def test_an_engine_that_is_waited_for_makes_room_for_itself():
     assert decide(reading, replace(wanted, wanted=GB), MemoryState(), 0.0, RESERVE)[1] is None
 
 
+def test_what_is_given_back_for_a_job_names_the_reserve():
+    """It said that a job waits for 9.9 GB and that 10.2 GB are available."""
+    reading = MemoryReading(24 * GB, 10_200_000_000)
+    holdings = Holdings(pool=GB, job_wanted=9_900_000_000)
+    _, action = decide(reading, holdings, MemoryState(), 0.0, RESERVE)
+    assert action is not None and "waits for 9.9 GB besides the reserve of 1.0 GB, 10.2 GB of " in action.why
+
+
 def test_what_is_over_is_forgotten():
     state = MemoryState(jobs=("a", "b"), engines={"m": 1, "n": 1}, sleepers=0)
     kept = without(state, jobs=["b"], models=["n"])
