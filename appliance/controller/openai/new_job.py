@@ -40,6 +40,7 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     claims.check(db, body, caller)
     row, resolved = _new_job(context, body, caller)
     judge = _judge(context, body, resolved, caller)
+    _check_forms(context, body, caller)
     gate = new_gate(context, body.gate, row, caller) if body.gate is not None else None
     data.check(context, row, caller)
     jobs.insert(db, row)
@@ -57,6 +58,7 @@ def check_job(context: ControllerContext, body: JobCreate, caller: Principal) ->
     """Whether `insert_job` would take it but for the caller's bounds. Raises ApiError."""
     _, resolved = _new_job(context, body, caller)
     _judge(context, body, resolved, caller)
+    _check_forms(context, body, caller)
 
 
 async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
@@ -204,6 +206,23 @@ def _seen(file: FileRow) -> auto.DatasetStats:
     report = file.report or {}
     names = ("n_examples", "n_tokens_estimate", "longest_example_tokens")
     return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
+
+
+def _check_forms(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
+    """Refuse files whose check at the upload has found a form that the method does not take. Of bad lines the
+    validation tells, each by its number. Raises BadRequest."""
+    method = requests.method(body)
+    for param, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
+        if file_id is None:
+            continue
+        row = _data_file(context, file_id, param, caller)
+        report = row.report or {}
+        if report.get("n_errors") == 0 and (why := method.refuses(report["shape"])) is not None:
+            raise BadRequest(
+                f"invalid {param}: {shown(file_id)} ({shown(row.filename)}) {why}.",
+                param=param,
+                code=f"invalid_{param}",
+            )
 
 
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:

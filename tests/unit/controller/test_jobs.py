@@ -259,17 +259,6 @@ async def test_an_error_says_three_lines_and_where_all_stand(control: Control):
     assert found == {"object": "list", "data": [], "total": 0, "has_more": False}
 
 
-async def test_preference_data_is_not_for_supervised_tuning(control: Control):
-    row = {
-        "input": {"messages": [{"role": "user", "content": "hi"}]},
-        "preferred_output": [{"role": "assistant", "content": "a"}],
-        "non_preferred_output": [{"role": "assistant", "content": "b"}],
-    }
-    job_id = await control.job(training_file=await control.upload((json.dumps(row) + "\n").encode() * 12))
-    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.status == "failed" and "preference" in job.error.message
-
-
 PAIR = {
     "input": {"messages": [{"role": "user", "content": "hi"}]},
     "preferred_output": [{"role": "assistant", "content": "a"}],
@@ -302,8 +291,35 @@ async def test_pairs_are_refused_by_line(control: Control):
     job_id = await control.job(training_file=file_id, method={"type": "dpo"})
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.status == "failed" and "line 12" in job.error.message
-    chats = await control.job(method={"type": "dpo"})
-    assert "wants pairs" in (await control.sdk.fine_tuning.jobs.retrieve(chats)).error.message
+
+
+async def test_a_file_of_a_form_that_the_method_does_not_take_is_refused_with_the_request(control: Control):
+    pairs = await control.upload(b"".join(json.dumps(PAIR).encode() + b"\n" for _ in range(12)))
+    chats = await control.upload()
+    asked = await control.upload(prompts())
+    graded = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    for method, fields, at_fault, told in (
+        ({"type": "dpo"}, {"training_file": chats}, "training_file", "'chat'; the method 'dpo' wants pairs"),
+        (
+            {"type": "supervised"},
+            {"training_file": pairs},
+            "training_file",
+            "has preference pairs; the method 'supervised'",
+        ),
+        (graded, {"training_file": chats}, "training_file", "'chat'; the method 'reinforcement' wants"),
+        ({"type": "supervised"}, {"training_file": asked}, "training_file", "ends with a message from the user"),
+        (
+            {"type": "dpo"},
+            {"training_file": pairs, "validation_file": chats},
+            "validation_file",
+            "'chat'; the method 'dpo' wants pairs",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await control.job(**fields, extra_body={"method": method})
+        assert (refused.value.param, refused.value.code) == (at_fault, f"invalid_{at_fault}")
+        assert told in refused.value.message
+    assert jobs.list_in_phase(control.db, "validating") == []
 
 
 @pytest.mark.usefixtures("checked_here")
@@ -764,15 +780,6 @@ async def test_a_job_whose_judge_is_not_there_is_refused_before_its_data_is_read
             )
         assert (refused.value.code, refused.value.param) == ("model_not_found", "method.reinforcement.grader")
     assert jobs.list_unfinished(control.db) == []
-
-
-async def test_conversations_with_answers_are_not_for_rewards(control: Control):
-    job_id = await control.job(method={"type": "reinforcement", "reinforcement": {"grader": GRADER}})
-    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    assert job.status == "failed" and "conversations that end with the user" in job.error.message
-    supervised = await control.job(training_file=await control.upload(prompts()))
-    job = await control.sdk.fine_tuning.jobs.retrieve(supervised)
-    assert "ends with a message from the user" in job.error.message
 
 
 async def test_answers_of_a_job_are_graded_by_its_grader(control: Control):
