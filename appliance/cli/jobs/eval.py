@@ -61,23 +61,9 @@ def run(
     for model in models:  # before anything is made
         session.client.get(f"/v1/models/{paths.segment(model)}")
     graders = None if grader is None else json_file("--grader", grader)
-    with kept_if_taken(session) as uploaded:
-        file_id = _sent(session, suite)
-        uploaded.append(file_id)
-        if graders is not None:
-            made = {
-                "name": suite.stem,
-                "data_source_config": {
-                    "type": "custom",
-                    "item_schema": {"type": "object"},
-                    "include_sample_schema": True,
-                },
-                "testing_criteria": graders if isinstance(graders, list) else [graders],
-            }
-            eval_id = session.client.post("/v1/evals", made)["id"]
-    assert eval_id is not None
     sampling = given(max_completion_tokens=max_tokens, temperature=temperature, seed=seed)
-    for model in models:
+
+    def begin(model: str) -> None:
         source = {
             "type": "completions",
             "model": model,
@@ -86,6 +72,26 @@ def run(
             "sampling_params": sampling,
         }
         session.client.post(f"{paths.evaluation(eval_id)}/runs", {"name": model, "data_source": source})
+
+    with kept_if_taken(session) as uploaded, kept_if_taken(session, paths.evaluation) as made:
+        file_id = _sent(session, suite)
+        uploaded.append(file_id)
+        if graders is not None:
+            wish = {
+                "name": suite.stem,
+                "data_source_config": {
+                    "type": "custom",
+                    "item_schema": {"type": "object"},
+                    "include_sample_schema": True,
+                },
+                "testing_criteria": graders if isinstance(graders, list) else [graders],
+            }
+            eval_id = str(session.client.post("/v1/evals", wish)["id"])
+            made.append(eval_id)
+        assert eval_id is not None
+        begin(models[0])
+    for model in models[1:]:
+        begin(model)
     if wait:
         _wait(session, eval_id, timeout)
     found = _runs(session, eval_id)

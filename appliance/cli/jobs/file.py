@@ -7,7 +7,7 @@ import binascii
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -135,18 +135,18 @@ def send(session: Session, path: Path, purpose: str) -> dict[str, Any]:
 
 
 @contextmanager
-def kept_if_taken(session: Session) -> Iterator[list[str]]:
-    """Collects ids of files that a command uploads for one request; deletes them when the box refuses the request, as
-    nobody asked for the files alone."""
-    uploaded: list[str] = []
+def kept_if_taken(session: Session, path_of: Callable[[str], str] = paths.file) -> Iterator[list[str]]:
+    """Collects ids of what a command makes for one request; deletes it when the box refuses the request, as nobody
+    asked for it alone."""
+    made: list[str] = []
     try:
-        yield uploaded
+        yield made
     except (Unreachable, WaitTimedOut):  # the request may have been taken
         raise
     except CliError:
-        for file_id in uploaded:
+        for one in made:
             with suppress(CliError):  # the first error is the one to tell
-                session.client.delete(paths.file(file_id))
+                session.client.delete(path_of(one))
         raise
 
 

@@ -24,7 +24,7 @@ from appliance.controller.evals.requests import (
     check_eval,
     check_variables,
 )
-from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.evals.runner import EvalRunner, check_items
 from appliance.controller.grading.given import check_code, grader_of, not_looked_at
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Order, WholeLimit, list_object
@@ -149,6 +149,12 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         if isinstance(body.data_source, Sampled) and body.data_source.model is not None:
             check_may_ask(db, caller, body.data_source.model)
         check_judges(context, of, caller)
+        try:
+            await asyncio.to_thread(check_items, context.files_dir, of.criteria, body.data_source)
+        except InvalidGrader as error:
+            raise BadRequest(
+                f"Invalid '{error.param}': {error.message}.", param=error.param, code="invalid_grader"
+            ) from None
         data_source = checked_source(body.data_source)
 
         def make() -> EvalRunRow:

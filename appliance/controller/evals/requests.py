@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -12,7 +13,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.responses.entries import Wanted, chat_tool
 from train.graders import templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, parts_of, texts
+from train.graders.graders import DEFAULT_ANSWER_TOKENS, MAX_PARTS, MAX_VARIABLES, Grader, parse, parts_of, texts
 from train.graders.templates import Sample
 
 MAX_CRITERIA = 32
@@ -264,6 +265,43 @@ def _lacking(steps: list[str], schema: Any) -> str:
 
 _FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """By these a schema may say more of an object's properties than `properties` does."""
+
+
+def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> dict[str, str]:
+    """What the graders of an eval, as they are kept, and what a model is asked read of an item: the first step below
+    `item`, with the place of the first text that names it. Raises InvalidGrader: the box has become stricter since."""
+    found = [
+        (f"testing_criteria.{at}.{path}", text) for at, one in enumerate(criteria) for path, text in texts(parse(one))
+    ]
+    if isinstance(source, Sampled) and isinstance(source.input_messages, Template):
+        for place, message in enumerate(source.input_messages.template):
+            found += parts_of(message.content, f"data_source.input_messages.template.{place}.content")
+    elif isinstance(source, Sampled) and source.input_messages is not None:
+        reference = source.input_messages.item_reference
+        found.append(("data_source.input_messages.item_reference", f"{{{{{reference}}}}}"))
+    names: dict[str, str] = {}
+    for path, text in found:
+        for namespace, *steps in templates.variables(text):
+            if namespace == "item" and steps:
+                names.setdefault(steps[0], path)
+    return names
+
+
+def check_items(names: dict[str, str], items: Iterable[dict[str, Any]]) -> None:
+    """names: as `names_of` finds them. Raises InvalidGrader for one that no item has."""
+    left, known = dict(names), set[str]()
+    for item in items:
+        left = {name: path for name, path in left.items() if name not in item}
+        if not left:
+            return
+        if len(known) < _NAMES_SHOWN:
+            known.update(item)
+    name, path = next(iter(left.items()))
+    has = ", ".join(sorted(known)[:_NAMES_SHOWN])
+    raise InvalidGrader(path, f"names 'item.{name}', which no item of the run has; they have {has or 'nothing'}"[:1000])
+
+
+_NAMES_SHOWN = 12
 
 
 def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> Wanted:

@@ -51,6 +51,8 @@ DELETE_WITHIN_S = 5.0
 AT_ONCE = 8
 _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
+_LOOKED_AT_BYTES = 8 << 20
+"""Of a file before a run of it is made, while its caller waits: half a second at most."""
 _ERROR_CHARACTERS = 2000
 _KEPT_BYTES = 256 << 10
 """Of what a model was asked for an item's sample, and as much for all its graders together: a mebibyte of characters,
@@ -445,6 +447,21 @@ def _read(path: Path) -> _Entries:
                     yield number, _entry(number, line), line
     except OSError as error:
         raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
+
+
+def check_items(files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> None:
+    """What is read of items, where all of them are at hand. Of a file that is large, or whose lines are no items, the
+    run tells. Raises InvalidGrader."""
+    names = requests.names_of(criteria, source)
+    if source.source.type == "file_content":
+        requests.check_items(names, (entry.item for entry in source.source.content))
+    elif source.source.type == "file_id":
+        path = files_dir / str(getattr(source.source, "id", ""))
+        try:
+            if path.stat().st_size <= _LOOKED_AT_BYTES:
+                requests.check_items(names, (entry["item"] for _, entry, _ in _read(path)))
+        except (_Failed, OSError):
+            return
 
 
 def _in_chunks(entries: _Entries) -> _Chunks:

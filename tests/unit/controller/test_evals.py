@@ -404,11 +404,29 @@ async def test_items_that_do_not_follow_the_schema_are_named_before_anything_is_
 
 async def test_what_cannot_be_graded_is_an_error_and_no_failure(control: Control):
     lacking = {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"}
-    run = await ended(control, eval_id := await made(control, CHECK, lacking), given(("4", "4")))
-    assert [one.mean_reward for one in run.per_testing_criteria_results] == [1.0, None], "errors are no rewards"
-    assert run.result_counts.model_dump() == {"total": 1, "passed": 0, "failed": 0, "errored": 1}
+    source = given(("4", "4"), ("4", "4"))
+    source["source"]["content"][1]["item"]["nothing"] = "4"
+    run = await ended(control, eval_id := await made(control, CHECK, lacking), source)
+    assert [one.mean_reward for one in run.per_testing_criteria_results] == [1.0, 1.0], "errors are no rewards"
+    assert run.result_counts.model_dump() == {"total": 2, "passed": 1, "failed": 0, "errored": 1}
     item = (await control.sdk.evals.runs.output_items.list(run.id, eval_id=eval_id)).data[0]
     assert item.status == "error" and "nothing" in item.results[1].error  # type: ignore[attr-defined]
+
+
+async def test_what_no_item_has_is_refused_with_the_run(control: Control):
+    lacking = await made(control, CHECK, {**CHECK, "name": "lacking", "reference": "{{item.nothing}}"})
+    told = "names 'item.nothing', which no item of the run has; they have answer"
+    lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c"))).encode()
+    file_id = await control.upload(lines, "items.jsonl", purpose="user_data")
+    for source in (given(("4", "4")), {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}):
+        with pytest.raises(openai.BadRequestError, match=told) as caught:
+            await control.sdk.evals.runs.create(lacking, data_source=source)  # type: ignore[arg-type]
+        assert caught.value.param == "testing_criteria.1.reference"
+    template = {"type": "template", "template": [{"role": "user", "content": "{{ item.nothing }}"}]}
+    with pytest.raises(openai.BadRequestError, match=told) as caught:
+        await control.sdk.evals.runs.create(await made(control), data_source=asked(input_messages=template))
+    assert caught.value.param == "data_source.input_messages.template.0.content"
+    assert (await control.sdk.evals.runs.list(lacking)).data == []
 
 
 async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
@@ -706,7 +724,7 @@ async def test_a_run_keeps_its_items_once(control: Control):
     run = await ended(control, eval_id, given(("a", "a"), ("b", "c")))
     assert run.data_source.source.content == [] and run.result_counts.total == 2
     bad = await ended(
-        control, eval_id, {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {}}]}}
+        control, eval_id, {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"answer": 3}}]}}
     )
     assert bad.status == "failed" and bad.data_source.source.content == []
 
