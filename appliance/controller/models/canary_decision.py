@@ -8,9 +8,9 @@ judged once the canary was watched long enough, so that an engine's first slow r
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from operator import attrgetter
 from typing import Literal
 
@@ -28,6 +28,7 @@ LOSS_BOUND_NATS = 0.05
 """How much worse its held-out loss may be."""
 
 Verdict = Literal["wait", "promote", "roll back"]
+Owners = Mapping[str, Times]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,9 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
         return Decision("wait", "; ".join(few))
     if left_s > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    compared = pairs(new.owners, old.owners)
+    compared = voters(new.owners, old.owners)
     for what, of in (("time to first byte", attrgetter("first_byte")), ("duration", attrgetter("duration"))):
-        found = [(slow, usual) for mine, its in compared if (slow := p95_s(of(mine))) and (usual := p95_s(of(its)))]
+        found = [told for voter in compared if (told := p95s(*voter, of)) is not None]
         slower = [(slow, usual) for slow, usual in found if slow > SLOWER_FACTOR * usual + SLOWER_SLACK_S]
         if 2 * len(slower) > len(found):
             slow, usual = min(slower, key=lambda pair: pair[0] / pair[1])
@@ -128,36 +129,78 @@ def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, in
     return round(sum(counted.values())), round(errors)
 
 
-def pairs(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Times, Times]]:
-    """Times of each owner who has had enough answers of both versions, and of all others together if those have, or if
-    only one owner has: beside a few answers of each of the others, he decided alone.
+def voters(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Owners, Owners]]:
+    """Times with both versions of each owner who has had enough answers of both, and of all others together if those
+    have, or if only one owner has: beside a few answers of each of the others, he decided alone.
 
     Owners are compared each with themselves, and more than half have to agree: who asks knows which version answers a
     conversation, and one of many could have it rolled back by asking for long answers where it was the new one."""
-    sides = {owner: (times, old.get(owner, Times())) for owner, times in new.items()}
-    enough = {owner: pair for owner, pair in sides.items() if _is_enough(pair)}
-    rest = _together(new, enough), _together(old, enough)
-    if not enough:
-        return [rest]
-    return [*enough.values(), *([rest] if _is_enough(rest, 1 if len(enough) == 1 else ENOUGH) else [])]
+    enough = [owner for owner, times in new.items() if _answers(times) >= ENOUGH and _answers(old.get(owner)) >= ENOUGH]
+    rest = _without(new, enough), _without(old, enough)
+    least = 1 if len(enough) == 1 else ENOUGH
+    heard = not enough or all(sum(map(_answers, side.values())) >= least for side in rest)
+    return [*(({owner: new[owner]}, {owner: old[owner]}) for owner in enough), *([rest] if heard else [])]
 
 
-def _is_enough(pair: tuple[Times, Times], least: int = ENOUGH) -> bool:
-    return min(sum(times.first_byte.values()) for times in pair) >= least
+def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> tuple[float, float] | None:
+    """95th percentiles of one voter's times with both versions. None where a version has none.
+
+    Of several owners each counts for fewer than `ENOUGH` answers: thousands of short ones of one, to one version,
+    were all that was heard of the others. And they are compared without him who has the most of a version's longest:
+    nine of one owner had the canary rolled back, or hid that it was slow. (Of two, he who has them of the canary.)"""
+    several = len(new) > 1
+    of_new, of_old = (
+        {owner: _few(of(times)) if several else of(times) for owner, times in side.items()} for side in (new, old)
+    )
+    if several:
+        for owner in {_longest(of_new), _longest(of_old)} if len(of_new) > 2 else {_longest(of_new)}:
+            of_new.pop(owner, None)
+            of_old.pop(owner, None)
+    mine, usual = p95_s(_sum(of_new.values())), p95_s(_sum(of_old.values()))
+    return None if mine is None or usual is None else (mine, usual)
 
 
-def _together(of: Mapping[str, Times], but: Collection[str]) -> Times:
-    return reduce(Times.plus, (times for owner, times in of.items() if owner not in but), Times())
+def _answers(times: Times | None) -> int:
+    return 0 if times is None else sum(times.first_byte.values())
 
 
-def p95_s(counts: Mapping[int, int]) -> float | None:
-    """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
+def _without(of: Owners, owners: Collection[str]) -> Owners:
+    return {owner: times for owner, times in of.items() if owner not in owners}
+
+
+def _few(counts: Mapping[int, int]) -> dict[int, int]:
+    """In thousandths of an answer, as many of each time as fewer than `ENOUGH` answers would have."""
+    total = sum(counts.values())
+    return {at: 1000 * number * min(total, ENOUGH - 1) // total for at, number in counts.items()}
+
+
+def _longest(of: Mapping[str, Mapping[int, int]]) -> str:
+    """Who has the most of the times from the 95th percentile on."""
+    slow = p95_bucket(_sum(of.values()))
+    return max(of, key=lambda owner: sum(number for at, number in of[owner].items() if at >= slow), default="")
+
+
+def _sum(of: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    total = defaultdict[int, int](int)
+    for counts in of:
+        for at, number in counts.items():
+            total[at] += number
+    return total
+
+
+def p95_bucket(counts: Mapping[int, int]) -> int:
+    """The bucket of the 95th percentile; 0 without any."""
     total, seen = sum(counts.values()), 0
     for index in sorted(counts):
         seen += counts[index]
         if seen >= 0.95 * total:
-            return SHORTEST_S * 2 ** (index / BUCKETS_PER_DOUBLING)
-    return None
+            return index
+    return 0
+
+
+def p95_s(counts: Mapping[int, int]) -> float | None:
+    """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
+    return SHORTEST_S * 2 ** (p95_bucket(counts) / BUCKETS_PER_DOUBLING) if any(counts.values()) else None
 
 
 def chance_of_errors(new_errors: int, new_requests: int, old_errors: int, old_requests: int) -> float:

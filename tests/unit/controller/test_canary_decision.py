@@ -154,6 +154,26 @@ def test_who_has_few_answers_is_heard_with_the_others_who_have() -> None:
     assert decide(*sides, TERMS, OVER_S).verdict == "promote"
 
 
+def test_nobody_decides_by_times_among_many_who_have_few_answers() -> None:
+    """Where nobody had ten answers of each version, nine long ones of one owner rolled the canary back, and so did
+    10,000 short ones of the old version; as many of the new one hid that it was slow for all others."""
+
+    def times(number: int, seconds: float) -> Times:
+        return Times({bucket(0.1): number}, {bucket(seconds): number})
+
+    few, late = ({f"owner {n}": times(8, seconds) for n in range(15)} for seconds in (1.0, 9.0))
+
+    def verdict(new: dict[str, Times], old: dict[str, Times]) -> str:
+        sides = (Side(name, VersionLoad(of, {"a": (1000, 0)})) for name, of in (("v2", new), ("v1", old)))
+        return decide(*sides, TERMS, OVER_S).verdict
+
+    assert verdict({**few, "m": times(9, 60.0)}, {**few, "m": times(9, 1.0)}) == "promote"
+    assert verdict({**few, "m": times(9, 1.0)}, {**few, "m": times(10_000, 0.1)}) == "promote"
+    assert verdict(late, few) == "roll back"
+    assert verdict({**late, "m": times(10_000, 0.1)}, {**few, "m": times(9, 0.1)}) == "roll back"
+    assert verdict({**late, "m": times(9, 1.0)}, {**few, "m": times(10_000, 60.0)}) == "roll back"
+
+
 def test_times_of_all_owners_are_shown_together() -> None:
     load = VersionLoad({"a": Times({1: 2}, {3: 2}), "b": Times({1: 1, 2: 3}, {9: 4})})
     assert load.times == Times({1: 3, 2: 3}, {3: 2, 9: 4})
