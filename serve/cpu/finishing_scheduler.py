@@ -84,6 +84,7 @@ class FinishingScheduler(Scheduler):
         self._step_began_s = 0.0
         self._reading: Collection[int] = ()  # owners whose prompts are being computed
         self._left_to_others = False  # a part of the step
+        self.left_out: list[Request] = []  # answers that have a place and are not in the step that is being scheduled
         self._steps = 0  # in which answers were left out
 
     def can_finish(self) -> bool:
@@ -156,14 +157,14 @@ class FinishingScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        flip, left_out = self._flip, list[Request]()
+        flip = self._flip
         if self._pace is not None:
             if flip is None:
-                left_out = self._leave_out(self._pace)
+                self.left_out = self._leave_out(self._pace)
             self._share_the_step(self._pace)
         self._step_began_s = time.monotonic()
         if flip is None:
-            return self._schedule_without(left_out, throttle_prefills)
+            return self._schedule_some(throttle_prefills)
         flip.last = next_turn(
             flip.last, old_ready=self._ready(flip, Weights.OLD), new_ready=self._ready(flip, Weights.NEW)
         )
@@ -203,15 +204,15 @@ class FinishingScheduler(Scheduler):
             request.shm_step = self._steps
         return left_out
 
-    def _schedule_without(self, left_out: list[Request], throttle_prefills: bool) -> SchedulerOutput:
-        """These keep their places."""
+    def _schedule_some(self, throttle_prefills: bool) -> SchedulerOutput:
+        """What is left out keeps its places."""
         active = self.max_num_active_reqs
-        self.max_num_active_reqs = active - len(left_out)
+        self.max_num_active_reqs = active - len(self.left_out)
         try:
             return super().schedule(throttle_prefills)
         finally:
             self.max_num_active_reqs = active
-            self.running = [*self.running, *left_out]
+            self.running, self.left_out = [*self.running, *self.left_out], []
 
     def _share_the_step(self, pace: PrefillPace) -> None:
         """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. Of the

@@ -98,11 +98,12 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
     if not isinstance(waiting, PriorityRequestQueue):  # a deployment's own arguments may say so
         return
     made: dict[int, float] = scheduler.__dict__.setdefault("shm_room_made", {})  # owner's mark -> when
-    have = Counter(owner_in(request.priority) for request in scheduler.running)
+    placed = (*scheduler.running, *getattr(scheduler, "left_out", ()))  # of a step each owner may have as many
+    have = Counter(owner_in(request.priority) for request in placed)
     (greatest, places), *_ = have.most_common(1) or [(0, 0)]
-    if places < 2:
-        return
     of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
+    if places < 2 or not of_greatest:
+        return
     newest = min(of_greatest, key=lambda request: (request.num_tokens, -request.arrival_time))
     adapter_fits = _adapter_fits(scheduler, [request for request in scheduler.running if request is not newest])
     without = [

@@ -314,6 +314,34 @@ def test_another_owners_answer_is_not_written_as_slowly_as_one_of_many(
     assert sum(written) + 200 > 0.9 * sum(usual), "and the engine writes as much as before"
 
 
+def test_who_has_the_most_places_gives_one_also_while_answers_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the answers that were in a step each owner had as many: with one each nobody gave a place up, and a newcomer
+    waited for the end of an answer; otherwise anybody did."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    # As owner_places.apply has it: inside of what leaves answers out.
+    monkeypatch.setattr(Scheduler, "schedule", owner_places._with_room(Scheduler.schedule))
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    engine.makes_room = False
+    for one in range(PLACES):
+        engine.ask(f"owner {one // 2}", f"long {one}", 20, 400)
+    for _ in range(60):
+        engine.step()
+    assert engine.first_s("neighbour", "short") < 3
+    engine = Engine(tmp_path, monkeypatch, paced=True)
+    engine.makes_room = False
+    for one in range(PLACES):
+        engine.ask("few" if one < 24 else "many", f"long {one}", 20, 400)
+    for _ in range(60):
+        engine.step()
+    for one in range(8):
+        engine.first_s(f"neighbour {one}", f"short {one}")
+    gone = [name for name, request in engine.scheduler.requests.items() if request.num_preemptions]
+    assert gone and all(int(name.removeprefix("long ")) >= 24 for name in gone), gone
+
+
 class Ahead:
     """As an engine on a GPU steps: the next step is scheduled, and given to the runner, before the tokens of this one
     are known. Of vLLM's second runner here are the slots; the token that it writes is the place that it has."""
