@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -21,6 +22,8 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])
 _STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
 _IN_NAMES = frozenset(string.ascii_lowercase + string.digits)
+_COMBINING = frozenset({"Mn", "Mc"})
+"""Categories of signs that are no letters, and without which a word of Hindi or Thai is none."""
 MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
 SUFFIX_RULE = "a string of at most 64 characters, with a letter or digit"
@@ -60,8 +63,11 @@ def suffix_in_name(suffix: str) -> str:
     plain = suffix.lower()
     if any(sign in _IN_NAMES for sign in plain):
         return _NOT_IN_SUFFIX.sub("-", plain).strip("-.")
-    letters = "-".join("".join(sign if sign.isalnum() else " " for sign in plain).split())
-    return ("xn--" + letters.encode("punycode").decode())[:MAX_SUFFIX].strip("-") if letters else ""
+    if not any(map(str.isalnum, plain)):
+        return ""
+    kept = (sign if sign.isalnum() or unicodedata.category(sign) in _COMBINING else " " for sign in plain)
+    letters = "-".join("".join(kept).split())
+    return ("xn--" + letters.encode("punycode").decode())[:MAX_SUFFIX].strip("-")
 
 
 def is_suffix(suffix: str) -> bool:

@@ -137,6 +137,7 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
         ({"suffix": "a" * 65}, "suffix", "64"),
         ({"suffix": "客" * 65}, "suffix", "64"),
         ({"suffix": "！🎉"}, "suffix", "letter"),
+        ({"suffix": "☀\ufe0f"}, "suffix", "letter"),
         ({"suffix": ""}, "suffix", "letter"),
         ({"seed": -1}, "seed", "-1"),
         ({"seed": 2**40}, "seed", "less than"),

@@ -219,6 +219,7 @@ def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
         ("客服", "xn--ubtq9x"),
         ("中文 模型", "xn----kq6at31adrolnf"),
         ("поддержка", "xn--80ahaefyxhn"),
+        ("हिन्दी", "xn--j2bd4cyah0f"),
         ("客服 v2", "v2"),
     ],
 )
