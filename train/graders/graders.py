@@ -271,7 +271,7 @@ def _numbers(low: float, high: float) -> str:
     if (least, most) != (low, high):
         if low >= 0:
             return _between(low, high)
-        if high <= 0:
+        if high < 0:  # else 0 has to be among them, without a sign
             return f"-({_between(-high, -low)})"
         return f"{_between(0, high)}|-({_between(0, -low)})"
     # From each whole number up to the next one: -0.5 lies between -1 and 0.
