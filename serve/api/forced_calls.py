@@ -126,9 +126,14 @@ def _says_cut(answer: Callable[..., Any]) -> Callable[..., Any]:
 
         async def noted() -> AsyncGenerator[Any, None]:
             async for result in results:
-                outputs = [output for output in result.outputs if output.finish_reason == _CUT]
-                cut.update(output.index for output in outputs)
-                _cut_texts.set(frozenset(output.text for output in outputs))
+                texts: dict[bool, set[str]] = {True: set(), False: set()}
+                for output in result.outputs:
+                    is_cut = output.finish_reason == _CUT
+                    texts[is_cut].add(output.text)
+                    if is_cut:
+                        cut.add(output.index)
+                # Of two with one text the whole one's reason would be the tools.
+                _cut_texts.set(frozenset(texts[True] - texts[False]))
                 yield result
 
         made = await answer(self, request, noted(), *args, **kwargs)

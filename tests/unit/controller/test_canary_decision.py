@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from appliance.controller.bus.load import Times, VersionLoad
-from appliance.controller.models.canary_decision import CanaryTerms, Side, chance_of_errors, decide, p95_s
+from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, chance_of_errors, decide, p95_s
 from appliance.gateway.routing.canary_comparison import bucket
 
 TERMS = CanaryTerms(since_s=100.0, watch_s=600.0, min_requests=50, share=0.1)
@@ -95,7 +95,7 @@ def test_one_owner_of_several_decides_nothing_by_the_times_of_his_answers() -> N
     usual, late = Times({bucket(0.1): 20}, {bucket(1.0): 20}), Times({bucket(0.1): 900}, {bucket(60.0): 900})
 
     def verdict(new: dict[str, Times]) -> tuple[str, str]:
-        old, many = {owner: usual for owner in new}, {"a": (1000, 0)}
+        old, many = {owner: usual for owner in new}, {owner: (1000, 0) for owner in new}
         found = decide(*(Side(name, VersionLoad(of, many)) for name, of in (("v2", new), ("v1", old))), TERMS, OVER_S)
         return found.verdict, found.reason
 
@@ -152,6 +152,20 @@ def test_who_has_few_answers_is_heard_with_the_others_who_have() -> None:
     old = {"c": Times({bucket(0.1): 20}, {bucket(1.0): 20}), **few}
     sides = (Side(name, VersionLoad(times, {"a": (620, 0)})) for name, times in (("v2", new), ("v1", old)))
     assert decide(*sides, TERMS, OVER_S).verdict == "promote"
+
+
+def test_one_owner_decides_nothing_by_times_while_others_who_asked_it_have_none() -> None:
+    """A crowd of one owner's on the canary's engine keeps others' times from being counted."""
+    usual, late = Times({bucket(0.1): 20}, {bucket(1.0): 20}), Times({bucket(0.1): 20}, {bucket(60.0): 20})
+    old = Side("v1", VersionLoad({"m": usual, "a": usual}, {"m": (900, 0), "a": (900, 0)}))
+
+    def found(new: Times, **more: tuple[int, int]) -> Decision:
+        return decide(Side("v2", VersionLoad({"m": new}, {"m": (99, 0), **more})), old, TERMS, OVER_S)
+
+    assert found(late).verdict == "roll back", "nobody else asked it"
+    assert found(usual, a=(20, 0)).verdict == "promote"
+    told = found(late, a=(20, 0))
+    assert told.verdict == "wait" and "of one owner" in told.reason
 
 
 def test_nobody_decides_by_times_among_many_who_have_few_answers() -> None:

@@ -69,6 +69,17 @@ async def test_a_stream_that_ends_for_its_requests_own_fault_counts_for_no_versi
     assert [list(counts["asked"].values()) for counts in versions] == counted
 
 
+async def test_what_others_wait_for_beside_a_crowd_is_not_timed(start_box: Start) -> None:
+    """Two dozen long answers of one owner to the canary had a good one rolled back: its engine was slow for all."""
+    box = await start_box()
+    await split(box, 1.0)
+    for _ in range(5):
+        assert box.state.router.choose("m@v2", 1, False, lambda: b"", 0.0, owner="crowd")
+    assert (await box.ask("POST", "/v1/chat/completions", asked(1))).status == 200
+    counts = load_report(box.state)["canaries"]["m"]["versions"]["v2"]
+    assert list(counts["asked"].values()) == [[1, 0]] and not counts["owners"]
+
+
 async def test_nothing_waits_for_a_canary(start_box: Start) -> None:
     box = await start_box()
     await split(box, 1.0, e1="draining")
