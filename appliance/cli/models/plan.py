@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -27,19 +28,42 @@ _FOOT = "It exits with 1 when it does not fit, so a script can ask before it sub
     "appliance plan serve llama-8b                          one replica on one device",
     "appliance plan serve llama-8b --replicas 4",
     "appliance plan serve llama-70b --tensor-parallel 4 -o json",
+    "appliance plan serve --config llama-3.3-70b --tensor-parallel 2 --accelerator h100      needs no box",
     "",
     _FOOT,
     name="serve",
+    boxless="config",
 )
 def serve(
     session: Session,
-    model: Annotated[str, typer.Argument(help="A model of the box.", autocompletion=complete_models)],
+    model: Annotated[str | None, typer.Argument(help="A model of the box.", autocompletion=complete_models)] = None,
     replicas: Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="Engines of it.")] = 1,
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices that share one replica.")
     ] = 1,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="DIR|FILE|NAME",
+            help="In place of MODEL: a config.json, its directory, or a published model's name or size (70b).",
+        ),
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option("--accelerator", metavar="NAME", help="With --config: h100, a100, 48gb …")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", metavar="N", min=1, help="With --config: of the machine. Default: 8.")
+    ] = None,
 ) -> None:
     """Show the memory that engines would take: weights and KV cache per device, versions in shared memory."""
+    if (model is None) == (config is None):
+        raise BadUsage("give either MODEL (one of the box) or --config (any other)")
+    if config is not None:
+        _show(session, _serve_without_box(config, accelerator, devices, replicas, tensor_parallel))
+        return
+    if accelerator is not None or devices is not None:
+        raise BadUsage("--accelerator and --devices go with --config; the devices of the box are known")
     body = {"model": model, "replicas": replicas, "tensor_parallel": tensor_parallel}
     _answer(session, {"serve": body})
 
@@ -82,6 +106,10 @@ def job(
     accelerator: Annotated[
         str | None, typer.Option("--accelerator", metavar="NAME", help="With --config: h100, a100, 48gb …")
     ] = None,
+    price_per_kwh: Annotated[
+        float | None,
+        typer.Option("--price-per-kwh", metavar="PRICE", min=0, help="With --config: of electricity, for the costs."),
+    ] = None,
     device_kind: Annotated[str | None, typer.Option("--device-kind", hidden=True)] = None,
     training: Training = NO_TRAINING,
     devices: Annotated[
@@ -104,10 +132,13 @@ def job(
     if config is not None:
         if file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
-        _show(session, _without_box(config, accelerator, devices, method, hyperparameters, examples_))
+        planned = _without_box(config, accelerator, devices, method, hyperparameters, examples_, price_per_kwh)
+        _show(session, planned)
         return
     if accelerator is not None:
         raise BadUsage("--accelerator goes with --config; the devices of the box are known")
+    if price_per_kwh is not None:
+        raise BadUsage("--price-per-kwh goes with --config; the box has its own ([power] price_per_kwh)")
     body = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
     if file is None:
         _answer(session, {"job": body})
@@ -135,14 +166,14 @@ def _without_box(
     method: str,
     hyperparameters: dict[str, Any],
     examples: int | None,
+    price_per_kwh: float | None,
 ) -> dict[str, Any]:
     """Raises BadUsage."""
     # Fenced: it would double the time of every other command's `--help`.
-    from appliance.controller.jobs.planned import MEMORY_BYTES, BadShape, plan_imagined
+    from appliance.controller.jobs.planned import ACCELERATORS, BadShape, plan_imagined
 
     if accelerator is None:
-        kinds = ", ".join(MEMORY_BYTES)
-        raise BadUsage(f"--config needs --accelerator: one of {kinds}, or the memory of each, such as 48gb")
+        raise _no_accelerator(ACCELERATORS)
     try:
         return plan_imagined(
             config,
@@ -151,9 +182,31 @@ def _without_box(
             accelerator=accelerator,
             examples=examples,
             method=method,
+            price_per_kwh=price_per_kwh,
         )
     except BadShape as error:
         raise BadUsage(str(error)) from error
+
+
+def _serve_without_box(
+    config: str, accelerator: str | None, devices: int | None, replicas: int, tensor_parallel: int
+) -> dict[str, Any]:
+    """Raises BadUsage."""
+    # Fenced, as above.
+    from appliance.controller.jobs.planned import ACCELERATORS, BadShape, serve_imagined
+
+    if accelerator is None:
+        raise _no_accelerator(ACCELERATORS)
+    try:
+        return serve_imagined(
+            config, replicas=replicas, tensor_parallel=tensor_parallel, devices=devices or 8, accelerator=accelerator
+        )
+    except BadShape as error:
+        raise BadUsage(str(error)) from error
+
+
+def _no_accelerator(known: Iterable[str]) -> BadUsage:
+    return BadUsage(f"--config needs --accelerator: one of {', '.join(known)}, or the memory of each, such as 48gb")
 
 
 def _answer(session: Session, body: dict[str, Any]) -> None:
@@ -173,7 +226,9 @@ def _table(plan: dict[str, Any]) -> Any:
     if numbers.get("max_model_len"):
         rows.append(("context", f"{numbers['max_model_len']:,} tokens"))
     if device.get("kv_cache_tokens"):
-        rows.append(("KV cache holds", f"{device['kv_cache_tokens']:,} tokens"))
+        whole = device.get("whole_sequences")
+        at_once = f", {whole:,} of the whole context at once" if whole else ""
+        rows.append(("KV cache holds", f"{device['kv_cache_tokens']:,} tokens{at_once}"))
     rows.append(("per device", f"{formats.size(device['device_bytes'])} of {formats.size(device['room_bytes'])}"))
     offload = numbers.get("offload", {"host_bytes": 0})
     away = _sizes(offload) if offload["host_bytes"] else []
@@ -185,7 +240,7 @@ def _table(plan: dict[str, Any]) -> Any:
             ("data", _data(plan["data"])),
             ("with", chosen),
             ("steps", plan["data"]["steps"]),
-            ("device hours", _hours(plan.get("device_hours"))),
+            *_hours(plan.get("device_hours"), plan.get("estimate")),
             *([] if plan.get("device_hours") is None else [("energy", energy_line(plan["energy"]))]),
             ("may run on", _sizes_of(plan["sizes"])),
         ]
@@ -216,10 +271,25 @@ def _host_memory(needs: dict[str, int]) -> list[tuple[str, object]]:
     return rows
 
 
-def _hours(hours: float | None) -> str:
-    if hours is None:
-        return "not known: this box has no speed of a job like it"
-    return f"{hours:.2g}, at the speed that jobs like it have had here"
+def _hours(hours: float | None, estimate: dict[str, Any] | None) -> list[tuple[str, object]]:
+    if hours is not None:
+        return [("device hours", f"{hours:.2g}, at the speed that jobs like it have had here")]
+    if estimate is None:
+        return [("device hours", "not known: no speed of a job like it, and none to estimate it from")]
+    least, most = estimate["used"]
+    assumed = f"{least:.0%} to {most:.0%} of {estimate['peak_flops'] / 1e12:g} TFLOP/s of dense bf16"
+    energy = f"{_range(estimate['site_kwh'])} kWh at the board's {estimate['watts_per_device']} W, an upper bound"
+    if estimate["cost"] is not None:
+        energy += f", {_range(estimate['cost'])} {estimate['currency'] or 'in its price'}"
+    return [
+        ("device hours", f"{_range(estimate['device_hours'])}, estimated, not measured: {assumed}"),
+        ("hours", f"{_range(estimate['hours'])}, without loading and publishing"),
+        ("energy", energy),
+    ]
+
+
+def _range(ends: list[float]) -> str:
+    return " to ".join(f"{end:.2g}" if end < 100 else f"{end:,.0f}" for end in ends)
 
 
 def _sizes_of(sizes: list[int]) -> str:

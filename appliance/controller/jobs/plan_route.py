@@ -18,8 +18,8 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import settings
-from appliance.controller.jobs.fit import box_facts
-from appliance.controller.jobs.planned import planned, typical
+from appliance.controller.jobs.fit import box_facts, shape_of
+from appliance.controller.jobs.planned import estimate, planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
 from appliance.store.objects import job_records
@@ -27,6 +27,7 @@ from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
+from train.plan.speed import accelerator_called
 
 Count = Annotated[int, Field(ge=1, le=65536)]
 
@@ -99,15 +100,20 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     verdict = settings.verdict_on_box(context, base, chosen, method)
     told = planned(base.name, method, chosen, dataset, verdict, counted=body.training_file is not None)
     device_hours = await _device_hours(context, body.model, method, chosen, dataset, caller)
-    drawn = None
-    if device_hours is not None:
+    drawn = estimated = None
+    if device_hours is None:
+        found = context.scheduler.status()["devices"]
+        known = accelerator_called(found[0]["name"]) if found else None
+        shown = verdict.numbers["devices"]
+        estimated = estimate(shape_of(base), method, chosen, dataset, shown, known, context.power)
+    else:
         full = chosen.resolved["full"]
         readings = context.device_readings()
         drawn = await context.db.read(
             caller.viewer, energy_views.estimate, context.db, context.power, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip
-    return {**told, "device_hours": device_hours, "energy": drawn}
+    return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated}
 
 
 async def _device_hours(

@@ -7,40 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.jobs import settings
+from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
+from appliance.power import cost
+from appliance.power.settings import PowerSettings
 from runtime.devices.kinds import hardware_first
 from serve.core.config import EngineConfig
-from serve.core.sizing import adapter_rank_limit
+from serve.core.shape import ServedShape
+from serve.core.sizing import EngineSize, adapter_rank_limit, engine_size
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape, parameters_of
 from train.plan.known_shapes import SHAPES, shape_named
+from train.plan.speed import ACCELERATORS, Accelerator, speed
 from weights.format.foreign_json import loads, size, text_part
 
 TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200
 GIB, MIB = 2**30, 2**20
-MEMORY_BYTES = {
-    "a10": 23_028 * MIB,
-    "a100-40gb": 40_960 * MIB,
-    "a100": 81_920 * MIB,
-    "a800": 81_920 * MIB,
-    "b200": 183_359 * MIB,
-    "h20": 97_871 * MIB,
-    "h100": 81_559 * MIB,
-    "h800": 81_559 * MIB,
-    "h200": 143_771 * MIB,
-    "l20": 46_068 * MIB,
-    "l4": 23_034 * MIB,
-    "l40s": 46_068 * MIB,
-    "rtx-3090": 24_576 * MIB,
-    "rtx-4090": 24_564 * MIB,
-    "rtx-4090d": 24_564 * MIB,
-    "rtx-5090": 32_607 * MIB,
-}
-"""The memory of one device, as nvidia-smi shows it; the driver keeps some hundreds of MB of it
-(`runtime.devices.cuda`)."""
 _CONFIG_BYTES = 4 * MIB
 _CHOSEN = tuple(
     (
@@ -61,6 +46,7 @@ class Imagined:
     shape: ModelShape
     context_tokens: int | None
     arch: str
+    config: dict[str, Any]
 
 
 def typical(examples: int | None, method: Method) -> auto.DatasetStats:
@@ -120,7 +106,7 @@ def imagine(given: str) -> Imagined:
         )
     context = size(text_part(config), "max_position_embeddings")
     arch = next(iter(config.get("architectures") or []), "")
-    return Imagined(ModelShape.from_config(config, count), context or None, arch)
+    return Imagined(ModelShape.from_config(config, count), context or None, arch, config)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -137,15 +123,92 @@ def _read(path: Path) -> dict[str, Any]:
 
 def memory_bytes_of(accelerator: str) -> int:
     """The memory of one GPU by its name, or by its size ("48gb"). Raises BadShape."""
-    name = accelerator.lower().replace("_", "-").replace(" ", "-")
-    if name in MEMORY_BYTES:
-        return MEMORY_BYTES[name]
+    name = _key(accelerator)
+    if name in ACCELERATORS:
+        return ACCELERATORS[name].memory_bytes
     if name.endswith("gb") and name[:-2].isdigit() and int(name[:-2]):
         return int(name[:-2]) * GIB
     raise BadShape(
-        f"the accelerator {accelerator!r} is not known; expected one of {', '.join(MEMORY_BYTES)}, or a size such as "
+        f"the accelerator {accelerator!r} is not known; expected one of {', '.join(ACCELERATORS)}, or a size such as "
         "48gb"
     )
+
+
+def _key(accelerator: str) -> str:
+    return accelerator.lower().replace("_", "-").replace(" ", "-")
+
+
+def estimate(
+    shape: ModelShape,
+    method: Method,
+    chosen: settings.Settings,
+    dataset: auto.DatasetStats,
+    devices: int,
+    accelerator: Accelerator | None,
+    power: PowerSettings,
+) -> dict[str, Any] | None:
+    """Device-hours and energy of a job of which nothing was measured, each [least, most]; "used": the parts of
+    "peak_flops" that were assumed. None where the device is not known, or what takes the time is not products in bf16:
+    answers that the model writes, an optimizer on the host."""
+    fields = chosen.resolved
+    if accelerator is None or method.rolls_out or fields["precision"] != "bf16" or fields["offload"] != "none":
+        return None
+    row_tokens = min(dataset.n_tokens / dataset.n_examples / method.sequences, fields["max_length"])
+    tokens = round(row_tokens * dataset.n_examples * method.sequences)
+    found = speed(
+        shape,
+        fields,
+        accelerator,
+        tokens=tokens,
+        row_tokens=row_tokens,
+        steps=auto.steps(method.rows(dataset), fields),
+        devices=devices,
+        reference=method.needs_reference,
+    )
+    bills = [cost.bill(power, accelerator.board_w * one, one) for one in found.device_s]
+    return {
+        "flops": found.flops,
+        "peak_flops": accelerator.peak_flops,
+        "used": list(found.used),
+        "device_hours": [one / 3600 for one in found.device_s],
+        "hours": [one / 3600 / devices for one in found.device_s],
+        "watts_per_device": accelerator.board_w,
+        "site_kwh": [one["site_kwh"] for one in bills],
+        "cost": None if power.price_per_kwh is None else [one["cost"] for one in bills],
+        "currency": power.currency,
+    }
+
+
+def serve_imagined(
+    model: str, *, replicas: int, tensor_parallel: int, devices: int, accelerator: str
+) -> dict[str, Any]:
+    """Engines on one machine with this many GPUs of a kind, with a box's usual settings; its shared memory counts as
+    ample. model: see `imagine`. Raises BadShape."""
+    imagined, kind, each = imagine(model), hardware_first()[0].name, memory_bytes_of(accelerator)
+    weight_bytes = 2 * imagined.shape.n_parameters
+    shape = ServedShape.from_config(imagined.config, weight_bytes, imagined.shape.n_parameters)
+    if shape.quantized:
+        raise BadShape(f"{model} is quantised, and its config.json does not say how many bytes its weights take")
+    box = BoxFacts(devices, kind, each, None, 1 << 62, devices)
+
+    def size(shards: int) -> EngineSize:
+        return engine_size(
+            EngineConfig(),
+            shape,
+            task="generate",
+            arch=imagined.arch,
+            tensor_parallel=shards,
+            device_kind=kind,
+            device_memory_bytes=each,
+            asleep_per_device=box.asleep_per_device,
+            dtype="bfloat16",
+        )
+
+    verdict = capacity.serve(size, weight_bytes, replicas, tensor_parallel, box)
+    answer = {"object": "plan", "kind": "serve", "model": model, "replicas": replicas}
+    answer |= {"tensor_parallel": tensor_parallel, **verdict.as_dict()}
+    answer["numbers"]["host"]["room_bytes"] = None
+    return answer
 
 
 def plan_imagined(
@@ -156,6 +219,7 @@ def plan_imagined(
     accelerator: str,
     examples: int | None = None,
     method: str = DEFAULT.name,
+    price_per_kwh: float | None = None,
 ) -> dict[str, Any]:
     """A job on one machine with this many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
     model: see `imagine`. Raises BadShape."""
@@ -172,4 +236,9 @@ def plan_imagined(
     verdict = settings.verdict(imagined.shape, chosen, box, how)
     answer = planned(model, how, chosen, dataset, verdict, counted=False)
     answer["numbers"]["host"]["room_bytes"] = None
-    return answer
+    shown, power = verdict.numbers["devices"], PowerSettings(price_per_kwh=price_per_kwh)
+    known = ACCELERATORS.get(_key(accelerator))
+    told = estimate(imagined.shape, how, chosen, dataset, shown, known, power)
+    if told is not None:
+        told["currency"] = None  # that of the price
+    return {**answer, "device_hours": None, "energy": None, "estimate": told}

@@ -264,6 +264,7 @@ def serve(
             "device_bytes": needed,
             "room_bytes": room,
             "kv_cache_tokens": size.kv_tokens,
+            "whole_sequences": size.kv_tokens // size.max_model_len if size.kv_tokens and size.max_model_len else None,
         },
         "host": {
             "version_bytes": weight_bytes,

@@ -88,6 +88,26 @@ def test_a_plan_for_what_is_not_here_needs_no_box():
     assert done.exit_code == 1 and "is called --accelerator now" in done.stderr, "the old name is taken, and warns"
 
 
+def test_a_plan_for_what_is_not_here_says_that_its_hours_are_estimated():
+    asked = ("plan", "job", "--config", "70b", "--accelerator", "h100", "--lora-rank", "16")
+    done = run(*asked, "--price-per-kwh", "0.3")
+    assert "estimated, not measured: 20% to 60% of 989 TFLOP/s of dense bf16" in " ".join(done.stdout.split())
+    assert (
+        "an upper bound" in done.stdout and "in its price" in done.stdout and "in its price" not in run(*asked).stdout
+    )
+    assert (
+        run("plan", "job", "--model", "starter", "--price-per-kwh", "1", "--url", "http://127.0.0.1:9").exit_code == 2
+    )
+
+
+def test_a_plan_of_engines_that_are_not_here_needs_no_box():
+    done = run("plan", "serve", "--config", "70b", "--tensor-parallel", "4", "--accelerator", "h100")
+    assert done.exit_code == 0 and "3 of the whole context at once" in done.stdout
+    assert run("plan", "serve", "--config", "70b", "--accelerator", "h100").exit_code == 1
+    for wrong in (("--config", "70b"), ("chat", "--config", "70b", "--accelerator", "h100")):
+        assert run("plan", "serve", *wrong).exit_code == 2
+
+
 def test_a_plan_says_what_offloading_puts_into_host_memory(box):
     asked = ("plan", "job", "--model", "starter", "--full", "--max-length", "64")
     offloaded = box.run(*asked, "--set", "offload=optimizer", "--set", "precision=bf16").stdout

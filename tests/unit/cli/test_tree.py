@@ -184,7 +184,7 @@ FROZEN = {
     "job tensorboard": ["--data-dir", "--help", "--port", "JOB_IDS"],
     "profile engine": [*BOX, "--nsight", "--seconds", "--steps", "MODEL"],
     "profile job": [*BOX, "--nsight", "--seconds", "--steps", "--timeout", "JOB_ID"],
-    "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
+    "plan serve": [*BOX, "--accelerator", "--config", "--devices", "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX,
         *METHOD,
@@ -201,6 +201,7 @@ FROZEN = {
         "--lora-rank",
         "--max-length",
         "--model",
+        "--price-per-kwh",
         "--set",
         "--tensor-parallel",
         "--zero-stage",

@@ -99,6 +99,51 @@ def test_seventy_billion_on_eight_gpus_without_one():
     assert host["version_bytes"] < BILLION, "what a LoRA job publishes is an adapter"
 
 
+def test_a_job_on_devices_that_nobody_has_is_estimated_as_a_range():
+    """It said that this box has no speed of such a job, whatever was asked."""
+    given = {"devices": 8, "accelerator": "h100", "examples": 50_000}
+    told = planned.plan_imagined("70b", {"lora_rank": 16}, price_per_kwh=0.5, **given)["estimate"]
+    least, most = told["device_hours"]
+    assert 0 < 2 * least < most and told["hours"] == [least / 8, most / 8]
+    assert told["flops"] / (0.6 * 989e12 * 3600) == pytest.approx(least)
+    assert told["site_kwh"] == [pytest.approx(0.7 * least), pytest.approx(0.7 * most)]
+    assert told["cost"] == [pytest.approx(0.35 * least), pytest.approx(0.35 * most)]
+    assert planned.plan_imagined("70b", {"lora_rank": 16}, **given)["estimate"]["cost"] is None
+    assert planned.plan_imagined("70b", {}, devices=8, accelerator="80gb")["estimate"] is None
+    offloaded = planned.plan_imagined("8b", {"full": True, "offload": "optimizer"}, devices=8, accelerator="h100")
+    assert offloaded["estimate"] is None, "the processors decide how long it takes"
+
+
+async def test_a_box_of_known_devices_estimates_what_it_has_not_measured(control: Control):
+    control.scheduler.devices = [one | {"name": "NVIDIA H100 80GB HBM3"} for one in control.scheduler.devices]
+    given = {"precision": "bf16", "lora_rank": 8}
+    told = (await ask(control, hyperparameters=given)).json()
+    assert (
+        told["device_hours"] is None and 0 < told["estimate"]["device_hours"][0] < told["estimate"]["device_hours"][1]
+    )
+    method = {"type": "supervised", "supervised": {"hyperparameters": given}}
+    job_id = await control.job(method=method)
+    row = JobMetricRow(job_id, 1, 1.0, tokens_per_s=100.0, devices=2)
+    job_records.upsert_metric(control.db, row)
+    told = (await ask(control, hyperparameters=given)).json()
+    assert told["device_hours"] is not None and told["estimate"] is None, "what was measured comes first"
+
+
+def test_engines_on_devices_that_nobody_has():
+    told = planned.serve_imagined("70b", replicas=1, tensor_parallel=4, devices=8, accelerator="h100")
+    device = told["numbers"]["device"]
+    assert told["fits"] and device["weights_bytes"] == pytest.approx(2 * 70.55e9 / 4, rel=0.003)
+    assert device["whole_sequences"] == device["kv_cache_tokens"] // 131_072 == 3
+    alone = planned.serve_imagined("70b", replicas=1, tensor_parallel=1, devices=8, accelerator="h100")
+    assert not alone["fits"] and alone["instead"] == ["1 replica over 4 devices each"]
+
+
+def test_of_a_quantised_config_the_size_is_not_guessed(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen2.5-7b"] | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(planned.BadShape, match="quantised"):
+        planned.serve_imagined(str(tmp_path), replicas=1, tensor_parallel=1, devices=1, accelerator="l4")
+
+
 @pytest.mark.parametrize("name", ["H20", "a800", "h800", "L20", "rtx_4090d", "RTX 5090"])
 def test_what_is_sold_in_china_is_known_by_name(name: str):
     assert planned.memory_bytes_of(name) > 23 * 2**30

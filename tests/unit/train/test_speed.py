@@ -1,0 +1,97 @@
+"""Device-hours of a job that nobody has measured: what is counted, and that what was measured lies within the range."""
+
+from __future__ import annotations
+
+import pytest
+
+from train.plan.estimate import ModelShape, parameters_of
+from train.plan.known_shapes import shape_named
+from train.plan.speed import ACCELERATORS, accelerator_called, flops_per_token, speed, weights_passed
+
+FULL = {"full": True, "lora_rank": 16, "activation_checkpointing": False, "n_epochs": 1, "batch_size": 8}
+FULL |= {"micro_batch": 8, "zero_stage": 1}
+LORA = FULL | {"full": False}
+
+
+def shape(name: str) -> ModelShape:
+    config = shape_named(name)
+    assert config is not None
+    return ModelShape.from_config(config, parameters_of(config))
+
+
+def test_full_training_takes_six_operations_a_weight_an_adapter_four_and_checkpointing_two_more():
+    model = shape("llama-3.1-8b")
+    weights = weights_passed(model)
+    assert weights == pytest.approx(8.03e9 - 128256 * 4096, rel=0.001), "the embedding is looked up"
+    assert flops_per_token(model, FULL, 0) == 6 * weights
+    assert flops_per_token(model, FULL | {"activation_checkpointing": True}, 0) == 8 * weights
+    assert flops_per_token(model, LORA, 0) == pytest.approx(4 * weights, rel=0.02)
+    whole = flops_per_token(model, FULL, 8192) - 6 * weights
+    assert whole == 3 * 4 * 32 * 4096 * 8192 / 2, "scores and values, of the half before a token"
+
+
+def test_of_a_mixture_the_chosen_experts_count():
+    assert weights_passed(shape("qwen3-30b-a3b")) == pytest.approx(3.3e9 - 151936 * 2048, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "fields, accelerator, tokens_per_s", [(FULL, "h100", 24_263), (FULL, "h100", 30_035), (LORA, "h200", 13_263)]
+)
+def test_what_was_measured_of_a_small_model_lies_within_the_range(fields, accelerator, tokens_per_s):
+    """benchmarks/results.md, "On one H100" and "On one H200": rows of 256 tokens, eight a step."""
+    tokens = 2048 * 100
+    found = speed(
+        shape("smollm2-135m"), fields, ACCELERATORS[accelerator], tokens=tokens, row_tokens=256, steps=100, devices=1
+    )
+    assert found.device_s[0] < tokens / tokens_per_s < found.device_s[1]
+
+
+@pytest.mark.parametrize(
+    "tokens_per_s, checkpointing, name",
+    [(10_643, False, "qwen2.5-7b"), (8_611, True, "qwen2.5-7b"), (2_002, True, "qwen2.5-32b")],
+)
+def test_what_others_measured_of_large_ones_does_too(tokens_per_s, checkpointing, name):
+    """mosaicml/llm-foundry, of each of eight H100s that shared a model of about the same size."""
+    fields = FULL | {"activation_checkpointing": checkpointing, "zero_stage": 3}
+    found = speed(shape(name), fields, ACCELERATORS["h100"], tokens=16384, row_tokens=2048, steps=1, devices=8)
+    assert found.device_s[0] < 16384 / tokens_per_s < found.device_s[1]
+
+
+def test_shards_that_cross_pcie_may_take_longer():
+    asked = {"tokens": 10**6, "row_tokens": 512, "steps": 10}
+    card, model = ACCELERATORS["rtx-4090"], shape("qwen2.5-7b")
+    assert speed(model, LORA | {"zero_stage": 3}, card, devices=8, **asked).used[0] == 0.05
+    for fields, devices in ((LORA | {"zero_stage": 3}, 1), (LORA, 8)):
+        assert speed(model, fields, card, devices=devices, **asked).used[0] == 0.2
+
+
+@pytest.mark.parametrize(
+    "name, peak, memory_gb, board_w",
+    [
+        ("h100", 989, 80, 700),
+        ("h200", 989, 141, 700),
+        ("h800", 989, 80, 700),
+        ("h20", 148, 96, 400),
+        ("a100", 312, 80, 400),
+        ("a800", 312, 80, 400),
+        ("l20", 119.5, 48, 275),
+        ("l40s", 362, 48, 350),
+        ("rtx-4090", 165.2, 24, 450),
+        ("rtx-4090d", 147.1, 24, 425),
+        ("rtx-5090", 209.5, 32, 575),
+    ],
+)
+def test_devices_are_as_their_maker_publishes_them(name: str, peak: float, memory_gb: int, board_w: int):
+    one = ACCELERATORS[name]
+    assert (one.peak_flops, one.board_w) == (peak * 1e12, board_w)
+    assert one.memory_bytes / 2**30 <= memory_gb * 1.001 and one.memory_bytes / 1e9 == pytest.approx(
+        memory_gb, rel=0.08
+    )
+
+
+def test_a_driver_s_name_is_one_of_the_table_if_it_is_that_form():
+    assert accelerator_called("NVIDIA H100 80GB HBM3") is ACCELERATORS["h100"]
+    assert accelerator_called("NVIDIA A100-SXM4-40GB") is ACCELERATORS["a100-40gb"]
+    assert accelerator_called("NVIDIA GeForce RTX 4090") is ACCELERATORS["rtx-4090"]
+    for other in ("NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD EPYC 7763", ""):
+        assert accelerator_called(other) is None

@@ -1,0 +1,122 @@
+"""Estimates how long a job computes on devices on which nobody has measured the like. Pure arithmetic on shapes.
+
+A token passes N weights in products of matrices (of a mixture of experts those of its chosen experts; embeddings are
+looked up), and in each layer's attention the q elements of its queries meet those of the half row before it, twice:
+
+    forward   2 N + 2 q layers (tokens of a row)
+    backward  twice the forward pass; with an adapter the gradients of the weights' inputs alone, so 2 N less
+    again     the forward pass, with activation checkpointing, and once for a method that asks a reference
+
+Devices reach a part of the peak that their maker publishes, LEAST_USED to MOST_USED of it: machines of 8 H100s, one to
+eight of them, that trained 1 to 70 B parameters, fully sharded, reached 0.34 to 0.59 of it, counted as here, with rows
+of 512 to 65,536 tokens and large batches (mosaicml/llm-foundry, scripts/train/benchmarking), which a small job does not
+have. Where shards, or the parts of a layer, cross PCIe, that may take longer than the products: LEAST_USED_OVER_PCIE is
+no measurement. Small models never fill a device: a micro-batch takes LAYER_S for each layer, which is what SmolLM2-135M
+took on one H100 and one H200 (benchmarks/results.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from train.plan.estimate import ModelShape, trained_parameters
+
+MIB = 2**20
+LEAST_USED, MOST_USED, LEAST_USED_OVER_PCIE = 0.2, 0.6, 0.05
+LAYER_S = (0.002, 0.005)
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """memory_bytes: of one, as nvidia-smi shows it; the driver keeps some hundreds of MB of it (runtime.devices.cuda).
+    peak_flops: FLOP/s of dense bfloat16 products that add up in float32, board_w: the power of the board, both as its
+    maker publishes them, of the form with the most (SXM). over_pcie: it is joined to others by PCIe alone."""
+
+    memory_bytes: int
+    peak_flops: float
+    board_w: int
+    over_pcie: bool = False
+
+
+ACCELERATORS = {
+    "a10": Accelerator(23_028 * MIB, 125e12, 150, over_pcie=True),
+    "a100-40gb": Accelerator(40_960 * MIB, 312e12, 400),
+    "a100": Accelerator(81_920 * MIB, 312e12, 400),
+    "a800": Accelerator(81_920 * MIB, 312e12, 400),
+    "b200": Accelerator(183_359 * MIB, 2250e12, 1000),
+    "h20": Accelerator(97_871 * MIB, 148e12, 400),
+    "h100": Accelerator(81_559 * MIB, 989e12, 700),
+    "h800": Accelerator(81_559 * MIB, 989e12, 700),
+    "h200": Accelerator(143_771 * MIB, 989e12, 700),
+    "l20": Accelerator(46_068 * MIB, 119.5e12, 275, over_pcie=True),
+    "l4": Accelerator(23_034 * MIB, 121e12, 72, over_pcie=True),
+    "l40s": Accelerator(46_068 * MIB, 362e12, 350, over_pcie=True),
+    "rtx-3090": Accelerator(24_576 * MIB, 71e12, 350, over_pcie=True),
+    "rtx-4090": Accelerator(24_564 * MIB, 165.2e12, 450, over_pcie=True),
+    "rtx-4090d": Accelerator(24_564 * MIB, 147.1e12, 425, over_pcie=True),
+    "rtx-5090": Accelerator(32_607 * MIB, 209.5e12, 575, over_pcie=True),
+}
+
+
+_OTHER_FORMS = frozenset(("d", "laptop", "max", "mig", "nvl", "pcie"))
+
+
+def accelerator_called(name: str) -> Accelerator | None:
+    """Of the name that a driver tells ("NVIDIA A100-SXM4-80GB"); None for a form that the table does not have."""
+    words = frozenset(name.lower().replace("-", " ").split())
+    if words & _OTHER_FORMS:
+        return None
+    return next((one for known, one in ACCELERATORS.items() if words.issuperset(known.split("-"))), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """device_s: device-seconds of the whole job, least and most. used: parts of the peak that were assumed."""
+
+    flops: float
+    device_s: tuple[float, float]
+    used: tuple[float, float]
+
+
+def weights_passed(shape: ModelShape) -> int:
+    """Weights that a token meets in products of matrices."""
+    if not shape.layers or not shape.hidden:
+        return shape.n_parameters
+    heads = shape.queries + shape.kv_heads * shape.head_dim
+    layer = shape.hidden * (2 * heads + 3 * shape.ffn)
+    return min(shape.n_parameters, shape.vocab * shape.hidden + shape.layers * layer)
+
+
+def flops_per_token(shape: ModelShape, fields: Mapping[str, Any], row_tokens: float) -> float:
+    """Of one token in one epoch, in a row of so many."""
+    products, attention = 2 * weights_passed(shape), 2 * shape.queries * shape.layers * row_tokens
+    forward = products + attention
+    backward = 2 * forward
+    if not fields["full"]:
+        backward += 6 * trained_parameters(shape, fields) - products
+    return forward + backward + (forward if fields["activation_checkpointing"] else 0)
+
+
+def speed(
+    shape: ModelShape,
+    fields: Mapping[str, Any],
+    accelerator: Accelerator,
+    *,
+    tokens: int,
+    row_tokens: float,
+    steps: int,
+    devices: int,
+    reference: bool = False,
+) -> Speed:
+    """tokens: of one epoch. fields: those of a TrainSpec. reference: whether a model is asked about each token once."""
+    flops = tokens * fields["n_epochs"] * flops_per_token(shape, fields, row_tokens)
+    if reference:
+        flops += tokens * (2 * weights_passed(shape) + 2 * shape.queries * shape.layers * row_tokens)
+    crosses = devices > 1 and (fields["zero_stage"] == 3 or fields.get("tensor_parallel", 1) > 1)
+    least = LEAST_USED_OVER_PCIE if accelerator.over_pcie and crosses else LEAST_USED
+    layers = steps * fields["batch_size"] / fields["micro_batch"] * shape.layers
+    fast = max(flops / (MOST_USED * accelerator.peak_flops), layers * LAYER_S[0])
+    slow = flops / (least * accelerator.peak_flops) + layers * LAYER_S[1]
+    return Speed(flops, (fast, slow), (least, MOST_USED))
