@@ -22,7 +22,8 @@ class Attempt:
 
     ticket: while it waits, since held_since_s (0: it never waited) until hold_deadline_s; comment_s: when it is told
     so next. choice, connecting, conn: its replica, and the connection there. reconnects: a connection that was there
-    before was lost without an answer, and a new one is tried. only: nothing else was there when it was sent.
+    before was lost without an answer, and a new one is tried. only: nothing else was there when it was sent;
+    crowded: one other owner had most of what was.
     progress_s: when its engine was last heard of. relayed: the client got a byte of it. kept, kept_bytes: of a plain
     answer that does not go out yet. Times by the monotonic clock.
     """
@@ -41,6 +42,7 @@ class Attempt:
     hold_deadline_s: float = 0.0
     comment_s: float = 0.0
     only: bool = False
+    crowded: bool = False
     sent_s: float = 0.0
     progress_s: float = 0.0
     first_byte_s: float = 0.0

@@ -135,6 +135,8 @@ class Placement(Placeable):
         attempt.choice, attempt.row = choice, choice.model
         attempt.only = choice.load.inflight == 1
         request.replica, request.model_version = replica.id, replica.version
+        if state.comparison.compares:
+            attempt.crowded = choice.load.crowded_for(choice.owner)
         state.changed()
         conn = state.pool.acquire(replica.socket)
         if conn is not None:
@@ -320,12 +322,15 @@ class Placement(Placeable):
         attempt = self._attempt
         choice, now, first_s = attempt.choice, monotonic(), attempt.first_byte_s
         if choice is not None:
+            # Who knows which version answers a conversation fills that one's engine: what others wait there for is his
+            # doing, and not the version's.
+            timed = first_s and not attempt.crowded and not choice.load.crowded_for(choice.owner)
             self.state.comparison.add(
                 self.checked.model,
                 choice.replica.version,
                 self.request.caller.owner if self.request.caller else "",
                 failed=failed,
-                first_byte_s=first_s - attempt.sent_s if first_s else None,
+                first_byte_s=first_s - attempt.sent_s if timed else None,
                 duration_s=now - attempt.sent_s,
             )
 

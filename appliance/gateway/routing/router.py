@@ -28,6 +28,7 @@ AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
 _PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
+_CROWD = 4
 
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
@@ -109,6 +110,11 @@ class Load:
     @property
     def weight(self) -> int:
         return self.pending + self.tokens // _PENDING_TO_TOTAL
+
+    def crowded_for(self, owner: str) -> bool:
+        """Whether one other owner has most of what runs there, and more than a few requests."""
+        most = max(_CROWD, self.inflight // 2)
+        return any(number > most and who != owner for who, number in self.owners.items())
 
 
 class Choice:
