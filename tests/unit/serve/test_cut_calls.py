@@ -74,7 +74,8 @@ def test_what_is_forced_is_no_content_and_what_is_not_cut_stays_it():
 
 
 async def test_a_cut_answer_ends_by_its_limit_whatever_it_called():
-    outputs = [SimpleNamespace(index=n, finish_reason=why, text=why) for n, why in enumerate(("length", "stop"))]
+    ends = ("length", "cut"), ("length", "both"), ("stop", "both")
+    outputs = [SimpleNamespace(index=n, finish_reason=why, text=text) for n, (why, text) in enumerate(ends)]
 
     async def results():
         yield SimpleNamespace(outputs=outputs)
@@ -82,11 +83,11 @@ async def test_a_cut_answer_ends_by_its_limit_whatever_it_called():
     async def answer(self, request, results):
         async for _ in results:
             pass
-        assert forced_calls._cut_texts.get() == {"length"}
-        return SimpleNamespace(choices=[SimpleNamespace(index=n, finish_reason="tool_calls") for n in range(2)])
+        assert forced_calls._cut_texts.get() == {"cut"}, "and none that another choice ended with of itself"
+        return SimpleNamespace(choices=[SimpleNamespace(index=n, finish_reason="tool_calls") for n in range(3)])
 
     made = await forced_calls._says_cut(answer)(None, None, results())
-    assert [choice.finish_reason for choice in made.choices] == ["length", "tool_calls"]
+    assert [choice.finish_reason for choice in made.choices] == ["length", "length", "tool_calls"]
 
 
 async def test_the_last_item_of_a_cut_response_is_incomplete():
