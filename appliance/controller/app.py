@@ -138,6 +138,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             await pipelines.tasks.stop()
             await sweeping.tasks.stop()
             await gates.tasks.stop()
+            await compared.tasks.stop()
             await validation.tasks.stop()
             await running.tasks.stop()
             await runner.tasks.stop()

@@ -10,12 +10,15 @@ import asyncio
 import logging
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.one_each import OneEach
 from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
@@ -30,26 +33,33 @@ log = logging.getLogger("appliance.controller")
 
 
 class Canaries:
-    """All canaries of a box. A lock serialises everything that ends one."""
+    """All canaries of a box. A lock for each model serialises everything that ends its canary: a swap may take
+    minutes, in which another model's bad canary has to be rolled back."""
 
     def __init__(self, context: ControllerContext, activations: Activations):
         self._context, self._activations = context, activations
-        self._ending = asyncio.Lock()
+        self._endings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
+        self._going = OneEach(context.background, "canary")
+        self.tasks = self._going.tasks
         self._leaving: set[str] = set()  # ended canaries whose engines may still exist
 
     async def look(self, now_s: float) -> None:
-        """Check every canary that ends automatically; called every `canary_every_s`."""
+        """A task for each canary, which ends it where it ends automatically; called every `canary_every_s`."""
         for row in canaries.list_running(self._context.db):
-            with self._context.background.guard(f"canary: {row.name}"):
-                try:
-                    await self._look_at(row.model, now_s)
-                except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
-                    log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
-            await asyncio.sleep(0)  # two hundred that ended at once took the loop 0.14 s
+            await self._going.begin(row.name, partial(self._end_of, row, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)
             self._leaving.discard(name)
+
+    def _ending(self, model: str) -> asyncio.Lock:
+        return self._endings.setdefault(model, asyncio.Lock())
+
+    async def _end_of(self, row: CanaryRow, now_s: float) -> None:
+        try:
+            await self._look_at(row.model, now_s)
+        except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
+            log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
 
     async def _look_at(self, model: str, now_s: float) -> None:
         row, active = self._running(model), stored_model(self._context.db, model).active_version
@@ -57,16 +67,20 @@ class Canaries:
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.
-            async with self._ending:
+            async with self._ending(model):
                 if stored_model(self._context.db, model).active_version == self._running(model).version:
-                    self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
+                    reason = f"{active} answers all requests"
+                    self._end(row, "promoted", reason, self.compared(row))
+                    record(
+                        self._context, caller, "model.promote", model, before=row.before, to=row.version, reason=reason
+                    )
         elif active != row.before or (row.auto and decision.verdict == "roll back"):
-            await self.roll_back(model, caller, decision.reason)
+            await self.roll_back(model, caller, decision.reason, judged=row)
         elif row.auto and decision.verdict == "promote":
             try:
-                await self.promote(model, caller, decision.reason)
+                await self.promote(model, caller, decision.reason, judged=row)
             except Conflict as error:
-                await self.roll_back(model, caller, error.message)
+                await self.roll_back(model, caller, error.message, judged=row)
 
     def begin(self, row: CanaryRow, caller: Principal) -> None:
         """Raises NotFound, Conflict, BadRequest."""
@@ -97,16 +111,26 @@ class Canaries:
         record(self._context, caller, "model.canary", row.model, **told)
 
     async def promote(
-        self, model: str, caller: Principal, reason: str = "asked for", *, carried: Carried | None = None
+        self,
+        model: str,
+        caller: Principal,
+        reason: str = "asked for",
+        *,
+        carried: Carried | None = None,
+        judged: CanaryRow | None = None,
     ) -> dict[str, Any]:
-        """Make the canary the active version. carried: the request, which may have come before. Raises Conflict if
-        there is none, or if the swap failed; it then stays a canary."""
-        async with self._ending, self._activations.lock(model):
+        """Make the canary the active version. carried: the request, which may have come before. judged: the canary that
+        is meant, if only that: another may have begun by the time that this has its turn. Raises Conflict if there is
+        none, or if the swap failed; it then stays a canary."""
+        async with self._ending(model), self._activations.lock(model):
             before = self._active(model)
             if carried is not None and (told := carried.before(lambda: self._promotion(model))) is not None:
                 record(self._context, caller, "model.promote", model, before=told["from"], to=told["to"], repeated=True)
                 return told
-            row, found = self._running(model), replace(stored_model(self._context.db, model), active_version=before)
+            row, found = (
+                self._running(model, judged),
+                replace(stored_model(self._context.db, model), active_version=before),
+            )
             compared = self.compared(row)
             undone = carried.came_to_nothing if carried is not None else None
             try:
@@ -144,17 +168,23 @@ class Canaries:
         return Deed.of(model=model, **{"from": row.version, "to": to, "swap": {}})
 
     async def roll_back(
-        self, model: str, caller: Principal, reason: str = "asked for", *, carried: Carried | None = None
+        self,
+        model: str,
+        caller: Principal,
+        reason: str = "asked for",
+        *,
+        carried: Carried | None = None,
+        judged: CanaryRow | None = None,
     ) -> dict[str, Any]:
-        """Send all requests to the previous version again. carried: the request, which may have come before. Raises
-        Conflict: there is no canary."""
-        async with self._ending:
+        """Send all requests to the previous version again. carried, judged: as `promote` has them. Raises Conflict:
+        there is no canary."""
+        async with self._ending(model):
             if carried is not None and (told := carried.before(lambda: self._return(model))) is not None:
                 record(
                     self._context, caller, "model.rollback", model, before=told["from"], to=told["to"], repeated=True
                 )
                 return told
-            row, found = self._running(model), stored_model(self._context.db, model)
+            row, found = self._running(model, judged), stored_model(self._context.db, model)
             self._end(row, "rolled_back", reason, self.compared(row))
             record(
                 self._context,
@@ -286,9 +316,9 @@ class Canaries:
         self._context.scheduler.nudge(f"{row.name} is no longer a canary")
         log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 
-    def _running(self, model: str) -> CanaryRow:
+    def _running(self, model: str, judged: CanaryRow | None = None) -> CanaryRow:
         row = canaries.find_running(self._context.db, model)
-        if row is None:
+        if row is None or (judged is not None and (row.name, row.created_s) != (judged.name, judged.created_s)):
             raise Conflict(
                 f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
             )

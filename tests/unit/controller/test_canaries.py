@@ -48,6 +48,7 @@ def good(requests: int) -> VersionLoad:
 
 async def look_later(control: Control, after_s: float) -> CanaryRow:
     await control.app.state.canaries.look(time.time() + after_s)
+    await control.app.state.canaries.tasks.idle()
     row = canaries.find(control.db, "m")
     assert row is not None
     return row
@@ -178,10 +179,51 @@ async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(serv
     assert active(served) == "v1"
 
 
+async def test_a_swap_of_one_model_keeps_no_bad_canary_of_another(served: Control, monkeypatch: pytest.MonkeyPatch):
+    """A swap may take minutes, and a canary that failed everybody had its share for as long. A canary that began
+    meanwhile is not the one that was judged."""
+    insert_model(served.db, "n", versions=("v2", "v1"))
+    version = models.find_version(served.db, "m", "v2")
+    assert version is not None
+    models.insert_version(served.db, replace(version, version="v3"))
+    deployments.insert(served.db, DeploymentRow("n", 1.0))
+    swaps, lasts, lock = list[str](), asyncio.Event(), served.app.state.canaries._activations.lock("m")
+
+    async def slow(_: Any, row: Any, *__: Any) -> dict[str, Any]:
+        swaps.append(row.id)
+        await lasts.wait()
+        return {}
+
+    monkeypatch.setattr(Activations, "switch", slow)
+    for name in "mn":
+        await ask(served, "PUT", f"/admin/v1/models/{name}/canary", version="v2", auto=True)
+    counted(served, v2=good(60), v1=good(540))
+    bad = {"model": "n@v2", "reason": "no kernel image", "message": "not serving", "lasting": True}
+    served.scheduler.troubles = [bad]
+    await served.app.state.canaries.look(time.time() + 601)
+    row = canaries.find(served.db, "n")
+    assert swaps == ["m"] and row is not None and row.state == "rolled_back"
+    lasts.set()
+    await served.app.state.canaries.tasks.idle()
+
+    await lock.acquire()
+    await ask(served, "PUT", version="v2", auto=True)
+    counted(served, v2=good(60), v1=good(540))
+    await served.app.state.canaries.look(time.time() + 601)  # waits for the lock, with its verdict
+    begun = canaries.find(served.db, "m")
+    assert begun is not None
+    canaries.put(served.db, replace(begun, version="v3", created_s=begun.created_s + 1))
+    lock.release()
+    await served.app.state.canaries.tasks.idle()
+    assert [row.version for row in canaries.list_running(served.db)] == ["v3"] and swaps == ["m"]
+
+
 async def test_publishing_ends_it_one_way_or_the_other(served: Control):
     await ask(served, "PUT", version="v2")
     models.activate(served.db, "m", "v2")
     assert (await look_later(served, 1)).state == "promoted"
+    (entry,) = audit.page(served.db, after=None, limit=1).data
+    assert (entry.action, entry.detail["reason"]) == ("model.promote", "v2 answers all requests")
     models.activate(served.db, "m", "v1")
     await ask(served, "PUT", version="v2")
     version = models.find_version(served.db, "m", "v1")

@@ -208,6 +208,7 @@ async def test_a_version_that_passes_may_be_a_canary_first(control: Control, eve
     answer = await control.http.post(f"/v1/gates/{gate}/cancel")
     assert answer.status_code == 409 and "promote it or roll it back" in answer.json()["error"]["message"]
     await control.app.state.canaries.look(running.created_s + 61)
+    await control.app.state.canaries.tasks.idle()
     row = await seen_through(control, gate)
     assert (row.state, row.activated) == ("ended", 1) and "promoted" in row.reason and active(control) == v2
     third, gate = await gated(control, asked, then="canary")
