@@ -45,7 +45,7 @@ class BoxStatus:
         self._rss = await self._effects.resident_bytes()
 
     def read(self) -> SchedulerStatus:
-        now, usage = self._loop.status(), self._weights.usage()
+        now, usage, host = self._loop.status(), self._weights.usage(), self._host.status()
         return {
             "devices": now["devices"],
             "replicas": [
@@ -61,7 +61,8 @@ class BoxStatus:
                 "used_bytes": usage.used_bytes,
                 "room_bytes": self._weights.room_bytes(),
                 "host_bytes": host_memory_bytes(),
-                "host": self._host.status(),
+                "reserve_bytes": host["reserve_bytes"],
+                "host": host,
                 "nodes": self._host.nodes(),
                 "asleep_per_device": self._asleep_per_device,
             },

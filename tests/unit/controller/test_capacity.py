@@ -227,12 +227,18 @@ async def test_offloading_beyond_host_memory_fails_before_the_job_is_queued(cont
         status
         | {
             "devices": devices,
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0, "host_bytes": 60_000_000},
+            "memory": {
+                "budget_bytes": 2**30,
+                "used_bytes": 0,
+                "host_bytes": 60_000_000,
+                "reserve_bytes": 7_000_000,
+            },
         }
     )
     asked = {"full": True, "offload": "optimizer", "max_length": 64, "precision": "bf16"}
     told = (await plan(control, job={"model": "starter", "hyperparameters": asked})).json()
     assert not told["fits"] and "Offloading takes 90.0 MB of host memory" in told["problems"][0]
+    assert told["numbers"]["host_memory"]["reserve_bytes"] == 7_000_000
     job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": asked}})
     made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert made.status == "failed" and made.error.code == "insufficient_memory"

@@ -42,13 +42,16 @@ def test_notes_are_sentences_that_name_their_model():
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()
     host = SimpleNamespace(
-        nodes=dict, status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"]
+        nodes=dict,
+        status=lambda: {"short": "1 GB", "reserve_bytes": 5},
+        notes=lambda: ["memory is short: 1 GB available"],
     )
     shown = BoxStatus(loop, nothing, nothing, store, host, 0, SchedulerConfig().bounds(), 2)
     notes = ["k: not serving: no memory; next try in 4 s", "m: No room."]
     notes += ["m: a new engine for v2, because v2 could not be loaded", "stop r1 waits"]
     assert shown.read()["notes"] == ["memory is short: 1 GB available", *notes]
-    assert shown.read()["memory"]["host"] == {"short": "1 GB"}
+    memory = shown.read()["memory"]
+    assert memory["host"]["short"] == "1 GB" and memory["reserve_bytes"] == 5
 
 
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):
@@ -67,7 +70,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
         refresh=lambda: None,
         usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0),
         room_bytes=lambda: 1,
-        status=dict,
+        status=lambda: {"reserve_bytes": 5},
         notes=list,
         nodes=dict,
     )
