@@ -12,8 +12,8 @@ from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
 from appliance.cli.jobs.queue import JOB
 from appliance.cli.jobs.queue import app as queue
 from appliance.cli.jobs.submit import app as submit
-from appliance.cli.jobs.tensorboard import app as tensorboard
 from appliance.cli.mode.power import energy_line
+from appliance.cli.tensorboard import app as tensorboard
 
 _REASON_CHARACTERS = 160
 
