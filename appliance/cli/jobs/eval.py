@@ -27,6 +27,9 @@ FINISHED = frozenset({"completed", "failed", "canceled"})
 Z_95 = 1.959964
 """Standard deviations of a normal distribution that 95 % lie within."""
 _RUNS_SHOWN = 100
+_ITEMS_SHOWN = 10_000
+"""As many as a run has at most."""
+_CELL_CHARACTERS = 60
 
 
 @box_command(
@@ -185,12 +188,27 @@ def list_evals(session: Session) -> None:
     session.show(session.client.listed("/v1/evals", most=100, order="desc"), _table)
 
 
-@box_command(app, "appliance eval show eval_abc123", "appliance eval show eval_abc123 -o json | jq .runs")
-def show(session: Session, eval_id: Annotated[str, typer.Argument(metavar="EVAL_ID")]) -> None:
+@box_command(
+    app,
+    "appliance eval show eval_abc123",
+    "appliance eval show eval_abc123 -o json | jq .runs",
+    "appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged",
+)
+def show(
+    session: Session,
+    eval_id: Annotated[str, typer.Argument(metavar="EVAL_ID")],
+    items: Annotated[
+        str | None, typer.Option("--items", metavar="RUN_ID", help="The items of this run; whole with -o json.")
+    ] = None,
+) -> None:
     """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
     reward, and what a run waits for."""
     if eval_id.startswith("evalrun_"):
         raise BadUsage(f"{eval_id} is a run; give its evaluation, `appliance eval list` shows them (eval_…)")
+    if items is not None:
+        path = f"{paths.evaluation(eval_id)}/runs/{paths.segment(items)}/output_items"
+        session.show(session.client.listed(path, most=_ITEMS_SHOWN, order="asc"), _items)
+        return
     found = session.client.get(paths.evaluation(eval_id))
     session.show({**found, "runs": _runs(session, eval_id)}, _side_by_side)
 
@@ -290,6 +308,40 @@ def _side_by_side(found: dict[str, Any]) -> Any:
     waiting = [f"{run['id']} waits: {run['waits_for']}" for run in runs if run.get("waits_for")]
     table = output.table(header, rows, empty="no runs; `appliance eval run` starts one")
     return output.stack(found["id"], table, *waiting)
+
+
+def _items(answer: dict[str, Any]) -> Any:
+    rows = answer["data"]
+    names = list(dict.fromkeys(one["name"] for row in rows for one in row["results"]))
+    told = []
+    for row in rows:
+        sample, by_name = row["sample"], {one["name"]: one for one in row["results"]}
+        asked, said = sample["input"], sample["output"]
+        told.append(
+            (
+                str(row["datasource_item_id"] + 1),
+                row["status"],
+                _cell(asked[-1]["content"] if asked else ""),
+                _cell(said[-1]["content"] if said else sample["error"]["message"]),
+                *(_verdict(by_name.get(name)) for name in names),
+            )
+        )
+    header = ("ITEM", "STATUS", "PROMPT", "ANSWER", *map(str.upper, names))
+    return output.table(header, told, empty="no items yet")
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split())
+    return formats.or_dash(line if len(line) <= _CELL_CHARACTERS else f"{line[: _CELL_CHARACTERS - 1]}…")
+
+
+def _verdict(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    if "error" in result:
+        return _cell(f"error: {result['error']}")
+    why = f": {result['reason']}" if "reason" in result else ""
+    return _cell(f"{'pass' if result['passed'] else 'fail'} {result['score']:.4g}{why}")
 
 
 def _reward(mean: float | None) -> str:

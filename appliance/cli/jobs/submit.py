@@ -127,6 +127,11 @@ def submit(
         **devices,
         held=hold or None,
     )
+    if validation_file and Path(validation_file).expanduser().resolve() == Path(file).expanduser().resolve():
+        raise BadUsage(
+            f"--validation-file is {validation_file!r}, as is --file: a loss on what was learnt from says nothing; "
+            "give lines that the job does not train on"
+        )
     with files.kept_if_taken(session) as uploaded:
         body["training_file"] = file_id(session, "--file", file, uploaded)
         if validation_file:

@@ -179,6 +179,8 @@ def share(
     body = {"owners": [owner for owner in with_ if owner != "all"], "everybody": "all" in with_, "stop": stop}
     answer = session.client.post(f"/v1/models/{paths.segment(model)}/share", body)
     session.show(answer, lambda made: f"{made['id']} is for {_audience(made)}")
+    if not stop and (nobody := answer.get("without_key")):
+        output.say(f"note: no key has the owner {', '.join(nobody)} yet (`appliance key list` shows owners)")
 
 
 def _audience(made: dict[str, Any]) -> str:

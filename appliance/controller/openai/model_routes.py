@@ -74,14 +74,16 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{name:path}/share", dependencies=[Depends(needs(FINE_TUNING))])
     async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
         """Share a model with other owners, with all its versions and checkpoints, or stop sharing it, which pauses
-        their jobs that train it. What these have made stays theirs."""
+        their jobs that train it. What these have made stays theirs. An operator, who sees all keys, is told under
+        "without_key" which of the owners have none."""
         # Each change is a new table for every gateway, which reads it while its streams wait.
         async with context.new_tables.turn(caller.viewer):
             if keys.is_revoked(db, caller.key_id):  # while it waited
                 raise KeyRevoked
             model = _share(context, name, body, caller)
             await context.key_sink.caught_up()
-        return {"id": model.id, "object": "model", **_audience(db, model)}
+        told = {"without_key": keys.without_key(db, body.owners)} if caller.is_admin else {}
+        return {"id": model.id, "object": "model", **_audience(db, model), **told}
 
     return router
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated, Any
 
@@ -13,9 +14,10 @@ from appliance.controller.http.paging import After, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import whose
-from appliance.controller.interfaces.errors import Conflict, LimitReached, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, Conflict, LimitReached, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.openai.new_job import check_judging
+from appliance.controller.pipelines import new_data
 from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.pipelines.spec import PipelineSpec, check_spec, first_job_of
 from appliance.store.ids import new_id
@@ -58,6 +60,9 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner, hosts: Grader
     @router.post("")
     async def put(body: PipelineCreate, caller: Caller) -> dict[str, Any]:
         check_spec(context, body.spec, caller)
+        before = pipelines.of_owner(db, caller.owner, body.spec.name)
+        if before is not None and before.scheduled and body.spec.schedule is not None:
+            await _check_folder(body.spec)
         await check_judging(context, hosts, first_job_of(body.spec), caller)
         spec = body.spec.model_dump(exclude_none=True)
         with db.transaction():
@@ -96,6 +101,8 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner, hosts: Grader
     async def schedule(name: Name, body: PipelineSchedule, caller: Caller) -> dict[str, Any]:
         """Switch the schedule on, with the key that wrote the pipeline, or off: then it runs only when asked."""
         row = known(name, caller)
+        if body.on:
+            await _check_folder(PipelineSpec.model_validate(row.spec))
         runner.schedule(row, body.on)
         record(context, caller, "pipeline.schedule", row.name, on=body.on)
         return view(known(row.id, caller), caller)
@@ -111,6 +118,17 @@ def _pipelines(context: ControllerContext, runner: PipelineRunner, hosts: Grader
         return list_object(page, lambda one: run_object(context, one, caller))
 
     return router
+
+
+async def _check_folder(spec: PipelineSpec) -> None:
+    """Whoever schedules a pipeline may never look at its runs. Raises BadRequest for a folder that cannot be read."""
+    folder = spec.data.folder
+    if folder is None:
+        return
+    try:
+        await asyncio.to_thread(new_data.in_folder, folder, spec.data.pattern, time.time())
+    except new_data.NoData as error:
+        raise BadRequest(f"{error}.", param="data.folder", code="folder_not_readable") from error
 
 
 def _runs(context: ControllerContext, runner: PipelineRunner) -> APIRouter:

@@ -69,6 +69,12 @@ def count_owners(db: Database) -> int:
     return int(db.value("SELECT count(DISTINCT owner) FROM keys WHERE revoked_s IS NULL AND NOT session"))
 
 
+def without_key(db: Database, owners: list[str]) -> list[str]:
+    """Those of these owners who have no live key."""
+    live = "SELECT 1 FROM keys WHERE owner = ? AND revoked_s IS NULL"
+    return [owner for owner in owners if db.value(live, [owner]) is None]
+
+
 def standing(db: Database, key_id: str) -> tuple[str, bool]:
     """(owner as of `owner_of`, whether the key was revoked)."""
     row = db.execute("SELECT owner, revoked_s FROM keys WHERE id = ?", [key_id]).fetchone()

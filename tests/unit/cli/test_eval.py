@@ -43,6 +43,13 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
     assert len(box.json("eval", "run", "starter", *again, "--eval", made["id"], "--wait")["runs"]) == 2
     told = box.run("eval", "show", made["id"]).stdout
     assert "75.0% (30.1% to 95.4%)" in told and "RIGHT" in told
+    items = box.run("eval", "show", made["id"], "--items", run["id"]).stdout.splitlines()
+    assert items[0].split() == ["ITEM", "STATUS", "PROMPT", "ANSWER", "RIGHT"]
+    assert [line.split() for line in items[3:5]] == [
+        ["3", "fail", "2", "and", "2?", "4", "fail", "0"],
+        ["4", "pass", "2", "and", "2?", "4", "pass", "1"],
+    ]
+    assert box.json("eval", "show", made["id"], "--items", run["id"])["data"][2]["datasource_item"]["answer"] == "5"
     assert "REWARD" in told and " 0.75 " in told
     assert "sums" in box.run("eval", "list").stdout
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -176,6 +177,16 @@ def test_a_teacher_is_sent_beside_the_hyperparameters(prepared):
     (request,) = prepared.sent("POST", "/v1/fine_tuning/jobs")
     block = {"hyperparameters": {"samples": 2, "rollouts": "engine"}, "teacher": "fraud@champion"}
     assert json.loads(request["content"])["method"] == {"type": "distillation", "distillation": block}
+
+
+@pytest.mark.parametrize("held_out", ["train.jsonl", "./train.jsonl", "file-1"])
+def test_a_file_that_is_trained_on_is_not_validated_on(prepared, tmp_path, monkeypatch, held_out):
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('{"messages": []}\n')
+    file = "file-1" if held_out == "file-1" else "train.jsonl"
+    refused = prepared.run("job", "submit", "--model", "starter", "--file", file, "--validation-file", held_out)
+    assert refused.exit_code == 2 and f"--validation-file is '{held_out}', as is --file" in refused.stderr
+    assert prepared.sent("POST", "/v1/files") == []
 
 
 def test_a_file_that_was_there_before_stays_when_the_job_is_refused(prepared):

@@ -439,8 +439,11 @@ def test_a_model_is_shared_and_no_longer(box):
     assert box.run("model", "share", "starter", "--with", "all", "--stop").stdout.strip() == (
         "starter is for operators alone"
     )
-    shared = box.run("model", "share", "starter", "--with", "bob", "--with", "carol").stdout
-    assert shared.strip() == "starter is for bob, carol and operators"
+    box.json("key", "create", "--name", "bobs", "--owner", "bob")
+    shared = box.run("model", "share", "starter", "--with", "bob", "--with", "carol")
+    assert shared.stdout.strip() == "starter is for bob, carol and operators"
+    assert "no key has the owner carol yet" in shared.stderr
+    assert "yet" not in box.run("model", "share", "starter", "--with", "bob").stderr
     assert "bob, carol and operators" in box.run("model", "show", "starter").stdout
     assert box.json("model", "share", "starter", "--with", "all")["shared_with_everybody"] is True
     assert box.run("model", "share", "nothing", "--with", "bob").exit_code == 3

@@ -245,7 +245,7 @@ FROZEN = {
         "MODELS",
     ],
     "eval list": BOX,
-    "eval show": [*BOX, "EVAL_ID"],
+    "eval show": [*BOX, "--items", "EVAL_ID"],
     "pipeline run": [*BOX, "--timeout", "--wait", "PIPELINE"],
     "pipeline list": BOX,
     "pipeline show": [*BOX, "--every", "--watch", "NAME"],

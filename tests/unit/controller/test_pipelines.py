@@ -372,6 +372,26 @@ async def test_a_run_is_cancelled_with_its_job_and_its_gate(control: Control, fo
     assert answer.json()["deleted"] and pipelines.find_run(control.db, run.id) is None
 
 
+async def test_no_folder_that_cannot_be_read_is_scheduled(control: Control, folder: Path):
+    async def refused(path: str, body: Any) -> str:
+        error = (await post(control, path, body, 400))["error"]
+        assert (error["param"], error["code"]) == ("data.folder", "folder_not_readable")
+        return str(error["message"])
+
+    absent = {"data": {"folder": str(folder / "none")}, "schedule": {"on_new_data": True}}
+    await put(control, **absent)
+    assert f"{folder / 'none'} cannot be read: No such file" in await refused(
+        "pipelines/nightly/schedule", {"on": True}
+    )
+    assert not (await get(control, "pipelines/nightly"))["scheduled"]
+    await put(control, **absent | {"data": {"folder": str(folder)}})
+    assert (await post(control, "pipelines/nightly/schedule", {"on": True}))["scheduled"]
+    await refused("pipelines", {"spec": {"name": "nightly", "train": TRAIN, **absent}})
+    assert (await get(control, "pipelines/nightly"))["spec"]["data"]["folder"] == str(folder)
+    folder.rename(folder.with_name("elsewhere"))
+    assert not (await post(control, "pipelines/nightly/schedule", {"on": False}))["scheduled"]
+
+
 async def test_a_step_that_cannot_go_on_says_why(control: Control, events: JobEvents, folder: Path):
     await put(control, data={"folder": str(folder / "none")})
     run = await rounds(control, await begun(control))
