@@ -176,7 +176,8 @@ class FinishingScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         if self._pace is not None:
             took_s = time.monotonic() - self._step_began_s
-            self._pace.computed(scheduler_output.total_num_scheduled_tokens, took_s)
+            tokens, scheduled = scheduler_output.total_num_scheduled_tokens, scheduler_output.num_scheduled_tokens
+            self._pace.computed(tokens, took_s, answers_alone=tokens == len(scheduled))
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def _leave_out(self, pace: PrefillPace) -> list[Request]:

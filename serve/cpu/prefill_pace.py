@@ -7,10 +7,11 @@ pieces cost throughput, since each step has a part that does not depend on its t
 is 30 ms.
 
 Answers take as long as prompt tokens there: beside a hundred streams of one owner each step took 0.8 s, and another's
-answer of four tokens 5 s. So answers of several owners take turns where a step of all of them is longer than 0.25 s,
-which costs no throughput as long as what does not depend on tokens is little of that. Where it is more, it costs much:
-with 0.3 s for that and 5 ms for an answer (weights of some GB from a desktop's memory), 62 answers of one owner and one
-of another's come at 43 tokens a second instead of 103, by computed times.
+answer of four tokens 5 s. So answers of several owners take turns where a step of all of them is longer than 0.25 s.
+A step has as many as take together what does not depend on them, though it be longer: with 0.3 s for that (weights of
+some GB from a desktop's memory) and 5 ms for an answer, 62 answers of one owner and one of another's came at 43 tokens
+a second instead of 103, by computed times. What does not depend on them is read off steps of answers alone, in which
+their number differs; a prompt token costs less than an answer, which reads its context.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ _TELLING = 16
 LEAST_ANSWERS = _TELLING
 """Steps of fewer would never be told to have become quicker."""
 _SMOOTHING = 0.5
+_LINE_SMOOTHING = 0.1
+_APART = 1 / 8
+"""Of their mean: as far apart as the answers of steps deviate before a line through them tells anything."""
 
 
 class PrefillPace:
@@ -35,11 +39,17 @@ class PrefillPace:
     def __init__(self, most: int) -> None:
         self.most = most
         self._tokens_per_s = 0.0
+        self._line = Line()
+        self._worth = 0
+        """Answers that take as long as what does not depend on them."""
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step has taken this long."""
+    def computed(self, tokens: int, seconds: float, answers_alone: bool = False) -> None:
+        """A step has taken this long. answers_alone: each of its tokens is of another answer."""
         if tokens < _TELLING or seconds <= 0:
             return
+        if answers_alone:
+            self._line.add(tokens, seconds)
+            self._worth = self._line.offset_in_steps(self.most) if self._line.tells() else self._worth
         rate = tokens / seconds
         known = self._tokens_per_s
         self._tokens_per_s = rate if not known else known + _SMOOTHING * (rate - known)
@@ -52,4 +62,30 @@ class PrefillPace:
 
     def answers(self) -> int | None:
         """How many answers a step takes in which several owners have some; None before anything was measured."""
-        return max(LEAST_ANSWERS, int(self._tokens_per_s * SHARED_S)) if self._tokens_per_s else None
+        return max(LEAST_ANSWERS, self._worth, int(self._tokens_per_s * SHARED_S)) if self._tokens_per_s else None
+
+
+class Line:
+    """The line through points of which the newest count most: weighted means and covariances (West 1979)."""
+
+    def __init__(self) -> None:
+        self._points = 0
+        self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self._points += 1
+        weight = max(_LINE_SMOOTHING, 1 / self._points)
+        from_x, from_y = x - self._x, y - self._y
+        self._x += weight * from_x
+        self._y += weight * from_y
+        self._xx = (1 - weight) * (self._xx + weight * from_x * from_x)
+        self._xy = (1 - weight) * (self._xy + weight * from_x * from_y)
+
+    def tells(self) -> bool:
+        return self._xx > (_APART * self._x) ** 2
+
+    def offset_in_steps(self, most: int) -> int:
+        """How many x the line rises by as much as it has at 0; `most` where it hardly rises."""
+        slope = self._xy / self._xx
+        offset = self._y - slope * self._x
+        return max(0, int(min(most, offset / slope))) if slope > 0 else most

@@ -98,8 +98,7 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
     if not isinstance(waiting, PriorityRequestQueue):  # a deployment's own arguments may say so
         return
     made: dict[int, float] = scheduler.__dict__.setdefault("shm_room_made", {})  # owner's mark -> when
-    placed = (*scheduler.running, *getattr(scheduler, "left_out", ()))  # of a step each owner may have as many
-    have = Counter(owner_in(request.priority) for request in placed)
+    have = Counter(owner_in(one.priority) for one in (*scheduler.running, *getattr(scheduler, "left_out", ())))
     (greatest, places), *_ = have.most_common(1) or [(0, 0)]
     of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
     if places < 2 or not of_greatest:
