@@ -45,7 +45,7 @@ _JOB = {"model": MODEL, "training_file": "{file-1}", "validation_file": "{file-2
 _TEMPLATE = {
     "type": "completions",
     "model": MODEL,
-    "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]},
+    "source": {"type": "file_content", "content": [{"item": {"a": "1", "answer": "1"}}]},
     "input_messages": {"type": "template", "template": [{"role": "user", "content": "{{ item.a }}"}]},
     "sampling_params": {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],

@@ -92,7 +92,7 @@ async def test_a_library_that_is_not_there_is_said_in_the_status_and_ends_nothin
 
 async def test_an_exporter_that_cannot_start_says_why(paths: BoxPaths):
     settings = TrackingSettings(mlflow_uri="http://127.0.0.1:9", python="/bin/false")
-    with pytest.raises(ProcessFailed, match="ended with 1"):
+    with pytest.raises(ProcessFailed, match="ended with exit code 1"):
         await TrackingProcess(settings, paths, {}).run()
     gone = TrackingSettings(mlflow_uri="http://127.0.0.1:9", python="/none/python")
     with pytest.raises(FileNotFoundError, match="/none/python"):
