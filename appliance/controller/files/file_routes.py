@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart, storage
 from appliance.controller.http import idempotency, views
-from appliance.controller.http.paging import After, FilesLimit, Order, list_object
+from appliance.controller.http.paging import After, Order, WholeLimit, list_object
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
@@ -79,7 +79,7 @@ def routes(context: ControllerContext) -> APIRouter:
     def list_files(
         caller: Caller,
         after: After = None,
-        limit: FilesLimit = 10_000,
+        limit: WholeLimit = 10_000,
         order: Order = "desc",
         purpose: Annotated[str | None, Query(max_length=64)] = None,
     ) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from appliance.store.database import Page
 Row = TypeVar("Row")
 After = Annotated[str | None, Query(max_length=256)]
 Order = Annotated[Literal["asc", "desc"], Query()]
-# OpenAI's bounds where it names one: up to 100, of files up to 10,000. Where it takes 0, that asks only whether there
-# is something. Scripts ask its other lists (fine-tuning, evals) for 1,000, and so may ours be: a page ends by its size.
-# Arguments that a list does not know are ignored, as OpenAI ignores them (Azure's clients send `api-version` with all).
+# OpenAI's bounds where it names one: up to 100, of files up to 10,000. 0 asks only whether there is something; its own
+# tests of the SDK ask every list for 0, that of files too, for which it names 1 as the least. Scripts ask its other
+# lists (fine-tuning, evals) for 1,000, and so may ours be: a page ends by its size. Arguments that a list does not know
+# are ignored, as OpenAI ignores them (Azure's clients send `api-version` with all).
 Limit = Annotated[int, Query(ge=0, le=100)]
-FilesLimit = Annotated[int, Query(ge=1, le=10_000)]
 WholeLimit = Annotated[int, Query(ge=0, le=10_000)]
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 

@@ -515,11 +515,8 @@ async def test_bad_pagination_is_named(control: Control, query: str):
             "Invalid 'limit': integer above maximum value. Expected a value <= 100, but got 101",
         ),
         ("/v1/chat/completions", "limit=101", "integer above maximum value. Expected a value <= 100, but got 101"),
-        (
-            "/v1/files",
-            "limit=0",
-            "Invalid 'limit': integer below minimum value. Expected a value >= 1, but got 0 instead.",
-        ),
+        ("/v1/files", "limit=0", None),
+        ("/v1/files", "limit=10001", "integer above maximum value. Expected a value <= 10000, but got 10001"),
         ("/v1/batches", "limit=-1", "Invalid 'limit': integer below minimum value. Expected a value >= 0, but got -1"),
         ("/v1/batches", "limit=0", None),
         ("/v1/fine_tuning/jobs", "limit=1000&api-version=2024-10-21", None),
