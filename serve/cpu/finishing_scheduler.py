@@ -184,7 +184,7 @@ class FinishingScheduler(Scheduler):
         """Takes answers out of `running` for this step, where several owners have some and all of them would make it
         long. Each owner has as many in it as the others, and his own take turns. Not those of adapters: others would be
         let in beside them, and the next step had more adapters than it may."""
-        answers = [one for one in self.running if one.num_tokens - one.num_computed_tokens <= 1]
+        answers = [one for one in self.running if is_written(one)]
         if (most := pace.answers()) is None or len(answers) <= most:
             return []
         of_owners = defaultdict[int, list[Request]](list)
@@ -224,7 +224,7 @@ class FinishingScheduler(Scheduler):
         writing, prompts = list[Request](), list[tuple[int, Request]]()
         of_owners = Counter[int]()
         for request in self.running:
-            if request.num_tokens - request.num_computed_tokens <= 1:
+            if is_written(request):
                 writing.append(request)
             else:
                 owner = self.owner_of(request)
@@ -310,6 +310,11 @@ def salt(request: Request, value: str) -> None:
     request.cache_salt = value + (request.cache_salt or "").removeprefix(before) or None
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def is_written(request: Request) -> bool:
+    """Whether its prompt is computed, so that a step takes one token of it, of its answer."""
+    return bool(request.num_tokens - request.num_computed_tokens <= 1)
 
 
 def may_run(request: Request) -> bool:

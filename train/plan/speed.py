@@ -89,13 +89,17 @@ def weights_passed(shape: ModelShape) -> int:
     return min(shape.n_parameters, shape.vocab * shape.hidden + shape.layers * layer)
 
 
+def forward_flops(shape: ModelShape, row_tokens: float) -> float:
+    """Of one token, in a row of so many."""
+    return 2 * weights_passed(shape) + 2 * shape.queries * shape.layers * row_tokens
+
+
 def flops_per_token(shape: ModelShape, fields: Mapping[str, Any], row_tokens: float) -> float:
     """Of one token in one epoch, in a row of so many."""
-    products, attention = 2 * weights_passed(shape), 2 * shape.queries * shape.layers * row_tokens
-    forward = products + attention
+    forward = forward_flops(shape, row_tokens)
     backward = 2 * forward
     if not fields["full"]:
-        backward += 6 * trained_parameters(shape, fields) - products
+        backward += 6 * trained_parameters(shape, fields) - 2 * weights_passed(shape)
     return forward + backward + (forward if fields["activation_checkpointing"] else 0)
 
 
@@ -113,7 +117,7 @@ def speed(
     """tokens: of one epoch. fields: those of a TrainSpec. reference: whether a model is asked about each token once."""
     flops = tokens * fields["n_epochs"] * flops_per_token(shape, fields, row_tokens)
     if reference:
-        flops += tokens * (2 * weights_passed(shape) + 2 * shape.queries * shape.layers * row_tokens)
+        flops += tokens * forward_flops(shape, row_tokens)
     crosses = devices > 1 and (fields["zero_stage"] == 3 or fields.get("tensor_parallel", 1) > 1)
     least = LEAST_USED_OVER_PCIE if accelerator.over_pcie and crosses else LEAST_USED
     layers = steps * fields["batch_size"] / fields["micro_batch"] * shape.layers

@@ -273,18 +273,25 @@ def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> dict[st
     found = [
         (f"testing_criteria.{at}.{path}", text) for at, one in enumerate(criteria) for path, text in texts(parse(one))
     ]
-    if isinstance(source, Sampled) and isinstance(source.input_messages, Template):
-        for place, message in enumerate(source.input_messages.template):
-            found += parts_of(message.content, f"data_source.input_messages.template.{place}.content")
-    elif isinstance(source, Sampled) and source.input_messages is not None:
-        reference = source.input_messages.item_reference
-        found.append(("data_source.input_messages.item_reference", f"{{{{{reference}}}}}"))
+    if isinstance(source, Sampled) and source.input_messages is not None:
+        found += _asked(source.input_messages, "data_source.input_messages")
     names: dict[str, str] = {}
     for path, text in found:
         for namespace, *steps in templates.variables(text):
             if namespace == "item" and steps:
                 names.setdefault(steps[0], path)
     return names
+
+
+def _asked(messages: Template | ItemReference, param: str) -> list[tuple[str, str]]:
+    """(path, text) of what a model is asked, a reference to an item as the variable that it is."""
+    if isinstance(messages, ItemReference):
+        return [(f"{param}.item_reference", f"{{{{{messages.item_reference}}}}}")]
+    return [
+        found
+        for place, message in enumerate(messages.template)
+        for found in parts_of(message.content, f"{param}.template.{place}.content")
+    ]
 
 
 def check_items(names: dict[str, str], items: Iterable[dict[str, Any]]) -> None:
@@ -370,17 +377,12 @@ def check_sampled(source: Sampled, schema: dict[str, Any]) -> None:
         # Filled in for each item.
         if (variables := sum(one.text.count("{{") for one in source.input_messages.template)) > MAX_VARIABLES:
             raise InvalidGrader("input_messages", f"has {variables} times '{{{{'; at most {MAX_VARIABLES} are taken")
-        for place, message in enumerate(source.input_messages.template):
-            for path, text in parts_of(message.content, f"input_messages.template.{place}.content"):
-                templates.check(text, path)
-                _check_names(path, text, schema, _NOT_YET)
-    else:
-        if "{" in source.input_messages.item_reference:
-            raise InvalidGrader(
-                "input_messages.item_reference",
-                "is a template, and names a list of messages: item.messages, without braces",
-            )
-        path, text = "input_messages.item_reference", f"{{{{{source.input_messages.item_reference}}}}}"
+    elif "{" in source.input_messages.item_reference:
+        raise InvalidGrader(
+            "input_messages.item_reference",
+            "is a template, and names a list of messages: item.messages, without braces",
+        )
+    for path, text in _asked(source.input_messages, "input_messages"):
         templates.check(text, path)
         _check_names(path, text, schema, _NOT_YET)
     for place, tool in enumerate((source.sampling_params.tools if source.sampling_params else None) or []):

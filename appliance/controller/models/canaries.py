@@ -127,10 +127,8 @@ class Canaries:
             if carried is not None and (told := carried.before(lambda: self._promotion(model))) is not None:
                 record(self._context, caller, "model.promote", model, before=told["from"], to=told["to"], repeated=True)
                 return told
-            row, found = (
-                self._running(model, judged),
-                replace(stored_model(self._context.db, model), active_version=before),
-            )
+            row = self._running(model, judged)
+            found = replace(stored_model(self._context.db, model), active_version=before)
             compared = self.compared(row)
             undone = carried.came_to_nothing if carried is not None else None
             try:

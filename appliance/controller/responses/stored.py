@@ -338,10 +338,9 @@ def _rows(copies: list[Any], owners: Mapping[str, str]) -> list[ResponseRow]:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             refused.append(error)
     if refused:
-        told = f"{type(refused[0]).__name__}: {refused[0]}"[
-            :200
-        ]  # some errors have the whole of what they could not read
-        log.error("a gateway sent %d responses that cannot be stored, the first: %s", len(refused), told)
+        told = f"{type(refused[0]).__name__}: {refused[0]}"
+        first = told[:200]  # some errors have the whole of what they could not read
+        log.error("a gateway sent %d responses that cannot be stored, the first: %s", len(refused), first)
     return rows
 
 
