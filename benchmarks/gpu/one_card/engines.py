@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ GRAPHS = {
 }
 FOUR_BITS = ("w4a16", "awq", "gptq")
 CONFIG = EngineConfig(start_timeout_s=150)
+PART_TIMEOUT_S = 240
 
 
 def args_of(*more: str) -> tuple[str, ...]:
@@ -90,19 +92,21 @@ async def turns(box: Box, name: str, family: str, entry: str | None = None, **fi
     await _turns(box, name, (a, b), ("in-place", "in-place", "layerwise", "auto"), entry, **fields)
 
 
-async def quantised(box: Box, form: str, size: int = formats.GROUP) -> None:
+async def quantised(box: Box, form: str, size: int = formats.GROUP, family: str = "llama") -> None:
     """The same of versions in a quantised form, however each is loaded; and how long a fresh engine of one says what
     one of the plain weights that it means says (kernels for few bits round as they like)."""
     versions, means = [], []
     for which, seed in (("a", 1), ("b", 2)):
-        plain = box.version(f"{form}-{size}-plain-{which}", seed=seed, **SHAPE)
-        versions.append(plain.with_name(f"{form}-{size}-{which}"))
-        means.append(plain.with_name(f"{form}-{size}-means-{which}"))
+        plain = box.version(f"{form}-{size}-{family}-plain-{which}", family, seed=seed, **SHAPE)
+        versions.append(plain.with_name(f"{form}-{size}-{family}-{which}"))
+        means.append(plain.with_name(f"{form}-{size}-{family}-means-{which}"))
         formats.write(plain, form, versions[-1], means[-1], size)
     asked, said = [[at, at + 10, at + 20, at + 30] for at in range(10, 18)], []
     for path in (means[1], versions[1]):
         async with engine(box, spec_of(box, f"{form}-{path.name[-7:]}", path)) as (_, sdk):
             said.append([await greedy_ids(sdk, "starter", ask, 30) for ask in asked])
+    log = (box.logs / f"engine-{form}-{versions[1].name[-7:]}.log").read_text()
+    print(f"{form}: computed by {sorted(set(re.findall(r'[A-Za-z0-9]+Kernel', log)))}", flush=True)
     equal = [alike(*both) for both in zip(*said, strict=True)]
     print(f"{form}: of eight answers of 30 tokens equal to those of the weights that it means: {equal}", flush=True)
     await _turns(box, form, (versions[0], versions[1]), ("auto",) * 4, None)
@@ -266,6 +270,8 @@ WHAT = {
     **{f"{form}-128": functools.partial(quantised, form=form, size=formats.USUAL_GROUP) for form in FOUR_BITS},
     # Their kernels are compiled at the first start, on Hopper.
     **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
+    # Layers with biases, which kernels fill up or lay out anew. VLLM_DISABLED_KERNELS chooses those of older devices.
+    **{f"{form}-biases": functools.partial(quantised, form=form, family="qwen2") for form in ("fp8", *FOUR_BITS)},
     "owners": owners,
     "kill": kill,
     "adapters": adapters,
@@ -277,7 +283,7 @@ async def main() -> None:
     try:
         for name in sys.argv[2:] or WHAT:
             try:
-                await asyncio.wait_for(WHAT[name](box), 200)
+                await asyncio.wait_for(WHAT[name](box), PART_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - the other parts still tell
                 print(f"{name}: WRONG: {type(error).__name__}: {str(error)[-1500:]}", flush=True)
     finally:
