@@ -88,10 +88,22 @@ class Times:
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
     """Counts for one version since a canary began. owners: times of those that succeeded, by who asked; asked: by
-    owner, how many requests and how many of them failed."""
+    owner, how many requests and how many of them failed; refused: how many besides it refused and the other version
+    answered."""
 
     owners: Mapping[str, Times] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def refusals(self) -> VersionLoad:
+        """What it refused beside what it did not, as errors."""
+        return VersionLoad(
+            asked={
+                owner: (self.asked.get(owner, (0, 0))[0] + self.refused.get(owner, 0), self.refused.get(owner, 0))
+                for owner in {**self.asked, **self.refused}
+            }
+        )
 
     def without(self, owner: str) -> VersionLoad:
         """Of all others; times are left out."""
@@ -244,7 +256,8 @@ def _version(row: Mapping[str, Any]) -> VersionLoad:
         for owner, times in row["owners"].items()
     }
     asked = {str(owner): (int(requests), int(errors)) for owner, (requests, errors) in row["asked"].items()}
-    return VersionLoad(owners, asked)
+    refused = {str(owner): int(number) for owner, number in row["refused"].items()}
+    return VersionLoad(owners, asked, refused)
 
 
 def total(
@@ -306,6 +319,7 @@ def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
             for owner in a.asked.keys() | b.asked.keys()
             for mine, its in [(a.asked.get(owner, (0, 0)), b.asked.get(owner, (0, 0)))]
         },
+        Counter(a.refused) + Counter(b.refused),
     )
 
 

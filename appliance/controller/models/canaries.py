@@ -228,11 +228,12 @@ class Canaries:
         return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
 
     def compared(self, row: CanaryRow) -> dict[str, Any]:
-        """By version: {"requests", "errors", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
+        """By version: {"requests", "errors", "refused", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
         return {
             side.version: {
                 "requests": side.load.requests,
                 "errors": side.load.errors,
+                "refused": side.load.refusals.errors,
                 "first_byte_p95_s": p95_s(side.load.times.first_byte),
                 "duration_p95_s": p95_s(side.load.times.duration),
                 "valid_loss": side.valid_loss,

@@ -1,8 +1,9 @@
 """Decides whether a canary is promoted, rolled back or watched further: a pure function of both versions' data.
 
 Errors are tested at every check, by Fisher's exact test (R. A. Fisher, 1922) with a threshold far below the usual 5 %,
-because there are many checks: those of everybody, and those of everybody but who asked the canary most. Times are
-judged once the canary was watched long enough, so that an engine's first slow requests do not decide.
+because there are many checks: those of everybody, and those of everybody but who asked the canary most. So is what the
+canary refused and the other version answered. Times are judged once the canary was watched long enough, so that an
+engine's first slow requests do not decide.
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"{canary.version} failed {mine.errors} of {mine.requests} requests, "
                 f"{stable.version} {errors} of {requests}{seen}{but}",
             )
+    left_s = terms.since_s + terms.watch_s - now_s
+    if refused := refusals(canary, stable, terms.share, over=left_s <= 0):
+        return refused
     few = [
         f"{side.version} answered {side.load.requests} of {terms.min_requests} requests"
         for side in (canary, stable)
         if side.load.requests < terms.min_requests
     ]
-    left_s = terms.since_s + terms.watch_s - now_s
     if few:
         return Decision("wait", "; ".join(few))
     if left_s > 0:
@@ -117,6 +120,24 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
         f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
         f"requests failed, with {stable.version} {old.errors} of {old.requests}",
     )
+
+
+def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decision | None:
+    """By what the canary alone refused. Who has the most of that decides nothing while others ask it: whether a form is
+    refused may depend on what else an engine has to do. over: it was watched long enough; he who alone asked it is
+    heard then, and not in its first seconds."""
+    new, old = canary.load.refusals, stable.load
+    most = max(new.asked, key=lambda owner: new.asked[owner][1], default="")
+    others = new.without(most)
+    for mine, its, decides in ((others, old.without(most), True), (new, old, not others.requests)):
+        requests, _ = as_shared(mine, its, share)
+        if chance_of_errors(mine.errors, mine.requests, 0, requests) >= ERROR_CHANCE or not (over or mine is others):
+            continue
+        told = f"{canary.version} refused {mine.errors} of {mine.requests} requests, which {stable.version} answered"
+        if decides:
+            return Decision("roll back", told)
+        return Decision("wait", f"{told}, hardly any of others than one owner: decide by hand, or let it wait")
+    return None
 
 
 def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, int]:

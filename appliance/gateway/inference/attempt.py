@@ -18,7 +18,8 @@ class Attempt:
     many were sent and failed before it. deaths: engines that died of those (retry.py counts). lost: replicas that broke
     off under them; echoes: how many broke off at one that had done so before; unreached: how many reached none. alone:
     it goes where no other request stands trial, and stands trial itself. continues: it generates the rest of a stream.
-    moved_from: the replica that it was taken from, empty if from none.
+    moved_from: the replica that it was taken from, empty if from none. refused_by: the version that
+    refused it, a canary's.
 
     ticket: while it waits, since held_since_s (0: it never waited) until hold_deadline_s; comment_s: when it is told
     so next. choice, connecting, conn: its replica, and the connection there. reconnects: a connection that was there
@@ -38,6 +39,7 @@ class Attempt:
     reconnects: bool = False
     continues: bool = False
     moved_from: str = ""
+    refused_by: str = ""
     held_since_s: float = 0.0
     hold_deadline_s: float = 0.0
     comment_s: float = 0.0
@@ -64,7 +66,7 @@ class Attempt:
         again = Attempt(self.row, self.path, self.body)
         again.number, again.deaths, again.alone, again.continues = self.number, self.deaths, self.alone, self.continues
         again.lost, again.echoes, again.unreached = self.lost, self.echoes, self.unreached
-        again.moved_from = self.moved_from
+        again.moved_from, again.refused_by = self.moved_from, self.refused_by
         again.held_since_s, again.hold_deadline_s = self.held_since_s, self.hold_deadline_s
         again.comment_s = self.comment_s
         return again

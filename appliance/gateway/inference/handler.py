@@ -270,16 +270,18 @@ class InferenceHandler(Placement):
             error = errors.engine_failed()
         elif status == 404 and error.message == "Not Found":
             error = errors.wrong_task(self.checked.model, self.request.route_name)
+        if status < 500 and self.asks_the_other_version():
+            return
         self._end_dispatch(failed=True if status >= 500 else None)
         self._fail(error)
 
     def _first_event_fails(self, body: bytes) -> bool:
-        """True if a stream that begins with a server error could be handled without telling the client."""
+        """True if a stream that begins with an error could be handled without telling the client."""
         if error_event_code(body) is None:
             return False
         error = event_error(body)
         if not _engine_dead(error):
-            return False
+            return error.status < 500 and self.asks_the_other_version()
         self._failed(error)
         return True
 

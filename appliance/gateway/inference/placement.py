@@ -171,6 +171,19 @@ class Placement(Placeable):
             checked.model, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone, owner
         )
 
+    def asks_the_other_version(self) -> bool:
+        """A canary has refused it: only the version that answers can tell whether the request is at fault, or that
+        canary. False where none did."""
+        attempt = self._attempt
+        if attempt.row == self.checked.model or attempt.continues:
+            return False
+        version = self.request.model_version
+        self._drop_upstream()
+        self._attempt = attempt.after_failure(attempt.deaths, alone=False)
+        self._attempt.refused_by = version
+        self.place()
+        return True
+
     def _connected(self, result: UpstreamConnection | OSError) -> None:
         attempt = self._attempt
         attempt.connecting = None
@@ -325,14 +338,17 @@ class Placement(Placeable):
             # Who knows which version answers a conversation fills that one's engine: what others wait there for is his
             # doing, and not the version's.
             timed = first_s and not attempt.crowded and not choice.load.crowded_for(choice.owner)
-            self.state.comparison.add(
+            owner, comparison = self.request.caller.owner if self.request.caller else "", self.state.comparison
+            comparison.add(
                 self.checked.model,
                 choice.replica.version,
-                self.request.caller.owner if self.request.caller else "",
+                owner,
                 failed=failed,
                 first_byte_s=first_s - attempt.sent_s if timed else None,
                 duration_s=now - attempt.sent_s,
             )
+            if attempt.refused_by and not failed:
+                comparison.refused(self.checked.model, attempt.refused_by, owner)
 
     def _fail(self, error: HttpError) -> None:
         if self.answer.client is not None and self.answer.head_sent and self.answer.sse:

@@ -39,19 +39,22 @@ class _Times:
 
 
 class _Version:
-    """asked: by owner, how many requests and how many of them failed."""
+    """asked: by owner, how many requests and how many of them failed. refused: how many it refused besides, which the
+    other version then answered."""
 
-    __slots__ = ("owners", "asked")
+    __slots__ = ("owners", "asked", "refused")
 
     def __init__(self) -> None:
         self.owners: defaultdict[str, _Times] = defaultdict(_Times)
         self.asked: dict[str, tuple[int, int]] = {}
+        self.refused: defaultdict[str, int] = defaultdict(int)
 
 
 class Comparison:
     """Every attempt of a request counts for the version it was sent to, so a request that fails on the canary and
     succeeds on the other version is an error of the canary. Clients that disconnect count for no version, nor do
-    requests that are refused for their own fault: somebody would have a canary promoted by what no version answers."""
+    requests that are refused for their own fault: somebody would have a canary promoted by what no version answers.
+    What the canary alone refused is counted apart."""
 
     def __init__(self) -> None:
         self.compares = False
@@ -83,15 +86,22 @@ class Comparison:
             times.first_byte[bucket(first_byte_s)] += 1
             times.duration[bucket(duration_s)] += 1
 
+    def refused(self, model: str, version: str, owner: str) -> None:
+        """Count a request that this version refused and the other one has answered."""
+        versions = self._counts.get(model)
+        if versions is not None:
+            versions.setdefault(version, _Version()).refused[owner] += 1
+
     def report(self) -> Mapping[str, Any]:
-        """{model: {"since_s", "versions": {version: {"asked": {owner: [requests, errors]}, "owners": {owner:
-        {"first_byte", "duration"}}}}}}, the last two numbers of requests by bucket."""
+        """{model: {"since_s", "versions": {version: {"asked": {owner: [requests, errors]}, "refused": {owner: number},
+        "owners": {owner: {"first_byte", "duration"}}}}}}, the last two numbers of requests by bucket."""
         return {
             name: {
                 "since_s": self._canaries[name].since_s,
                 "versions": {
                     version: {
                         "asked": {owner: list(asked) for owner, asked in counts.asked.items()},
+                        "refused": dict(counts.refused),
                         "owners": {owner: times.report() for owner, times in counts.owners.items()},
                     }
                     for version, counts in versions.items()
@@ -104,7 +114,7 @@ class Comparison:
         """(labels, requests, errors) for the metrics."""
         for name, versions in self._counts.items():
             for version, counts in versions.items():
-                requests, errors = map(sum, zip(*counts.asked.values(), strict=True))
+                requests, errors = (sum(asked[i] for asked in counts.asked.values()) for i in (0, 1))
                 yield {"model": name, "version": version}, requests, errors
 
 

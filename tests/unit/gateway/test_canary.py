@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -114,13 +115,42 @@ async def test_answers_of_500_are_errors_and_of_400_count_for_no_version(start_b
             {"error": {"message": "no", "type": "x", "code": status}} if status > 200 else chat_answer(), status
         )
 
-    box.engines["e1"].script = script
+    box.engines["e0"].script = box.engines["e1"].script = script
     for status in (200, 400, 500):
         assert (await box.ask("POST", "/v1/chat/completions", asked(1) | {"seed": status})).status == status
     counts = load_report(box.state)["canaries"]["m"]["versions"]["v2"]
-    assert list(counts["asked"].values()) == [[2, 1]]
+    assert list(counts["asked"].values()) == [[2, 1]] and not counts["refused"]
     metrics = (await box.ask("GET", "/metrics")).body.decode()
     assert 'appliance_gateway_canary_errors{model="m",version="v2"} 1' in metrics
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "first event"])
+async def test_what_the_canary_alone_refuses_is_answered_by_the_other_version(start_box: Start, how: str) -> None:
+    """A version that answered 400 to everything failed nobody's requests, and was neither rolled back nor promoted."""
+    box = await start_box()
+    await split(box, 1.0)
+
+    async def refuses(request: UpstreamRequest, reply: Reply) -> None:
+        error = {"error": {"message": "no", "type": "x", "code": 400}}
+        if how == "first event":
+            await sends(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(error, separators=(",", ":")).encode())(
+                request, reply
+            )
+        else:
+            await reply.json(error, 400)
+
+    box.engines["e1"].script = refuses
+    if how != "whole":
+        box.engines["e0"].script = sends(*chat_events("a"))
+    answer = await box.ask("POST", "/v1/chat/completions", asked(1) | {"stream": how != "whole"})
+    assert answer.status == 200 and b"error" not in answer.body
+    versions = load_report(box.state)["canaries"]["m"]["versions"]
+    assert {name: list(of["asked"].values()) for name, of in versions.items()} == {"v2": [], "v1": [[1, 0]]}
+    assert list(versions["v2"]["refused"].values()) == [1] and not versions["v1"]["refused"]
+    assert (
+        'appliance_gateway_canary_requests{model="m",version="v2"} 0'
+        in (await box.ask("GET", "/metrics")).body.decode()
+    )
 
 
 async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: Start) -> None:
