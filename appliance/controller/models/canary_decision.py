@@ -23,6 +23,8 @@ ERROR_CHANCE = 0.001
 SLOWER_FACTOR = 1.5
 SLOWER_SLACK_S = 0.005
 """How much longer 95 of 100 requests may take than with the other version: a factor, and seconds of tolerance."""
+PATIENCE = 3
+"""Times that it is watched for, after which the requests of one owner alone are enough."""
 ENOUGH = 10
 """Answers of each version to an owner whose times are compared."""
 LOSS_BOUND_NATS = 0.05
@@ -85,11 +87,8 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
     left_s = terms.since_s + terms.watch_s - now_s
     if refused := refusals(canary, stable, terms.share, over=left_s <= 0):
         return refused
-    few = [
-        f"{side.version} answered {side.load.requests} of {terms.min_requests} requests"
-        for side in (canary, stable)
-        if side.load.requests < terms.min_requests
-    ]
+    waits_for_others = left_s + (PATIENCE - 1) * terms.watch_s > 0
+    few = [told for side in (canary, stable) if (told := too_few(side, terms.min_requests, waits_for_others))]
     if few:
         return Decision("wait", "; ".join(few))
     if left_s > 0:
@@ -119,6 +118,23 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
         "promote",
         f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
         f"requests failed, with {stable.version} {old.errors} of {old.requests}",
+    )
+
+
+def too_few(side: Side, least: int, waits_for_others: bool) -> str:
+    """Why its requests are too few, empty where they are not. One owner's count for as many as those of all others,
+    while others ask it and these are waited for: fifty of his own had a version promoted that others had hardly tried.
+    For ever it would let who asks once keep it from being promoted."""
+    requests, asked = side.load.requests, side.load.asked
+    others = requests - max((number for number, _ in asked.values()), default=0)
+    counted = min(requests, 2 * others) if others and waits_for_others else requests
+    if counted >= least:
+        return ""
+    if counted == requests:
+        return f"{side.version} answered {requests} of {least} requests"
+    return (
+        f"{side.version} answered {requests} requests, {requests - others} of one owner, of whom no more count than of "
+        f"all others: {counted} of {least}"
     )
 
 

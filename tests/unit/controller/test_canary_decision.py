@@ -41,6 +41,21 @@ def test_too_few_requests_of_either_version_decide_nothing_good() -> None:
     assert decide(NEW, Side("v1"), TERMS, OVER_S).verdict == "wait"
 
 
+def test_one_owner_alone_does_not_make_up_the_least_number_of_requests_while_others_ask() -> None:
+    """Fifty requests of one owner had a version promoted that others had hardly tried."""
+
+    def found(now_s: float, **asked: tuple[int, int]) -> Decision:
+        return decide(
+            Side("v2", VersionLoad(asked=asked)), Side("v1", VersionLoad(asked={"a": (900, 0)})), TERMS, now_s
+        )
+
+    told = found(OVER_S, m=(5000, 0), a=(3, 0), b=(1, 0))
+    assert told.verdict == "wait" and told.reason.endswith(": 8 of 50"), told
+    assert found(OVER_S, m=(5000, 0), a=(15, 0), b=(10, 0)).verdict == "promote"
+    assert found(OVER_S, m=(50, 0)).verdict == "promote", "nobody else asks it"
+    assert found(100.0 + 3 * 600, m=(5000, 0), a=(1, 0)).verdict == "promote", "who asks once does not stop it"
+
+
 def test_errors_roll_back_at_once_and_say_how_many() -> None:
     found = decide(side("v2", 8, errors=6), side("v1", 72), TERMS, 101.0)
     assert (found.verdict, found.reason) == ("roll back", "v2 failed 6 of 8 requests, v1 0 of 72")
@@ -180,8 +195,8 @@ def test_one_owner_decides_nothing_by_times_while_others_who_asked_it_have_none(
         return decide(Side("v2", VersionLoad({"m": new}, {"m": (99, 0), **more})), old, TERMS, OVER_S)
 
     assert found(late).verdict == "roll back", "nobody else asked it"
-    assert found(usual, a=(20, 0)).verdict == "promote"
-    told = found(late, a=(20, 0))
+    assert found(usual, a=(25, 0)).verdict == "promote"
+    told = found(late, a=(25, 0))
     assert told.verdict == "wait" and "of one owner" in told.reason
 
 
