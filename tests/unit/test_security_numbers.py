@@ -39,6 +39,7 @@ NUMBERS = (
         (KEPT.batches_per_owner, KEPT.eval_runs_per_owner),
         (10_000, 10_000),
     ),
+    ("of usage 400 days, of hand-overs 90 days", (KEPT.usage_days, KEPT.handovers_days), (400.0, 90.0)),
 )
 
 

@@ -84,9 +84,9 @@ class RetentionSettings(BaseModel):
     """Rows of the audit log."""
     audit_rows_per_key: int = Field(200_000, ge=1000)
     """Rows of the audit log of one key that is not an admin's, and of refused logins; beyond it the oldest go."""
-    usage_days: float | None = Field(None, gt=0)
-    """Tokens by the hour, and devices held by jobs."""
-    handovers_days: float | None = Field(None, gt=0)
+    usage_days: float | None = Field(400.0, gt=0)
+    """Tokens and energy by the hour, and devices held by jobs."""
+    handovers_days: float | None = Field(90.0, gt=0)
     """Hand-overs that have ended, with their steps."""
     operations_days: float | None = Field(90.0, gt=0)
     """Imports, checks and other long operations that have ended."""

@@ -299,10 +299,12 @@ def test_a_look_costs_the_same_however_much_is_kept(db: Database):
     assert steps < 40  # of a hundred instructions of SQLite's each
 
 
-def test_by_default_only_copies_and_reports_of_long_work_go():
+def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
     assert {name for name, days in RetentionSettings() if days is not None} == {
         "job_data_days",
         "operations_days",
+        "usage_days",
+        "handovers_days",
         "events_per_job",
         "jobs_per_owner",
         "graders_per_owner",
@@ -329,7 +331,10 @@ def test_what_was_kept_long_enough_is_found_by_an_index(tmp_path: Path):
         seen: list[str] = []
         execute = db.execute
         db.execute = lambda sql, parameters=(): (seen.append(sql), execute(sql, parameters))[1]  # type: ignore
-        for drop in (drops.audit, drops.handovers, drops.operations, drops.device_time, drops.batches):
+        for drop in (
+            *(drops.audit, drops.handovers, drops.operations, drops.batches),
+            *(drops.device_time, drops.usage, drops.energy),
+        ):
             drop(db, NOW_S, CHUNK)
         for sql in seen:
             plan = [row["detail"] for row in execute(f"EXPLAIN QUERY PLAN {sql}", [1, 1.0])]
