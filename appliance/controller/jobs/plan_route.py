@@ -23,11 +23,11 @@ from appliance.controller.jobs.planned import estimate, planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
 from appliance.store.objects import job_records
+from runtime.devices.published import accelerator_called
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
-from train.plan.speed import accelerator_called
 
 Count = Annotated[int, Field(ge=1, le=65536)]
 

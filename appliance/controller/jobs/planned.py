@@ -12,6 +12,7 @@ from appliance.controller.models.capacity import BoxFacts, Verdict
 from appliance.power import cost
 from appliance.power.settings import PowerSettings
 from runtime.devices.kinds import hardware_first
+from runtime.devices.published import ACCELERATORS, Accelerator
 from serve.core.config import EngineConfig
 from serve.core.shape import ServedShape
 from serve.core.sizing import EngineSize, adapter_rank_limit, engine_size
@@ -21,7 +22,7 @@ from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape, parameters_of
 from train.plan.known_shapes import SHAPES, shape_named
-from train.plan.speed import ACCELERATORS, Accelerator, speed
+from train.plan.speed import speed
 from weights.format.foreign_json import loads, size, text_part
 
 TYPICAL_EXAMPLES, TYPICAL_TOKENS = 1000, 200

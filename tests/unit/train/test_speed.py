@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from runtime.devices.published import ACCELERATORS, accelerator_called
 from train.plan.estimate import ModelShape, parameters_of
 from train.plan.known_shapes import shape_named
-from train.plan.speed import ACCELERATORS, accelerator_called, flops_per_token, speed, weights_passed
+from train.plan.speed import flops_per_token, speed, weights_passed
 
 FULL = {"full": True, "lora_rank": 16, "activation_checkpointing": False, "n_epochs": 1, "batch_size": 8}
 FULL |= {"micro_batch": 8, "zero_stage": 1}
