@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
 from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
@@ -32,7 +33,6 @@ from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
 from weights.format.config import WeightsConfig, known_kind_of_url
 
-DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
 FILE_NAME = "appliance.toml"
 MIB = 2**20
 _PREFIX = "APPLIANCE_"
@@ -64,15 +64,13 @@ class _Section(BaseModel):
 class BoxSettings(_Section):
     """The box itself."""
 
-    data_dir: str = Field(
-        str(DEFAULT_DATA_DIR), min_length=1, description="everything that survives a restart lies here"
-    )
+    data_dir: str = Field(DEFAULT_DATA_DIR, min_length=1, description="everything that survives a restart lies here")
     host: str = Field(
         "127.0.0.1",
         min_length=1,
         description="address of the endpoint; one other than loopback opens once a key exists",
     )
-    port: int = Field(8000, ge=0, le=65535, description="TCP port of the endpoint")
+    port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="TCP port of the endpoint")
     public_url: PublicUrl = Field(
         "",
         description="URL of the box as browsers see it, such as `https://box.example.org`: links to its page begin "

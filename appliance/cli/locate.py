@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
 from appliance.cli.errors import Unreachable
-
-DEFAULT_DATA_DIR, DEFAULT_PORT = "~/.local/share/appliance", 8000
 
 
 @dataclass(frozen=True)

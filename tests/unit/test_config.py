@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.locate import DEFAULT_DATA_DIR as CLI_DATA_DIR
-from appliance.config import DEFAULT_DATA_DIR, BoxConfig, ConfigError, load_config, load_resolved
+from appliance import DEFAULT_DATA_DIR
+from appliance.config import BoxConfig, ConfigError, load_config, load_resolved
 from appliance.gateway.core.config import GatewayConfig
 
 
@@ -25,9 +25,8 @@ def test_defaults(tmp_path):
     assert config.box.data_dir == str(tmp_path)
 
 
-def test_commands_and_box_agree_on_where_a_box_is_by_default():
-    assert Path(CLI_DATA_DIR) == DEFAULT_DATA_DIR
-    assert load_config(None, {}, {}).box.data_dir == str(DEFAULT_DATA_DIR.expanduser())
+def test_a_box_is_where_commands_look_for_it_by_default():
+    assert load_config(None, {}, {}).box.data_dir == str(Path(DEFAULT_DATA_DIR).expanduser())
 
 
 def test_precedence(tmp_path):

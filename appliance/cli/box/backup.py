@@ -14,7 +14,7 @@ from appliance.cli import formats, output
 from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, Format, examples, group
 from appliance.cli.errors import CommandFailed
-from appliance.cli.own_process import python
+from appliance.cli.own_process import python, why_it_failed
 
 app = group("Backups: copies of the box elsewhere, taken while it runs.")
 
@@ -171,8 +171,7 @@ def in_process(
                         meter.update(done=news["done"], total=news["of"])
             if process.wait() != 0:
                 said.seek(0)
-                lines = said.read().splitlines() or [f"the backup's process ended with {process.returncode}"]
-                raise CommandFailed(lines[-1])
+                raise CommandFailed(why_it_failed(said.read(), process.returncode))
             return answer
         finally:
             if process.poll() is None:

@@ -4,7 +4,6 @@ ones are the running box's (`appliance.controller.devices.deep_checks`)."""
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,10 +11,10 @@ import typer
 from appliance.cli import output
 from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, Session, examples, group, open_session
-from appliance.cli.errors import BadUsage, CommandFailed, Conflict
+from appliance.cli.errors import BadUsage, Conflict
 from appliance.cli.locate import BoxFile
 from appliance.cli.operations import CHECK_TIMEOUT_S
-from appliance.cli.own_process import python
+from appliance.cli.own_process import said_by
 
 app = group("Check whether this machine is fit for the box, and whether the box is well.")
 _REMEDIES = {
@@ -61,11 +60,8 @@ def doctor(
         raise BadUsage("devices and --new-baseline belong to --deep")
     settings = resolved(config, data_dir=data_dir)
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    command = python("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CommandFailed((done.stderr.strip() or "the doctor's process ended").splitlines()[-1])
-    _show(json.loads(done.stdout), all_checks, output_format, "nothing is wrong", "not for this machine")
+    found = said_by("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs)
+    _show(json.loads(found), all_checks, output_format, "nothing is wrong", "not for this machine")
 
 
 def _deep(session: Session, devices: list[str], new_baseline: bool) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +9,8 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import DATA_DIR, OUTPUT, Session, box_command, examples, group
-from appliance.cli.errors import CommandFailed
 from appliance.cli.locate import BoxFile
-from appliance.cli.own_process import python
+from appliance.cli.own_process import said_by
 
 app = group("Nodes: the machines of the box, tokens with which others may join, and taking one out.")
 
@@ -99,7 +97,4 @@ def _box(data_dir: Path | None, *options: str) -> str:
     """What the box on this data directory answers. Raises CommandFailed."""
     # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
     where = ("--data-dir", str(BoxFile.read(data_dir).data_dir))
-    done = subprocess.run(python("appliance.nodes.enrolment", *where, *options), capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CommandFailed(done.stderr.strip())
-    return done.stdout.strip()
+    return said_by("appliance.nodes.enrolment", *where, *options).strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,7 @@ from appliance.cli.box.local import CONFIG, resolved
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import BadUsage, CliError, CommandFailed
 from appliance.cli.locate import BoxFile
-from appliance.cli.own_process import python
+from appliance.cli.own_process import said_by
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client
@@ -70,17 +69,14 @@ def bundle(
         raise BadUsage(f"--to is {str(target)!r}; there is no folder {str(target.absolute().parent)!r}")
     box_file = BoxFile.read(settings.box.data_dir)
     answers = _answers(box_file)
-    command = python(
-        "appliance.support.main",
-        *("--config-json", settings.model_dump_json(), "--output", str(target.absolute()), "--hours", str(hours)),
-        *(["--runs"] if box_file.pid is not None else []),
-    )
-    with output.progress("packing"):
-        done = subprocess.run(command, input=json.dumps(answers), capture_output=True, text=True)
-    if done.returncode != 0:
+    options = ["--config-json", settings.model_dump_json(), "--output", str(target.absolute()), "--hours", str(hours)]
+    options += ["--runs"] if box_file.pid is not None else []
+    try:
+        with output.progress("packing"):
+            manifest = json.loads(said_by("appliance.support.main", *options, given=json.dumps(answers)))
+    except CommandFailed:
         target.unlink(missing_ok=True)
-        raise CommandFailed((done.stderr.strip() or "the process that packs ended").splitlines()[-1])
-    manifest = json.loads(done.stdout)
+        raise
     if output_format == "json":
         output.print_json({"file": str(target), **manifest})
     else:

@@ -17,7 +17,7 @@ from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.hyperparameters import METHOD_NAMES
-from appliance.cli.own_process import python
+from appliance.cli.own_process import python, why_it_failed
 
 app = group("Checks of training data; `appliance file` takes these commands in.")
 
@@ -214,7 +214,7 @@ def _here(request: dict[str, Any], message: str) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        told = (done.stderr.strip() or f"its process ended with {done.returncode}").splitlines()[-1]
+        told = why_it_failed(done.stderr, done.returncode)
         raise CommandFailed(f"the file could not be read to its end: {told}") from None
     if "error" in answer:
         raise (BadUsage if answer["bad_option"] else CommandFailed)(answer["error"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from appliance.cli import output
 from appliance.cli.command import Session
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.own_process import python
+from appliance.cli.own_process import said_by
 
 
 def sample(session: Session, holder: dict[str, str], file: str, seconds: int) -> None:
@@ -26,12 +25,9 @@ def sample(session: Session, holder: dict[str, str], file: str, seconds: int) ->
         raise CommandFailed(f"{', '.join(away)} is not on this machine; sample it where it is")
     (kind,) = {device["kind"] for device in devices}
     path = Path(file).expanduser().absolute()
-    command = python("runtime.devices.hardware_trace", kind, str(seconds), str(path))
-    command += [str(device["index"]) for device in devices]
+    indexes = [str(device["index"]) for device in devices]
     with output.progress(f"{', '.join(device['id'] for device in devices)} sampled for {seconds} s"):
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise CommandFailed((done.stderr.strip() or "its process ended").splitlines()[-1])
+        said_by("runtime.devices.hardware_trace", kind, str(seconds), str(path), *indexes)
     told = {"devices": [device["id"] for device in devices], "seconds": seconds, "file": str(path)}
     session.show(
         told, lambda one: f"{', '.join(one['devices'])}: {seconds} s in {one['file']}; open it with Nsight Systems"
