@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 
 def size(count_bytes: float | None) -> str:
@@ -72,6 +74,11 @@ def or_dash(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "-"
     return "-" if value is None or value == "" else str(value)
+
+
+def cells(row: Mapping[str, Any], names: str) -> list[str]:
+    """`or_dash` of the fields with these names. names: separated by spaces."""
+    return [or_dash(row[name]) for name in names.split()]
 
 
 def printable(text: object) -> str:

@@ -34,10 +34,7 @@ def _table(answer: dict[str, Any]) -> Any:
         (
             (
                 formats.moment(row["created_s"]),
-                row["by"],
-                row["action"],
-                formats.printable(row["target"]),
-                row["outcome"],
+                *(row[name] for name in ("by", "action", "target", "outcome")),
                 _detail(row["detail"]),
             )
             for row in answer["data"]

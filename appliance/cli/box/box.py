@@ -283,7 +283,7 @@ def _status(now: dict[str, Any]) -> Any:
         ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
         (
             (
-                *(r[key] for key in ("id", "model", "version", "state")),
+                *formats.cells(r, "id model version state"),
                 len(r["devices"]),
                 r["inflight"],
                 formats.size(r["rss_bytes"]),

@@ -160,10 +160,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "REVOKED"),
         (
             (
-                k["id"],
-                k["name"],
-                k["owner"],
-                ", ".join(k["scopes"]),
+                *formats.cells(k, "id name owner scopes"),
                 f"{k['prefix']}…",
                 _limits(k),
                 formats.moment(k["created_s"]),

@@ -12,6 +12,7 @@ from appliance.cli.command import Session, box_command, group, seconds_given
 from appliance.cli.errors import BadUsage
 
 BY = ("key", "owner", "model", "version", "hour")
+_COUNTED = ("requests", "refused", "errors", "prompt_tokens", "completion_tokens")
 
 
 app = group("Who spent what: requests and tokens of inference, device-hours of training.")
@@ -42,15 +43,11 @@ def usage(
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        (answer["by"].upper(), "REQUESTS", "REFUSED", "ERRORS", "PROMPT TOKENS", "COMPLETION TOKENS", "DEVICE-HOURS"),
+        (answer["by"].upper(), *(one.replace("_", " ").upper() for one in _COUNTED), "DEVICE-HOURS"),
         (
             (
                 row["name"],
-                formats.count(row["requests"]),
-                formats.count(row["refused"]),
-                formats.count(row["errors"]),
-                formats.count(row["prompt_tokens"]),
-                formats.count(row["completion_tokens"]),
+                *(formats.count(row[one]) for one in _COUNTED),
                 f"{row['device_hours']:.2f}",
             )
             for row in answer["data"]

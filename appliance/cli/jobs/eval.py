@@ -353,8 +353,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ("ID", "NAME", "GRADERS", "CREATED"),
         (
             (
-                row["id"],
-                formats.or_dash(row["name"]),
+                *formats.cells(row, "id name"),
                 ", ".join(one["name"] for one in row["testing_criteria"]),
                 formats.moment(row["created_at"]),
             )

@@ -101,12 +101,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ("GATE", "MODEL", "VERSION", "AGAINST", "STATE", "VERDICT", "ANSWERED", "CREATED", "REASON"),
         (
             (
-                row["id"],
-                row["model"],
-                formats.or_dash(row["version"]),
-                formats.or_dash(row["before"]),
-                row["state"],
-                formats.or_dash(row["verdict"]),
+                *formats.cells(row, "id model version before state verdict"),
                 "yes" if row["activated"] else "no",
                 formats.moment(row["created_at"]),
                 row["reason"],

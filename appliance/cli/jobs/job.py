@@ -131,9 +131,7 @@ def jobs_table(answer: dict[str, Any]) -> Any:
         ("JOB", "STATUS", "PHASE", "MODEL", ">DEVICES", ">STEP", ">LOSS", ">TOKENS/S", ">ETA", "REASON"),
         (
             (
-                j["id"],
-                j["status"],
-                j["phase"],
+                *formats.cells(j, "id status phase"),
                 j["fine_tuned_model"] or j["model"],
                 len(j["devices"]),
                 _step(j),

@@ -175,9 +175,7 @@ def _one(found: dict[str, Any]) -> Any:
         ("RUN", "BEGUN BY", "STATE", "OUTCOME", "BEGAN", "REASON"),
         (
             (
-                run["id"],
-                run["trigger"],
-                run["state"],
+                *formats.cells(run, "id trigger state"),
                 formats.or_dash((run["outcome"] or "").replace("_", " ")),
                 formats.moment(run["created_at"]),
                 formats.or_dash(run["reason"]),

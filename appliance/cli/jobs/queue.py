@@ -59,11 +59,7 @@ def queue_table(answer: dict[str, Any]) -> Any:
         (">#", "JOB", "OWNER", ">PRIORITY", "PHASE", ">DEVICES", "MAY USE", "DEADLINE", "REASON", ""),
         (
             (
-                j["position"],
-                j["id"],
-                formats.or_dash(j["owner"]),
-                j["priority"],
-                j["phase"],
+                *formats.cells(j, "position id owner priority phase"),
                 len(j["devices"]),
                 _may_use(j),
                 formats.moment(j["deadline_s"]),
@@ -78,7 +74,7 @@ def queue_table(answer: dict[str, Any]) -> Any:
         return jobs
     owners = output.table(
         ("OWNER", ">RUNNING", ">WAITING", ">DEVICES"),
-        ((formats.or_dash(o["owner"]), o["running"], o["waiting"], o["devices"]) for o in answer["owners"]),
+        (formats.cells(o, "owner running waiting devices") for o in answer["owners"]),
         empty="",
     )
     return output.stack(jobs, owners)

@@ -126,9 +126,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ("SWEEP", "NAME", "STATE", ">TRIALS", ">DEVICE-HOURS", "BEST", ">LOSS", "REASON"),
         (
             (
-                row["id"],
-                row["name"],
-                row["state"],
+                *formats.cells(row, "id name state"),
                 len(row["trials"]),
                 f"{row['device_hours']:.3g}",
                 _parameters(row["best"]["parameters"]) if row["best"] else "-",

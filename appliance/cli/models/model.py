@@ -306,9 +306,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("GATE", "VERSION", "AGAINST", "VERDICT", "ANSWERED", "REASON"),
         (
             (
-                one["id"],
-                formats.or_dash(one["version"]),
-                formats.or_dash(one["before"]),
+                *formats.cells(one, "id version before"),
                 one["verdict"] or one["state"],
                 "yes" if one["activated"] else "no",
                 one["reason"],

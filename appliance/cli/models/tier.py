@@ -46,10 +46,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ("TIER", "WHERE", ">VERSIONS", ">SNAPSHOTS", ">SIZE", ">BACKLOG", "NOW", "LAST ERROR"),
         (
             (
-                t["name"],
-                t["where"],
-                t["versions"],
-                t["snapshots"],
+                *formats.cells(t, "name where versions snapshots"),
                 formats.size(t["bytes"]),
                 _backlog(t),
                 _now(t),
