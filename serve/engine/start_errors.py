@@ -6,8 +6,8 @@ vLLM's messages name its own command-line options, which users of the box never 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from runtime.devices import kinds
 from serve.core.sizing import INSTEAD_OF_QUANTISED
@@ -21,134 +21,84 @@ class Words:
     memory: bool = False
 
 
-def _kv_too_small(found: re.Match[str], model: str) -> Words:
-    length, needed, had = found["length"], found["needed"], found["had"]
-    most = re.search(r"estimated maximum model length is (\d+)", found.string)
-    shorter = f"at most {most[1]}" if most else "lower"
-    return Words(
-        f"the KV cache is too small for one request of {length} tokens: {needed} GiB are needed, {had} GiB are set "
-        f"aside for it; raise [serve] kv_cache_bytes, or set [serve] max_model_len to {shorter}"
-    )
+class _Known(NamedTuple):
+    """pattern: of vLLM's message. text, memory: the Words for it, with the groups of the pattern, and `shorter`: the
+    length that vLLM proposes."""
 
-
-def _no_room_for_kv(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"no memory is left for the KV cache of {model} besides its weights; raise [serve] kv_cache_bytes, spread it "
-        f"over more devices (`appliance model deploy {model} --tensor-parallel N`), or stop what else uses the device",
-        memory=True,
-    )
-
-
-def _device_too_full(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"the device has {found['free']} of {found['total']} GiB free, less than the share that an engine may use; "
-        "stop what else uses it, or lower [serve] gpu_memory_fraction",
-        memory=True,
-    )
-
-
-def _out_of_memory(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"memory ran out while the engine of {model} started; lower [serve] kv_cache_bytes or max_num_seqs, or free "
-        "memory",
-        memory=True,
-    )
-
-
-def _too_long(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"[serve] max_model_len is {found['asked']}, and {model} was made for at most {found['most']} tokens; set it "
-        "no higher than that"
-    )
-
-
-def _unsupported(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"engines of this box cannot serve the architecture {found['arch']}; `appliance model rm {model}` removes it"
-    )
-
-
-def _heads(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"{model} has {found['heads']} attention heads, which {found['devices']} devices cannot share evenly; choose "
-        f"another number with `appliance model deploy {model} --tensor-parallel N`"
-    )
-
-
-def _no_kernel(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"{model} has quantised layers ({found['format']}) that engines do not compute on this kind of device; "
-        f"{INSTEAD_OF_QUANTISED}"
-    )
-
-
-def _no_format(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"{model} is quantised by {found['format']}, which engines do not serve on this kind of device; "
-        f"{INSTEAD_OF_QUANTISED}"
-    )
-
-
-def _no_fp8_cache(found: re.Match[str], model: str) -> Words:
-    return Words(
-        "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
-        f"and {found['device']} has {found['capability']}: `appliance model deploy {model} --kv-cache-dtype bfloat16` "
-        "(float16 for a model set to that) keeps them in full, whatever the checkpoint asks for"
-    )
-
-
-def _too_many_at_once(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"{model} keeps a state of each request, and memory holds {found['held']} of them, not {found['asked']}: "
-        f"`appliance model deploy {model} --max-num-seqs {found['held']}`, or spread it over more devices "
-        "(`--tensor-parallel N`)"
-    )
-
-
-def _head_size(found: re.Match[str], model: str) -> Words:
-    return Words(
-        f"{model} has attention heads of {found['size']} elements, which engines do not compute on this kind of "
-        f"device; `appliance model rm {model}` removes it"
-    )
+    pattern: str
+    text: str
+    memory: bool = False
 
 
 _MEMORY = r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc"
-_KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...] = tuple(
-    (re.compile(pattern, re.S), words)
-    for pattern, words in (
-        (
-            r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed.*?available KV cache memory "
-            r"\((?P<had>[\d.]+) GiB\)",
-            _kv_too_small,
-        ),
-        (r"No available memory for the cache blocks", _no_room_for_kv),
-        (r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup", _device_too_full),
-        (
-            r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \(\S+?=(?P<most>[\d.]+)",
-            _too_long,
-        ),
-        (r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported", _unsupported),
-        (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
-        (r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _head_size),
-        (r"Head size (?P<size>\d+) is not supported", _head_size),
-        (
-            r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
-            _too_many_at_once,
-        ),
-        (
-            r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
-            r"\(compute capability (?P<capability>[\d.]+)",
-            _no_fp8_cache,
-        ),
-        (r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer", _no_kernel),
-        (r"Unknown quantization method: (?P<format>[\w.-]+)", _no_format),
-        (r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _no_format),
-        (r"is not supported for quantization method (?P<format>[\w-]+)", _no_format),
-        # An operator that the CPU's build declares and does not have.
-        (r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _no_format),
-        (_MEMORY, _out_of_memory),
-    )
+_NO_FORMAT = "{model} is quantised by {format}, which engines do not serve on this kind of device; {instead}"
+_HEAD_SIZE = (
+    "{model} has attention heads of {size} elements, which engines do not compute on this kind of device; "
+    "`appliance model rm {model}` removes it"
 )
+_KNOWN = (
+    _Known(
+        r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed.*?available KV cache memory "
+        r"\((?P<had>[\d.]+) GiB\)",
+        "the KV cache is too small for one request of {length} tokens: {needed} GiB are needed, {had} GiB are set "
+        "aside for it; raise [serve] kv_cache_bytes, or set [serve] max_model_len to {shorter}",
+    ),
+    _Known(
+        r"No available memory for the cache blocks",
+        "no memory is left for the KV cache of {model} besides its weights; raise [serve] kv_cache_bytes, spread it "
+        "over more devices (`appliance model deploy {model} --tensor-parallel N`), or stop what else uses the device",
+        memory=True,
+    ),
+    _Known(
+        r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup",
+        "the device has {free} of {total} GiB free, less than the share that an engine may use; stop what else uses "
+        "it, or lower [serve] gpu_memory_fraction",
+        memory=True,
+    ),
+    _Known(
+        r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \(\S+?=(?P<most>[\d.]+)",
+        "[serve] max_model_len is {asked}, and {model} was made for at most {most} tokens; set it no higher than that",
+    ),
+    _Known(
+        r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported",
+        "engines of this box cannot serve the architecture {arch}; `appliance model rm {model}` removes it",
+    ),
+    _Known(
+        r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)",
+        "{model} has {heads} attention heads, which {devices} devices cannot share evenly; choose another number with "
+        "`appliance model deploy {model} --tensor-parallel N`",
+    ),
+    _Known(r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _HEAD_SIZE),
+    _Known(r"Head size (?P<size>\d+) is not supported", _HEAD_SIZE),
+    _Known(
+        r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
+        "{model} keeps a state of each request, and memory holds {held} of them, not {asked}: `appliance model deploy "
+        "{model} --max-num-seqs {held}`, or spread it over more devices (`--tensor-parallel N`)",
+    ),
+    _Known(
+        r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
+        r"\(compute capability (?P<capability>[\d.]+)",
+        "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
+        "and {device} has {capability}: `appliance model deploy {model} --kv-cache-dtype bfloat16` (float16 for a "
+        "model set to that) keeps them in full, whatever the checkpoint asks for",
+    ),
+    _Known(
+        r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer",
+        "{model} has quantised layers ({format}) that engines do not compute on this kind of device; {instead}",
+    ),
+    _Known(r"Unknown quantization method: (?P<format>[\w.-]+)", _NO_FORMAT),
+    _Known(r"(?P<format>[\w.-]+) quantization is currently not supported in \w+", _NO_FORMAT),
+    _Known(r"is not supported for quantization method (?P<format>[\w-]+)", _NO_FORMAT),
+    # An operator that the CPU's build declares and does not have.
+    _Known(r"_C::\w*(?P<format>fp8|int8)\w*\(\) expected at most 0 argument", _NO_FORMAT),
+    _Known(
+        _MEMORY,
+        "memory ran out while the engine of {model} started; lower [serve] kv_cache_bytes or max_num_seqs, or free "
+        "memory",
+        memory=True,
+    ),
+)
+_PROPOSED = re.compile(r"estimated maximum model length is (\d+)")
 
 
 def out_of_memory(message: str) -> bool:
@@ -158,9 +108,14 @@ def out_of_memory(message: str) -> bool:
 
 def in_our_words(message: str, model: str) -> Words | None:
     """Return the box's text for this vLLM message; None if the message is unknown."""
-    for pattern, words in _KNOWN:
-        found = pattern.search(message)
-        if found is not None:
-            return words(found, model)
+    proposed = _PROPOSED.search(message)
+    more = {
+        "model": model,
+        "instead": INSTEAD_OF_QUANTISED,
+        "shorter": f"at most {proposed[1]}" if proposed else "lower",
+    }
+    for known in _KNOWN:
+        if found := re.search(known.pattern, message, re.S):
+            return Words(known.text.format(**found.groupdict(), **more), known.memory)
     not_ready = kinds.not_ready(message)
     return Words(not_ready) if not_ready else None

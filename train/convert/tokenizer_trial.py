@@ -44,7 +44,7 @@ def tried_file(path: str) -> str:
     except Exception as error:  # noqa: BLE001 - the library raises it bare
         print(f"not tried: {error}", file=sys.stderr)
         return ""
-    return _tried(tokenizer)
+    return _tried(tokenizer, fast=True)
 
 
 def tried_folder(path: str) -> str:
@@ -67,36 +67,24 @@ def tried_folder(path: str) -> str:
         said = str(error).replace(f"{path}/", "")  # a folder of the import that nobody knows
         return f"cannot be loaded: {type(error).__name__}: {said[:300]}"
     fast = getattr(loaded, "backend_tokenizer", None)
-    return _tried(fast) if fast is not None else _tried_slowly(loaded)
+    return _tried(loaded if fast is None else fast, fast=fast is not None)
 
 
-def _tried(tokenizer: Any) -> str:
-    tokenizer.no_truncation()
-    tokenizer.no_padding()  # as who loads it does
+def _tried(tokenizer: Any, *, fast: bool) -> str:
+    """tokenizer: fast, a `tokenizers.Tokenizer`, or else one of transformers' that has none within."""
+    if fast:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()  # as who loads it does
     try:
-        for text in (*TEXTS, *_basic_plane(), *_sought(tokenizer)):
-            tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        for text in (*TEXTS, *_basic_plane(), *(_sought(tokenizer) if fast else ())):
+            encoded = tokenizer.encode(text, add_special_tokens=False)
+            tokens = encoded.ids if fast else encoded
             if len(tokens) > MOST_GROWTH * max(1, len(text)):
                 return f"makes {len(tokens)} tokens of {len(text)} characters"
         for tokens, size in _vocabulary(tokenizer):
             if len(made := tokenizer.decode(tokens)) > MOST_GROWTH * size:
                 return f"makes {len(made)} characters of tokens of {size}"
-    except BaseException as error:  # noqa: BLE001 - what Rust panics with is no Exception
-        return f"cannot read a short text: {type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
-def _tried_slowly(tokenizer: Any) -> str:
-    """One of transformers' that is no `tokenizers.Tokenizer` within."""
-    try:
-        for text in (*TEXTS, *_basic_plane()):
-            tokens = tokenizer.encode(text, add_special_tokens=False)
-            if len(tokens) > MOST_GROWTH * max(1, len(text)):
-                return f"makes {len(tokens)} tokens of {len(text)} characters"
-        for tokens, size in _vocabulary(tokenizer):
-            if len(made := tokenizer.decode(tokens)) > MOST_GROWTH * size:
-                return f"makes {len(made)} characters of tokens of {size}"
-    except Exception as error:  # noqa: BLE001 - each of its tokenizers has errors of its own
+    except BaseException as error:  # noqa: BLE001 - each tokenizer has errors of its own; Rust's panic is no Exception
         return f"cannot read a short text: {type(error).__name__}: {str(error)[:200]}"
     return ""
 
