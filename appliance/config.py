@@ -246,7 +246,7 @@ class BoxConfig(_Section):
 
     @property
     def scheme(self) -> str:
-        """Of the endpoint's URLs. Who used the other one would send a key in clear."""
+        """The scheme of the endpoint's URLs. A client that used the other one would send its key in clear."""
         return "https" if self.gateway.tls_cert_path else "http"
 
 

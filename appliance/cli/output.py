@@ -23,7 +23,7 @@ LINE_EVERY_S = 30.0
 
 
 _CONTROLS = {number: f"\\u{number:04x}" for number in (0x7F, *range(0x80, 0xA0))}
-"""Of these `json.dumps` escapes none: U+009B begins a command to a terminal, as ESC [ does."""
+"""`json.dumps` escapes none of these: U+009B begins a command to a terminal, as ESC [ does."""
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

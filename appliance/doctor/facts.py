@@ -203,8 +203,8 @@ def _governors(root: Path) -> frozenset[str]:
 
 
 def _steered(root: Path, pid: int | None, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Of the box's environment while it runs, else of ours, with which it would be started; None if this user may not
-    read it."""
+    """Which of these names the box's environment has while it runs, else ours, with which it would be started; None if
+    this user may not read it."""
     try:
         environment = (root / "proc" / str(pid or "self") / "environ").read_text(errors="replace").split("\0")
     except OSError:

@@ -82,7 +82,7 @@ def run(wish: Wish) -> list[dict[str, Any]]:
 
 
 def _kept(session: Session, about: dict[str, Any], found: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """By task, what `keep` tells. The figures are there without it, so the reason why there is none is only said."""
+    """What `keep` tells, by task. The figures are there without it, so the reason why there is none is only said."""
     ids = {}
     for task in next(iter(found.values()))["samples"]:
         try:

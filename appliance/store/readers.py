@@ -195,7 +195,7 @@ class Readers:
             now_s = time.monotonic()
 
     def carry_over(self) -> None:
-        """Of the log what no reading keeps. It never holds the writer up."""
+        """Carries over the part of the log that no reading keeps. It never holds the writer up."""
         # A full disk: the writer says so, who reads needs no room.
         with (
             suppress(sqlite3.OperationalError),

@@ -119,7 +119,7 @@ class WandbTracker:
 
 
 def _next_step(run: Any) -> int:
-    """The least of its own steps that W&B still takes. Of a run that goes on `step` is 0 until it is told something."""
+    """The least of its own steps that W&B still takes. `step` of a run that goes on is 0 until it is told something."""
     return max(run.step, run.starting_step)
 
 

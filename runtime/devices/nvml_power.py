@@ -17,7 +17,7 @@ LEAST_CLOCK_MHZ = 0  # the lower end of a locked range; the driver raises it to 
 
 
 class NvmlPower(PowerControl):
-    """Of all GPUs of this machine, by UUID."""
+    """Controls the power of all GPUs of this machine, by UUID."""
 
     def code(self) -> list[str]:
         return [__file__, pynvml.__file__]

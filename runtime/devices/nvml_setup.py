@@ -46,7 +46,7 @@ class _Check:
 
 
 def remarks(devices: Mapping[int, str]) -> tuple[Remark, ...]:
-    """Of the GPUs {index: id}: one for each check and answer to it."""
+    """One remark for each check and each answer to it. devices: the GPUs {index: id}."""
     pynvml.nvmlInit()
     try:
         return tuple(

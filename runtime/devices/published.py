@@ -78,7 +78,7 @@ _RATES: dict[str, dict[str, float]] = {
 
 
 def accelerator_called(name: str) -> Accelerator | None:
-    """Of the name that a driver gives ("NVIDIA A100-SXM4-80GB"); None for a form that the table does not have."""
+    """name: as a driver gives it ("NVIDIA A100-SXM4-80GB"). None for a form that the table does not have."""
     return None if _words(name) & _OTHER_FORMS else _first(ACCELERATORS, name)
 
 

@@ -132,8 +132,8 @@ class TorchCuda(DeviceKind):
 
 
 class RuntimePageLock:
-    """By a CUDA runtime, or HIP's with the same calls under its own prefix (CUDA runtime API, Memory Management; HIP
-    API, Host memory). ctypes lets other threads of Python go on during a call."""
+    """Locks pages by a CUDA runtime, or by HIP's, which has the same calls under its own prefix (CUDA runtime API,
+    Memory Management; HIP API, Host memory). ctypes lets other threads of Python go on during a call."""
 
     def __init__(self, library: ctypes.CDLL, prefix: str):
         """`library` is this object's own: it sets the types of its calls."""

@@ -77,7 +77,8 @@ class MemoryJournal:
     def __init__(self, keep: int = 1000) -> None:
         self._records: dict[int, HandoverRecord] = {}
         self._steps: dict[int, dict[int, StepRecord]] = {}
-        """By hand-over and `seq`, apart from the records: a large cluster's hand-over has thousands of steps."""
+        """Steps by hand-over and `seq`. They are kept apart from the records: a large cluster's hand-over has thousands
+        of steps."""
         self._last_id, self._keep = 0, keep
 
     def last_id(self) -> int:

@@ -120,7 +120,7 @@ class DeviceAssignment:
         self.unheld.take(devices)
 
     def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
-        """Open replicas that keep their devices, the longest open first. Of a model's outdated ones one is left out at
+        """Open replicas that keep their devices, the longest open first. One outdated replica of a model is left out at
         a time, while none of its replicas comes or goes."""
         counts = dict.fromkeys(serving, 0)
         rank = {"coming": 0, None: 1, "leaving": 2}

@@ -92,7 +92,7 @@ class Cluster:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests in flight and held."""
+        """Prompt tokens of all requests in flight and held."""
         held = sum(self.requests.prompt[r] for r in self.held)
         return held + sum(e.prompt_tokens for e in self._engines.values())
 

@@ -146,7 +146,7 @@ def window(
             yield last - first, len(late), burst([traces[name].arrival_s[n] for n in late])
 
     def avoidable() -> float:
-        """Of the model that fares worst."""
+        """The avoidable share of the model that fares worst."""
         full = split(devices)
         return max((late / requests for requests, late, _ in bursts(auto, full) if requests), default=0.0)
 

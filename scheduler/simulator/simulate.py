@@ -143,7 +143,7 @@ class Figures:
     trained: list[tuple[float, float, int]] = field(default_factory=list, compare=False)
     """From, until, on how many devices."""
     within: dict[str, bytearray] = field(default_factory=dict, compare=False)
-    """By model, for each request in the order of arrival: 1 if it met its targets."""
+    """For each model a 1 or 0 for each request in the order of arrival: 1 if it met its targets."""
 
     def trained_device_s(self, from_s: float, until_s: float) -> float:
         """Device seconds of training between these times of the trace."""

@@ -73,8 +73,8 @@ class EngineAdapters(LoRAResolver):
     """The adapters of one engine. Call all methods on its event loop.
 
     `source`: the box's socket for adapters outside the `roots`, "" if the box has none. `fetch_timeout_s`: how long a
-    request waits for an adapter. Of the request whose task asks, for_rollouts says whether it is one for rollouts, and
-    owner whose it is.
+    request waits for an adapter. for_rollouts and owner say of the request whose task asks whether it is for rollouts,
+    and whose it is.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ def _null_beside_calls(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _streams_null_beside_calls(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a stream in which a call was demanded: whether another one calls a tool is not known when it begins."""
+    """For a stream in which a call was demanded. Whether any other stream calls a tool is not known when it begins."""
 
     @functools.wraps(generate)
     async def run(self: OpenAIServingChat, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:

@@ -28,8 +28,8 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 _CUT = "length"
 _PIECES, _MOST_CALLS = 16, 128
-"""Of a cut answer, when a parser of streams reads it again: each look takes as long as the answer is. The second is
-OpenAI's limit of tools: a parser that never says None is left after them."""
+"""In how many pieces a parser of streams reads a cut answer again (each look takes as long as the answer is), and how
+many calls it may find: OpenAI's limit of tools, after which a parser that never says None is left."""
 
 _cut_texts: ContextVar[frozenset[str]] = ContextVar("cut_texts", default=frozenset())
 """The answers of the request that is being answered which its limit cut: no parser is told."""

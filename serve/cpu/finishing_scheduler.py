@@ -216,11 +216,12 @@ class FinishingScheduler(Scheduler):
             self.running, self.left_out = [*self.running, *self.left_out], []
 
     def _share_the_step(self, pace: PrefillPace) -> None:
-        """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. Of the
-        rest a prompt gets a half if another request waits, so that a short one need not wait for the end of a long; and
-        all prompts that are being computed leave a third to who waits and has none among them. vLLM takes those that
-        wait last: two long prompts of one owner had all tokens of each step until one of them ended. Each owner whose
-        prompts are being computed gets as much as the others, of which they would otherwise have what came first."""
+        """Answers that are being written come first: vLLM gives a step's tokens away in the order of `running`. A
+        prompt gets half of the rest if another request waits, so that a short one need not wait for the end of a long
+        one; and all prompts that are being computed leave a third to owners who wait and have none among them. vLLM
+        takes those that wait last: two long prompts of one owner had all tokens of each step until one of them ended.
+        Each owner whose prompts are being computed gets as much as the others, of which they would otherwise have what
+        came first."""
         writing, prompts = list[Request](), list[tuple[int, Request]]()
         of_owners = Counter[int]()
         for request in self.running:

@@ -60,7 +60,7 @@ def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_rooms(scheduler: Scheduler, now_s: float) -> None:
-    """Of both kinds, where something waits, and a turn for who has no place. now_s: monotonic."""
+    """Makes room of both kinds where something waits, and gives a turn to owners without a place. now_s: monotonic."""
     if scheduler.lora_config:
         make_adapter_room(scheduler, now_s)
     if len(scheduler.running) >= scheduler.max_num_active_reqs:

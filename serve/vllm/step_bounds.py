@@ -22,8 +22,9 @@ On that loop vLLM also looks for calls of tools in an answer, with each token in
 Llama's with 32,000 characters each token took 15 ms, with 500,000 more than a second; of a forced one of Phi's 30 ms.
 So where that takes long it is done for many tokens at once, and where it takes too long it ends its own request. How
 many tokens were reasoning vLLM counts anew with each one that usage is told of: 20 ms where 8,192 had been written,
-which is done less often too. Of a whole answer it copied what was left with each mark of reasoning or of a call: 2 s of
-32,000; and Phi's looked for the end of a call from each beginning: 60 s of 50,000 that did not end.
+which is done less often too. When it reads a whole answer, each mark of reasoning or of a call made it copy what was
+left: 2 s for 32,000 marks; and Phi's parser looked for the end of a call from each beginning: 60 s for 50,000 that did
+not end.
 
 And there it makes text of tokens, together with all before them that have none yet: the whole prompt with the first
 one, and with each further one as long as they are special ones, which are not shown, or bytes of no character, as

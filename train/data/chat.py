@@ -174,7 +174,8 @@ def _refuse_lost_calls(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def _refuse_lost_reasoning(messages: list[dict[str, Any]], text: str) -> None:
-    """Of the last message alone: templates of reasoning models leave away what was thought before earlier answers."""
+    """Looks at the last message alone: templates of reasoning models leave out what was thought before earlier
+    answers."""
     thought = messages[-1].get("reasoning_content", "").strip()
     if thought and thought not in text:
         raise BadRecord(

@@ -36,7 +36,7 @@ def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True, as_g
 @dataclass(frozen=True)
 class StepPlan:
     """The endless stream of packs (epoch after epoch, each shuffled again unless `shuffled` is false) cut into steps of
-    `batch_size`. Of the last step only what belongs to `n_epochs` counts: an epoch is each pack once."""
+    `batch_size`. Only what belongs to `n_epochs` counts in the last step: an epoch is each pack once."""
 
     n_packs: int
     batch_size: int

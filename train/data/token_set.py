@@ -235,7 +235,7 @@ def _key(path: Path, base_path: Path, max_length: int) -> str:
 
 def _blocks(nbytes: int) -> list[tuple[int, int]]:
     """(first byte, byte after the last) of the parts of a file that a rank tokenises one after the other; the same for
-    any number of ranks. Of a file that is sorted by length, equal numbers of lines would keep one rank so long that the
+    any number of ranks. Equal numbers of lines of a file that is sorted by length would keep one rank so long that the
     others take it for gone."""
     each = max(_BLOCK_BYTES, -(-nbytes // _MOST_BLOCKS))
     return [(begin, min(begin + each, nbytes)) for begin in range(0, max(1, nbytes), each)]

@@ -122,8 +122,8 @@ def _shares(scan: Scan, options: PrepareOptions) -> list[float]:
 
 
 def _held_out(scan: Scan, options: PrepareOptions, kept: np.ndarray) -> np.ndarray:
-    """(kept,) bool: which go into the validation file. By their content, so that what is the same, or nearly, is on one
-    side, and an example stays on its side when others come."""
+    """(kept,) bool: which go into the validation file. Their content decides, so that examples that are the same, or
+    nearly, are on one side, and an example stays on its side when others come."""
     roots = np.array([scan.root(int(index)) for index in kept], np.int64)
     salt = np.uint64(int.from_bytes(hashlib.blake2b(str(options.seed).encode(), digest_size=8).digest()))
     drawn = (scan.digests()[roots, 0] ^ salt) * np.uint64(0x9E3779B97F4A7C15)

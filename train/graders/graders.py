@@ -180,7 +180,7 @@ class _ModelGrader(_Grader):
 
     @property
     def answer_tokens(self) -> int:
-        """Of an answer at most."""
+        """The most tokens that an answer may have."""
         given = self.sampling_params or _Sampling()
         asked = given.max_completions_tokens or given.max_completion_tokens or given.max_tokens
         return asked or DEFAULT_ANSWER_TOKENS

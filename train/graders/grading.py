@@ -50,7 +50,7 @@ class Graded:
     reward: float
     passed: bool
     sub_rewards: dict[str, float] = field(default_factory=dict)
-    """By name, of a `multi` grader."""
+    """The rewards of the graders of a `multi` grader, by name."""
     errors: GradingErrors = GradingErrors()
     messages: list[str] = field(default_factory=list)
     """What went wrong, in words."""

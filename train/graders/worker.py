@@ -37,8 +37,8 @@ LENGTH = struct.Struct(">Q")
 FORK, WAITED_FOR, LOAD, RESULT, END = b"F", b"W", b"L", b"R", b"E"
 MEMORY_BYTES = 4 << 30
 WAITED_FOR_CPU_S = 2.0
-"""Of a request that work of the box waits for, which has the priority of that work until then: at a lower one, sixteen
-calls of 9 ms took 5 to 17 s where other processes took both processors, most of a step of training."""
+"""Processor time for which a request that work of the box waits for has the priority of that work: at a lower one,
+sixteen calls of 9 ms took 5 to 17 s where other processes took both processors, most of a step of training."""
 LOOPS = 3
 """Calls of one code that ran out of time, before any other ended, after which a request runs it no more: the devices of
 a job waited two minutes for each of its answers, hours for a grader that never ends."""
@@ -170,7 +170,7 @@ class Calls:
 
 
 def _cpu_s() -> float:
-    """Of this process and those of its children that have ended."""
+    """Processor time of this process and of those of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

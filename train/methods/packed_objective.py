@@ -51,8 +51,8 @@ class PackedObjective(nn.Module):
             self._peaks.append(torch.stack(list(peaks)))
 
     def report_hits(self, right: torch.Tensor, scale: float) -> None:
-        """Of one micro-batch: for each token that is to be learnt, whether it is the likeliest one, (n,) bool. scale: 0
-        of a row that only fills a step."""
+        """right: (n,) bool, for each token of one micro-batch that is to be learnt, whether it is the likeliest one.
+        scale: 0 for a row that only fills a step."""
         if scale:
             self._hits.append(torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]))
 

@@ -47,12 +47,12 @@ def weights_passed(shape: ModelShape) -> int:
 
 
 def forward_flops(shape: ModelShape, row_tokens: float) -> float:
-    """Of one token, in a row of so many."""
+    """FLOPs of the forward pass of one token, in a row of so many."""
     return 2 * weights_passed(shape) + 2 * shape.queries * shape.layers * row_tokens
 
 
 def flops_per_token(shape: ModelShape, fields: Mapping[str, Any], row_tokens: float) -> float:
-    """Of one token in one epoch, in a row of so many."""
+    """FLOPs of one token in one epoch, in a row of so many."""
     forward = forward_flops(shape, row_tokens)
     backward = 2 * forward
     if not fields["full"]:

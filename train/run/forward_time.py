@@ -41,7 +41,7 @@ class ForwardTime:
         self._host_s += time.perf_counter() - began_s
 
     def seconds(self) -> float:
-        """Of the step's passes so far. On a device it waits for the end of the last one."""
+        """The seconds of the step's passes so far. On a device it waits for the end of the last one."""
         if self._device is None or not self._passes:
             return self._host_s
         used = self._events[: 2 * self._passes]

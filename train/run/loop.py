@@ -116,8 +116,8 @@ class Run:
         )
 
     def _steps(self) -> tuple[StepPlan, Feed]:
-        """What each step learns from. By the starting model's loss the data is ordered, and packed anew, only once that
-        is known: no step is done before, and none has been planned."""
+        """What each step learns from. The data is ordered by the starting model's loss, and packed anew, only once that
+        loss is known: no step is done or planned before."""
         spec, train = self.spec, self.train
         if spec.data_order == "loss" and self.reference.complete:
             train.order_by_loss()

@@ -5,7 +5,7 @@ Qwen3-MoE are stored one by one and fused on loading into `experts.gate_up_proj`
 `experts.down_proj`. What is trained must go back under the stored names, because those are what engines load.
 
 The map is found in transformers' own terms: every stored name goes through the renamings and converters that loading
-the model used (`model._weight_conversions`), so a name is never guessed. Of the converters' operations only those are
+the model used (`model._weight_conversions`), so a name is never guessed. Only those of the converters' operations are
 taken on that leave each stored tensor one contiguous range of the parameter, stacking and joining behind the stack:
 then a ZeRO fragment is cut at the edges of stored tensors, and publishing stays a copy of ranges.
 """

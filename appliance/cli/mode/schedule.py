@@ -58,7 +58,7 @@ def add(
 
 @box_command(app, "appliance mode schedule list", "appliance mode schedule list -o json", name="list")
 def list_windows(session: Session) -> None:
-    """List windows in the order they were made. Of two that begin together the later one holds."""
+    """List windows in the order they were made. If two begin together, the later one holds."""
     session.show(session.client.get("/admin/v1/mode/schedule"), _table)
 
 

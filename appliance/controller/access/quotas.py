@@ -199,8 +199,8 @@ class Quotas:
     def receiving(self, caller: Principal, *, again: bool = False) -> Iterator[Took]:
         """A file in transit: call the yielded function with the number of bytes received, before they are written.
 
-        again: it may be one that is there already. Of an owner one such is received past his bounds at a time; if it is
-        a new one, `check_arrived` refuses it."""
+        again: the file may be there already. One such file of an owner at a time is received past his bounds; if it is
+        new after all, `check_arrived` refuses it."""
         self.disk.check()
         key_id = _bounded(caller)
         if key_id is None:

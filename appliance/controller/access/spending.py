@@ -92,7 +92,7 @@ def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
 
 
 def quota_of(db: Database, row: KeyRow, now_s: float) -> Quota:
-    """Of the key's days and months, which are in UTC."""
+    """The quota of the key's day and month, which are those of UTC."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)

@@ -212,7 +212,7 @@ def most_of(url: str, body: dict[str, Any], size: int) -> int:
 
 
 def _longest(body: Any, completion: int) -> int:
-    """Of these tokens, about how many the longest choice has; 0 where the answer does not say."""
+    """About how many of these tokens the longest choice has; 0 where the answer does not say."""
     choices = body.get("choices") if isinstance(body, dict) else None
     texts = [
         choice.get("text") or (choice.get("message") or {}).get("content") or "" for choice in choices or [] if choice

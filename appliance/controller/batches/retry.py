@@ -15,7 +15,7 @@ _LAST_WORDS = (
 
 
 class Deaths:
-    """By line: its custom_id, or the id of a response in background."""
+    """Counts deaths by line: its custom_id, or the id of a response in background."""
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()

@@ -106,7 +106,7 @@ class VersionLoad:
         )
 
     def without(self, owner: str) -> VersionLoad:
-        """Of all others; times are left out."""
+        """The load of all other owners, without times."""
         return VersionLoad(asked={one: counts for one, counts in self.asked.items() if one != owner})
 
     @property
@@ -119,7 +119,7 @@ class VersionLoad:
 
     @property
     def times(self) -> Times:
-        """Of all owners together."""
+        """The times of all owners together."""
         return reduce(Times.plus, self.owners.values(), Times())
 
 

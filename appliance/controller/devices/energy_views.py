@@ -13,7 +13,7 @@ from appliance.store.rows import JobRow
 from runtime.devices.kind import Reading
 
 WHOLE = 0.9
-"""Of a job that was metered for less of its time nothing is told per step."""
+"""Nothing is told per step of a job that was metered for less of its time."""
 
 
 def of_job(db: Database, power: PowerSettings, row: JobRow, now_s: float) -> dict[str, Any] | None:
@@ -55,7 +55,7 @@ def estimate(
 
 
 def since(db: Database, power: PowerSettings, since_s: float) -> list[dict[str, Any]]:
-    """Of each job, each model and of devices that nobody held: see `energy.since`."""
+    """The bill of each job, of each model, and of devices that nobody held: see `energy.since`."""
     return [
         {
             "kind": one.kind,

@@ -24,8 +24,8 @@ AGAIN_S = 60.0
 
 
 class PowerKeeper:
-    """Of the box's own machine. devices: UUID -> id, of those whose limits are to be kept. helper: None where none is
-    configured; then nothing is ever set. local: the time on the box's clock."""
+    """Keeps the power profile of the box's own machine. devices: UUID -> id, of those whose limits are to be kept.
+    helper: None where none is configured; then nothing is ever set. local: the time on the box's clock."""
 
     def __init__(
         self,

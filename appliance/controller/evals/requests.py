@@ -167,8 +167,8 @@ class Jsonl(StrictBody):
 
 
 class Sampled(StrictBody):
-    """`completions` and `responses` differ in how tools and formats are written. Of what is kept, without a model:
-    judged is what was answered then."""
+    """`completions` and `responses` differ in how tools and formats are written. Kept answers need no model: what was
+    answered then is judged."""
 
     type: Literal["completions", "responses"]
     source: Source

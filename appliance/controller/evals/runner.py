@@ -52,12 +52,12 @@ AT_ONCE = 8
 _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
 _LOOKED_AT_BYTES = 8 << 20
-"""Of a file before a run of it is made, while its caller waits: half a second at most."""
+"""How much of a file is looked at before its run is made, while the caller waits: half a second at most."""
 _ERROR_CHARACTERS = 2000
 _KEPT_BYTES = 256 << 10
-"""Of what a model was asked for an item's sample, and as much for all its graders together: a mebibyte of characters,
-up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item itself is kept
-whole."""
+"""How much is kept of what a model was asked for an item's sample, and for all its graders together: a mebibyte of
+characters, up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item itself is
+kept whole."""
 _Measured = tuple[dict[str, Any], int]
 """An entry, and its bytes as JSON."""
 _Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
@@ -450,8 +450,8 @@ def _read(path: Path) -> _Entries:
 
 
 def check_items(files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> None:
-    """What is read of items, where all of them are at hand. Of a file that is large, or whose lines are no items, the
-    run tells. Raises InvalidGrader."""
+    """What is read of items, where all of them are at hand. A large file, and one whose lines are no items, is left to
+    the run. Raises InvalidGrader."""
     names = requests.names_of(criteria, source)
     if source.source.type == "file_content":
         requests.check_items(names, (entry.item for entry in source.source.content))

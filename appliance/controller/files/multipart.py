@@ -33,7 +33,7 @@ _WRITE_BYTES = 2**20
 # the file of its own. A file has some by chance where its boundary is as short as nobody's.
 _MOST_FALSE_BOUNDARIES = 1000
 _SLICE_BYTES = 2048
-"""Of what the parser may go through byte by byte, about 1 ms, between two moments at which others have their turn."""
+"""How much the parser may go through byte by byte before others have their turn: about 1 ms."""
 
 
 @dataclass

@@ -49,7 +49,7 @@ class GateRunner:
         takes Python's lock from the loop for 5 ms whenever it releases it. All items of many gates read at once held
         the loop page by page: a page of each gate in every round of the loop."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By owner: one gate of each waits for that thread, however many have all their results."""
+        """By owner, because only one gate of each waits for that thread, however many have all their results."""
         self.tasks = self._going.tasks
 
     async def look(self) -> None:

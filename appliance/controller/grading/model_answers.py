@@ -31,8 +31,9 @@ URL = "/v1/chat/completions"
 ASKER = "graders"
 LOOK_EVERY_S = 0.5
 REFUSED_EVERY_S = 4.0
-"""Of what waits for an engine, or is at one, it is asked about this often whether it may still ask; all that wait look
-for room whenever anything changes: 384 questions, each with its key and its model, took the loop 70 ms every time."""
+"""How often it is asked whether a question that waits for an engine, or is at one, may still be asked. Looking at each
+one whenever anything changes, as all that wait do for room, took the loop 70 ms for 384 questions, each with its key
+and its model."""
 LIMITED_EVERY_S = 0.5
 """The limits of a key that hold one of its questions back are asked for none of its others before that, in the order in
 which they came: 384 of one key that had its minute's requests took the loop 70 ms whenever anything changed."""

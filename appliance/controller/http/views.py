@@ -94,7 +94,7 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
 
 
 def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudgeRow | None = None) -> dict[str, Any]:
-    """judge: of a job that has one. Of one with a teacher there are the versions of it that it has learnt from."""
+    """judge: of a job that has one. A job with a teacher also shows the teacher's versions that it has learnt from."""
     said = judge.judge if judge is not None else {}
     taught_by = {"teacher_versions": judge.taught_by} if judge is not None and "teacher" in said else {}
     succeeded = row.phase == "succeeded"

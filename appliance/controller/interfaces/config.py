@@ -102,7 +102,7 @@ def _public(url: str) -> str:
 
 
 PublicUrl = Annotated[str, AfterValidator(_public)]
-"""Of the box as browsers see it, without a slash at its end: paths are put behind it."""
+"""The URL of the box as browsers see it, without a slash at its end: paths are put behind it."""
 
 
 class OidcSettings(BaseModel):

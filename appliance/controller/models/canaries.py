@@ -228,7 +228,7 @@ class Canaries:
         return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
 
     def compared(self, row: CanaryRow) -> dict[str, Any]:
-        """By version: {"requests", "errors", "refused", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
+        """For each version {"requests", "errors", "refused", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
         return {
             side.version: {
                 "requests": side.load.requests,

@@ -22,7 +22,7 @@ from appliance.store.rows import JobRow, ModelRow, VersionRow
 log = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS = 3
-"""Of each job, as at OpenAI."""
+"""How many checkpoints of each job stay, as at OpenAI."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
 
 
 async def remove_bytes(context: ControllerContext, version: VersionRow) -> None:
-    """Of a version whose row is gone."""
+    """Removes the bytes of a version whose row is gone."""
     await _unload(context, _adapters([version]))
     await context.model_ops.remove(version.model, [paths_of(version)])
 
@@ -135,7 +135,7 @@ class _Leaving(NamedTuple):
 
 
 async def _delete_rows(context: ControllerContext, found: Doomed, caller: Principal) -> _Leaving:
-    """Of a whole model; what they named."""
+    """Deletes the rows of a whole model, and returns what they named."""
     db, model = context.db, found.model
     leaving = await db.read(caller.viewer, _leaving, db, model.id)
     doomed(context, found.name)

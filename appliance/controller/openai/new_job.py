@@ -72,7 +72,8 @@ async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -
 
 
 async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Of a job that is made later: what `insert_job` and `check_grader` would say of its grader. Raises ApiError."""
+    """Says of a job that is made later what `insert_job` and `check_grader` would say of its grader. Raises
+    ApiError."""
     requests.check(body)
     if requests.method(body).judged_by == "grader":
         given, param = _who_judges(body)
@@ -209,8 +210,8 @@ def _seen(file: FileRow) -> auto.DatasetStats:
 
 
 def _check_forms(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """Refuse files whose check at the upload has found a form that the method does not take. Of bad lines the
-    validation tells, each by its number. Raises BadRequest."""
+    """Refuse files whose check at the upload has found a form that the method does not take. The validation tells of
+    bad lines, each by its number. Raises BadRequest."""
     method = requests.method(body)
     for param, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
         if file_id is None:

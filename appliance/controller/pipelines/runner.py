@@ -55,9 +55,9 @@ class PipelineRunner:
         self._context, self._db = context, context.db
         self._data_work, self._validation, self._judging = data_work, validation, judging
         self._at_data: dict[str, asyncio.Task[None]] = {}
-        """By run: the task that reads a bucket, checks or prepares data. It ends with the run."""
+        """The task of a run that reads a bucket, checks or prepares data. It ends with the run."""
         self._not_before_s: dict[str, float] = {}
-        """By run that waits for a bucket: when it is tried again, on the monotonic clock."""
+        """When a run that waits for a bucket tries again, on the monotonic clock."""
         self._going = OneEach(context.background, "pipeline")  # runs, and pipelines that are due
         self.tasks = self._going.tasks
 

@@ -21,7 +21,7 @@ _CHOICE = ("index", "message", "logprobs", "finish_reason")
 
 
 def completion_row(key_id: str, owner: str, asked: Object, answer: Object) -> ResponseRow:
-    """Of a gateway's copy. Raises KeyError, TypeError, ValueError for what is none."""
+    """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for what is none."""
     messages, metadata = asked["messages"], asked.get("metadata") or None
     if not isinstance(messages, list) or not isinstance(answer["choices"], list):
         raise TypeError("its messages or its choices are no list")

@@ -19,7 +19,7 @@ from appliance.store.rows import AnswerKind, ResponseRow
 Entry = dict[str, Any]
 Message = dict[str, Any]
 MAX_TURNS, MAX_BYTES = 100, 1 << 20
-"""Of a conversation, what a response goes on from: each turn is a row with its texts. What has more is left out."""
+"""How much of a conversation a response goes on from: each turn is a row with its texts. A longer one is left out."""
 _READ_AT_ONCE = 16
 _ANSWERED = ("completed", "incomplete")
 """One that was cut off is an answer, as a chat completion is whose `finish_reason` is "length"."""

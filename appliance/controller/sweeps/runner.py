@@ -152,8 +152,8 @@ class SweepRunner:
         return sweeps.find(self._db, row.id) or row
 
     def _loss(self, job: JobRow) -> float | None:
-        """What trials are compared by, the least being best. Of rewards, which have no loss that says how good a model
-        is, minus the mean reward."""
+        """What trials are compared by; the least is best. Where rewards are learnt from, no loss says how good a model
+        is: then it is minus the mean reward."""
         if job.valid_loss is not None:
             return _finite(job.valid_loss)
         reward = job_records.held_out_reward(self._db, job.id)

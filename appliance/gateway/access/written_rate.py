@@ -14,8 +14,8 @@ eight tokens each would make it cheap to leave early."""
 
 
 class WrittenRate:
-    """By model, of one sequence: a smoothed mean, and 10 tokens per second until an answer was long enough to tell; by
-    model too, tokens in an event of its streams, one until a stream has told."""
+    """How fast each model writes one sequence: a smoothed mean, and 10 tokens per second until an answer was long
+    enough to tell. Also how many tokens an event of its streams has: one until a stream has told."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}

@@ -27,7 +27,7 @@ ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 
 def longest_of(completion: int, sizes: list[int]) -> int:
-    """Of so many tokens of several choices, about how many the longest has by their sizes; 0 where none has a size."""
+    """About how many of these tokens of several choices the longest has, by their sizes; 0 where none has a size."""
     return -(-completion * max(sizes) // sum(sizes)) if any(sizes) else 0
 
 

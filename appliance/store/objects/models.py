@@ -83,7 +83,8 @@ def list_callable(db: Database) -> list[ModelRow]:
 
 
 def active_versions(db: Database) -> dict[str, str]:
-    """By model, of those that can be called; by an index alone, because each round of the scheduler asks."""
+    """The active version of each model that can be called, read from an index alone because each round of the scheduler
+    asks."""
     rows = db.execute("SELECT id, active_version FROM models WHERE active_version IS NOT NULL")
     return {name: version for name, version in rows.fetchall()}
 
@@ -173,7 +174,7 @@ def list_versions(db: Database, model: str) -> list[VersionRow]:
 
 
 def names_of_versions(db: Database, model: str, most: int) -> list[str]:
-    """Of the newest, newest first."""
+    """The names of the newest versions, newest first."""
     return db.column("SELECT version FROM versions WHERE model = ? ORDER BY seq DESC LIMIT ?", [model, most])
 
 

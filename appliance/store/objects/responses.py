@@ -161,8 +161,8 @@ def _named(model: str | None, metadata: Mapping[str, str]) -> tuple[str, list[st
 def newest_ids(
     db: Database, owner: str, kind: AnswerKind, *, model: str | None, metadata: Mapping[str, Any]
 ) -> list[str]:
-    """Of an owner's, newest first, by indexes alone: chat completions of this model with all of this metadata; of
-    responses, which have both in their texts, all that may be such, and other rows among them."""
+    """An owner's chat completions of this model with all of this metadata, newest first, read from indexes alone.
+    Responses have both in their texts: of these it is all that may fit, with other rows among them."""
     if kind == COMPLETION:
         where, parameters = _named(model, {name: str(value) for name, value in metadata.items()})
         return db.column(

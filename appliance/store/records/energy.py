@@ -34,7 +34,7 @@ class Holding:
 
 
 def add(db: Database, drawn: Mapping[tuple[Kind, str], tuple[float, float]], now_s: float) -> None:
-    """By who held the devices: joules, and device-seconds in which they were counted."""
+    """drawn: joules, and the device-seconds in which they were counted, by who held the devices."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
     with db.transaction():
         for (kind, name), (joules, metered_s) in drawn.items():

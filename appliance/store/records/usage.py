@@ -69,8 +69,8 @@ def move(db: Database, from_key: str, to_key: str) -> None:
 
 
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
-    """Prompt and completion tokens of a key since `since_s`, which begins a day of UTC. By sums of days, which triggers
-    keep: each report of the gateways asks."""
+    """Prompt and completion tokens of a key since `since_s`, which begins a day of UTC. It adds up the sums of days
+    that triggers keep, because each report of the gateways asks."""
     days = "SELECT coalesce(sum(tokens), 0) FROM spent WHERE key_id = ? AND day >= ?"
     return int(db.value(days, [key_id, int(since_s // DAY_S)]))
 

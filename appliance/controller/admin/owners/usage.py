@@ -26,8 +26,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         by: Literal["key", "owner", "model", "version", "hour"] = "key",
         since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
     ) -> Response:
-        """Requests and tokens of inference, and device-hours of training: up to date to within a second. By hour: the
-        newest 2,400 in which there was any.
+        """Requests and tokens of inference, and device-hours of training: up to date to within a second. `by=hour`
+        lists the newest 2,400 hours in which there was any.
 
         A key that is neither an admin's nor of scope `read` sees what its owner's keys spent."""
         now_s = time.time()
