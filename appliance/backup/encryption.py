@@ -39,7 +39,7 @@ from weights.tiers.objects import Objects
 HEADER = "encryption.json"
 FORMAT = 1
 HEADER_FORMAT, UNBOUND = 2, 1
-"""Of `encryption.json`. Earlier releases did not seal it to the place's name."""
+"""Formats of `encryption.json`. Earlier releases did not seal it to the place's name."""
 KEY_LINE = "appliance-backup-key-1 "
 KEY_BYTES, NONCE_BYTES = 32, 12
 LEAST_PASSPHRASE = 16

@@ -37,7 +37,7 @@ class ClockWatch:
         self._ahead_s = wall() - steady()
 
     def set_back_s(self) -> float:
-        """By how many seconds the clock was set back since the last call that reported it, in one step or in many; 0 if
+        """How many seconds the clock was set back since the last call that reported it, in one step or in many; 0 if
         that is not worth a restart."""
         ahead_s = self._wall() - self._steady()
         back_s = self._ahead_s - ahead_s

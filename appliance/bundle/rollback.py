@@ -202,8 +202,8 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
 
 
 def _stays_so(copy: Path, database: Path) -> None:
-    """In the copy: what its owners have deleted since is deleted, and nobody may more than he may now. The copy may be
-    of a release that had less in it."""
+    """Deletes in the copy what its owners have deleted since, and lets nobody do more in it than he may now. The copy
+    may be of a release that had less in it."""
     with closing(sqlite3.connect(f"file:{copy}", uri=True)) as connection, connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")

@@ -52,7 +52,7 @@ class Running:
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise Refused(f"the box on {data_dir} (pid {pid}) cannot be looked at: {error}; is it yours?") from error
         detached = Path(errors) == data_dir / "logs" / "main.log"
-        # By its own service, not one that a whole session is below of (user@1000.service).
+        # Its own service counts, not one that a whole session is below (user@1000.service).
         supervised = any(line.endswith(".service") for line in groups.splitlines())
         if not detached and not supervised:
             raise Refused(

@@ -47,7 +47,7 @@ def collect(lock: Path, folder: Path, work: Path) -> None:
     torch = _TORCH.search(text)
     if torch is None:
         raise Unusable(f"{lock} has no torch; `make lock` writes it")
-    # By string equality, as images/install.sh: another build of the same version may be first where pip looks.
+    # Compared as strings, as in images/install.sh: another build of the same version may be first where pip looks.
     (work / "torch.txt").write_text(torch[0].replace("torch==", "torch===", 1) + "\n")
     (work / "others.txt").write_text(text.replace(torch[0], ""))
     for part in ("torch.txt", "others.txt"):
@@ -89,7 +89,8 @@ def unpacked_bytes(wheels: Iterable[Path]) -> int:
 
 
 def oldest_glibc(names: Iterable[str]) -> str:
-    """With which all these wheels run: of each the oldest that it names, of all the newest of these."""
+    """The oldest glibc that all these wheels run with: the newest of those that count, which is for each wheel the
+    oldest that it names."""
     needed = (0, 0)
     for name in names:
         tags = name.removesuffix(".whl").rsplit("-", 1)[-1].split(".")

@@ -102,7 +102,7 @@ class _Round:
             await self._past(retention.eval_runs_past, going, owner, kept.eval_runs_per_owner, CHUNK)
         # An admin's audit trail has no limit: nobody should be able to push out their own earlier actions.
         bounded = [key.id for key in await self._read(keys.list_all) if ADMIN not in key.scopes]
-        # Of nobody's key are the logins that a provider's people ask for without end and are refused.
+        # GATEWAY: logins that were refused have no key, and a provider's people may ask for them without end.
         for key_id in [*bounded, GATEWAY]:
             drop = partial(retention.delete_rows, db, "audit")
             await self._past(retention.audit_past, drop, key_id, kept.audit_rows_per_key, CHUNK)

@@ -106,7 +106,7 @@ class BoxMemory:
         return self.home.bounded(deployments)
 
     def max_asleep(self) -> dict[str, int]:
-        """By node, how many sleeping engines may stay; a node that is not in it: the configured number."""
+        """How many sleeping engines may stay on each node; on a node that is not in it, the configured number may."""
         bounds = {name: host.max_asleep() for name, host in self._hosts().items()}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 

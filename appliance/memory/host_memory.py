@@ -379,5 +379,5 @@ class HostMemory:
 
 
 def _asked_lately(asked: Mapping[str, tuple[int, float]], now_s: float) -> dict[str, tuple[int, float]]:
-    """By name: bytes, and when they were last asked for."""
+    """For each name its bytes, and when they were last asked for."""
     return {name: (needed, at_s) for name, (needed, at_s) in asked.items() if now_s - at_s < WANTED_FOR_S}

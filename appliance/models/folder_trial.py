@@ -38,8 +38,8 @@ def try_folder(directory: Path) -> str | None:
 
 
 def checksum_of_tried(directory: Path) -> str:
-    """Of all that trials read: of config.json, which is not a job's model's base's, the one word that decides which
-    tokenizer transformers makes of the files."""
+    """The checksum of all that trials read. Of config.json, which is not that of the base of a job's model, they read
+    the one word that decides which tokenizer transformers makes of the files."""
     whole = hashlib.sha256(str((config_in(directory) or {}).get("model_type"))[:100].encode())
     for name in _TRIED:
         try:

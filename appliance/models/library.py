@@ -2,8 +2,8 @@
 
 Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
 are on the medium. What a crash leaves is in `.staging`, and the next import removes it. The number of a version never
-comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone. Of names
-without a version the newest thousand keep their own number; others begin above all that were forgotten.
+comes again, though it was deleted: engines, other nodes, tiers and estimates know it by name and number alone. The
+newest thousand names without a version keep their own number; others begin above all that were forgotten.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class ModelLibrary:
         self, source: str, *, name: str | None = None, revision: str | None = None
     ) -> tuple[str, str, str | None] | None:
         """What the adapter `source`, a directory or a hub repository, would be called, the base that it names ("" for
-        none) and its commit on the hub; None if `source` is anything else. Of a repository the listing and
-        adapter_config.json are fetched. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
+        none) and its commit on the hub; None if `source` is anything else. Only the listing and adapter_config.json of
+        a repository are fetched. Raises CheckpointRefused, InvalidModelName, SourceNotFound, HubError."""
         if not _is_path(source):
             return self._find_adapter_on_hub(source, name, revision)
         path = Path(source).expanduser()
@@ -356,7 +356,7 @@ class ModelLibrary:
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def _forget_numbers(self) -> None:
-        """Of names whose versions are all gone so many files are kept; one number stands for those that go."""
+        """How many files are kept of names whose versions are all gone; one number stands for those that go."""
         folder = self._private(self._root / ".numbers")
         kept = [entry for entry in os.scandir(folder) if re.fullmatch(r"[0-9a-f]{32}", entry.name)]
         if len(kept) <= MOST_NUMBERS:

@@ -45,8 +45,8 @@ _PEER = struct.Struct("3i")
 
 @dataclass(slots=True)
 class Before:
-    """Of a device that was changed: its limit in watts before, and whether its clock was bounded; None, False: that was
-    left alone."""
+    """What a device had before it was changed: its limit in watts, and whether its clock was bounded. None and False:
+    that was left alone."""
 
     limit_w: float | None = None
     clock: bool = False

@@ -229,7 +229,7 @@ class Database:
             self._connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
 
     async def carry_over(self) -> None:
-        """The log into the database, on a thread."""
+        """Carries the log over into the database, on a thread."""
         await asyncio.to_thread(self._readers.carry_over)
 
     @property
@@ -341,8 +341,8 @@ _OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
 
 
 class _OfParent:
-    """In a forked child in place of what the parent has open: two processes through one connection would damage the
-    file, and threads are not forked."""
+    """Stands in a forked child in place of what the parent has open: two processes through one connection would damage
+    the file, and threads are not forked."""
 
     def __init__(self, opened: object):
         self._opened = opened  # not closed here, for that ends locks of the parent's

@@ -27,7 +27,7 @@ class _Wanted:
         self._work, self._loop, self._context = work, loop, contextvars.copy_context()
 
     def carry_out(self, readers: Readers, ended: Callable[[_Wanted, Any, BaseException | None], None]) -> None:
-        """On a thread."""
+        """Runs on a thread."""
         found, error = None, None
         try:
             with readers.reading(self.stop):

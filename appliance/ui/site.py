@@ -101,7 +101,7 @@ def answer(file: SiteFile, *, if_none_match: bytes | None, accept_encoding: byte
 
 def _file(name: str, content: bytes, cache_control: bytes) -> SiteFile:
     etag = b'"%b"' % hashlib.sha256(content).hexdigest()[:32].encode()
-    # Without a time in its head, so that all workers and restarts send the same bytes.
+    # Its head has no time, so that all workers and restarts send the same bytes.
     return SiteFile(CONTENT_TYPES[Path(name).suffix], content, gzip.compress(content, 9, mtime=0), etag, cache_control)
 
 

@@ -15,7 +15,7 @@ from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import FULL, PATIENT, Standby
 
 _ALL_LATE = 0.1
-"""By how much requests in flight exceed what replicas carry when all that come are late."""
+"""How much requests in flight exceed what replicas carry when all that come are late."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from weights.memory.locks import DirectoryLock
 LET_IN_S = 60.0
 POLL_S = 0.01
 NO_NUMBER = 1 << 31
-"""Of no adapter: one that is unloaded before it had its turn removes no other."""
+"""The id of no adapter: one that is unloaded before it had its turn removes no other."""
 
 log = logging.getLogger(__name__)
 

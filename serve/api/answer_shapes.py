@@ -11,7 +11,7 @@ is OpenAI's default "auto", where vLLM writes "none". In chat, the `content` bes
 (`tool_choice` "required" or a tool's name) is null, in a stream too, where vLLM writes an empty text.
 
 A stream that fails ends with vLLM's error object in every API, which the gateway turns into the event of the API that
-the client speaks. By itself vLLM writes it for chat and completions alone: under /v1/messages it is an event of a type
+the client speaks. vLLM itself writes it for chat and completions alone: under /v1/messages it is an event of a type
 that Anthropic does not have, and a stream of /v1/responses breaks off.
 """
 

@@ -168,5 +168,5 @@ def one_by_one(response: Any) -> Any:
         rows = b",".join([orjson.dumps(row, option=_OPTIONS) for row in content["data"]])
         return orjson.dumps({**content, "data": orjson.Fragment(b"[" + rows + b"]")}, option=_OPTIONS)
 
-    # By the name vLLM knows that it may hold arrays.
+    # vLLM knows by the name that it may hold arrays.
     return type(response.__name__, (response,), {"render": render})

@@ -132,7 +132,7 @@ def _says_cut(answer: Callable[..., Any]) -> Callable[..., Any]:
                     texts[is_cut].add(output.text)
                     if is_cut:
                         cut.add(output.index)
-                # Of two with one text the whole one's reason would be the tools.
+                # Where two have one text, the whole one's reason would be the tools.
                 _cut_texts.set(frozenset(texts[True] - texts[False]))
                 yield result
 

@@ -30,7 +30,7 @@ LEAST_ANSWERS = _TELLING
 _SMOOTHING = 0.5
 _LINE_SMOOTHING = 0.1
 _APART = 1 / 8
-"""Of their mean: as far apart as the answers of steps deviate before a line through them tells anything."""
+"""A share of their mean: as far apart as the answers of steps deviate before a line through them tells anything."""
 
 
 class PrefillPace:

@@ -30,7 +30,7 @@ MADE: dict[str, Callable[[Any], torch.Tensor]] = {
     "_merged_conv_weight": _convolutions,
     "_combined_gate_weight": _gates,
 }
-"""By the attribute that holds it: what a layer makes of its weights."""
+"""What a layer makes of its weights, by the attribute that holds it."""
 
 
 @torch.inference_mode()  # as the first pass, whose tensors no other mode may write

@@ -69,7 +69,7 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
             str(lora_rank_bound(spec.adapter_max_rank)),
             "--max-cpu-loras",
             str(spec.adapters_resident),
-            # Without embedding and head, which vLLM otherwise wraps and calls in every step.
+            # Embedding and head are left out: vLLM otherwise wraps and calls them in every step.
             "--lora-target-modules",
             *ADAPTER_MODULES,
         ]

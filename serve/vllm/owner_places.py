@@ -148,7 +148,7 @@ def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
         and loads_of(scheduler).takes(request.lora_request.lora_int_id)
         and may_run(request)
     ]
-    # Of an adapter that several owners use, the one who has the fewest counts.
+    # Where several owners use an adapter, the one who has the fewest counts.
     least = {adapter: min(have[mark] for mark in marks) for adapter, marks in owners.items()}
     may_go = [one for one in there if least[one] > 1 or now_s - told["since"][one] >= TURN_S]
     if not without or not may_go:

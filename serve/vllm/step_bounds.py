@@ -233,8 +233,8 @@ class _Slow:
 
 def bound_reading(parser: Any) -> None:
     """parser: vllm.parser.abstract_parser.DelegatingParser, of which each stream has one. What its streams' generators
-    raise vLLM tells the client. Of many tokens at once Llama's parser leaves out a short second call, as it does where
-    vLLM itself puts together what waits for the loop."""
+    raise vLLM tells the client. When many tokens come at once, Llama's parser leaves out a short second call, as it
+    does where vLLM itself puts together what waits for the loop."""
     read, count = parser.parse_delta, parser.count_reasoning_tokens
     readers, counters = _Slow(), _Slow()
 

@@ -53,7 +53,7 @@ def _shown(token: str | None) -> str:
 
 
 def _tokens(path: Path) -> dict[int, str]:
-    """By number."""
+    """Tokens by number."""
     made: dict[str, Any] = json.loads(path.read_bytes())
     vocabulary = made["model"].get("vocab") or {}
     if isinstance(vocabulary, list):  # of unigrams, each with its score

@@ -25,7 +25,7 @@ class ListedWords:
     entry: it stands in too many words."""
 
     def __init__(self, phrases: Iterable[str]):
-        # By first word and length: however many entries begin alike, a place in a text has as many looks as lengths.
+        # Entries by first word and length: however many begin alike, a place in a text has as many looks as lengths.
         self._begins: dict[int, dict[int, dict[tuple[int, ...], str]]] = {}
         self._may_begin = np.zeros(_PLACES, bool)
         for phrase in map(str.strip, phrases):

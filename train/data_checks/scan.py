@@ -1,6 +1,6 @@
 """Reads data files once and notes of every example what each check finds; then compares the examples with each other.
 
-Of an example only numbers are kept, about 130 bytes; its text is read again where it is needed.
+Only numbers are kept of an example, about 130 bytes; its text is read again where it is needed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Source:
 class Scan:
     """Everything that is known of the examples of one or several files. `read` each, then `compare`; `close` it.
 
-    By example, in the order in which they were read: `source`, `line`, `offset`, `length`, `flags` (bits of BIT),
+    For each example, in the order in which they were read: `source`, `line`, `offset`, `length`, `flags` (bits of BIT),
     `tokens`. of: what an example repeats or nearly repeats, by its index.
     """
 

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 PACKAGES = (
     "numpy scipy sympy pandas rapidfuzz sklearn rouge_score deepdiff jsonschema pydantic yaml nltk sqlparse ast_grep_py"
 ).split()
-"""By the names that code imports: what OpenAI's API documents for its graders, less `rdkit` and `skbio`. The
+"""Packages by the names that code imports: what OpenAI's API documents for its graders, less `rdkit` and `skbio`. The
 environment has more, which the box itself uses, and may lose it."""
 LOADED = {
     "deepdiff": ("deepdiff",),
@@ -28,7 +28,7 @@ LOADED = {
 first code that names it, and every call then has it."""
 _CAUGHT = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
 _MAKE_NAMES = ("exec", "globals", "locals", "setattr", "vars")
-"""By these code binds names of its module that are written nowhere in it."""
+"""With these, code binds names of its module that are written nowhere in it."""
 _MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try, ast.TryStar, ast.Match)
 _SHOWN = 200
 _OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -144,7 +144,7 @@ def _bound(tree: ast.Module) -> dict[str, ast.AST | None]:
     found: dict[str, ast.AST | None] = {}
 
     def bind(name: str, to: ast.AST | None, sure: bool) -> None:
-        # Of two that may be the last one, either counts.
+        # Where two may be the last one, either counts.
         found[name] = to if sure or name not in found else None
 
     # Each with whether it runs in any case.

@@ -322,7 +322,7 @@ class Multi(_Grader):
     type: Literal["multi"]
     calculate_output: str
     graders: dict[str, Leaf]
-    """By the name that the formula uses."""
+    """Graders by the name that the formula uses."""
     _form: Literal["by name", "list", "one"] = PrivateAttr("by name")
 
     @field_serializer("graders", mode="wrap")

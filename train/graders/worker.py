@@ -75,7 +75,7 @@ def _preload() -> None:
     left_out = [name for name in ("pandas", "scipy", "sklearn") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
 
-    # Of numpy it is not imported before somebody asks for it, which every fork does: that took half of its time.
+    # numpy imports it only when somebody asks for it, which every fork does: that took half of its time.
     import numpy.random  # noqa: F401
 
     prepare()

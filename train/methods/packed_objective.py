@@ -1,7 +1,7 @@
 """What the objectives of all methods share: a model over packed rows, whose output head runs only where something is
 learnt.
 
-Of a row of thousands of tokens often a tenth is learnt. The hidden states of those positions are gathered before the
+Often a tenth of a row of thousands of tokens is learnt. The hidden states of those positions are gathered before the
 output head, so the head's matrix product and the vocabulary-wide softmax are paid for them alone.
 """
 

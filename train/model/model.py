@@ -24,7 +24,7 @@ from train.model.adapter import ADAPTER, merge_into
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 
-# Of transformers' types of layers, those that carry something from token to token besides keys and values.
+# The types of layers in transformers that carry something from token to token besides keys and values.
 _KEEP_STATE = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention"})
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

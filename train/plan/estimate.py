@@ -284,7 +284,7 @@ def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> 
 
 
 def _logits_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
-    """Of fp32 logits that are made at a time."""
+    """Bytes of fp32 logits that are made at a time."""
     tokens = fields["micro_batch"] * fields["max_length"]
     return min(HOST_LOGITS_BYTES if _on_host(fields) else DEVICE_LOGITS_BYTES, 4 * tokens * shape.vocab)
 

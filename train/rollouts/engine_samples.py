@@ -1,8 +1,8 @@
 """Answers that engines of the box give: asked for in their turn, or ahead of it, while the ranks learn from an earlier
 step's.
 
-Of a step ahead its first question alone is asked, so that whoever answers holds few; what is left of it is asked for in
-its turn, as what engines left of it is sampled by the ranks.
+Only the first question of a step ahead is asked, so that whoever answers holds few; the rest of that step is asked for
+in its turn, and the ranks sample what engines left of it.
 """
 
 from __future__ import annotations

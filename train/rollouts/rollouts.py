@@ -237,7 +237,7 @@ class Rollouts:
         verdict = self._judge.empty()
         for first in range(0, len(packs), together):
             prompts = packs[first : first + together].repeat(each)
-            # By the same numbers each time.
+            # The numbers are the same each time.
             wanted = Wanted(self._valid, prompts, each, self._spec.seed, VALIDATION, 0, first * each)
             made = self._sampled(wanted, step)
             if made is None:

@@ -89,7 +89,7 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
         if name.startswith("share/") or name == "SBOM.cdx.json":
             bundle.extract(name, folder / (name if name.startswith("share/") else f"share/{name}"))
     say(f"making {venv}")
-    # Without pip: Debian keeps ensurepip in a package of its own. The pip of the bundle installs itself.
+    # It gets no pip: Debian keeps ensurepip in a package of its own. The pip of the bundle installs itself.
     _run([sys.executable, "-I", "-P", "-m", "venv", "--without-pip", str(venv)])
     python, pip = str(venv / "bin" / "python"), next(wheels.glob("pip-*.whl"))
     wanted = folder / ".wheels.txt"

@@ -150,7 +150,7 @@ def meters(device: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _table(answer: dict[str, Any]) -> Any:
-    """With what devices tell of themselves where any does: logical ones do not."""
+    """The table of devices, with what they tell of themselves where any does: logical ones do not."""
     rows = answer["data"]
     metered = any(row.get("meters") for row in rows)
     return output.table(

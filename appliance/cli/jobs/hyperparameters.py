@@ -29,7 +29,7 @@ class _Option:
         return _auto_or_number(self.flag, value) if self.of_type is str else value
 
 
-# By name in the request.
+# Options by their names in the request.
 _COMMON = {
     "n_epochs": _Option(str, "--epochs", metavar="N", help=f"{_AUTO}; passes over the data"),
     "batch_size": _Option(str, "--batch-size", metavar="N", help=f"{_AUTO}; sequences per step, over all devices"),

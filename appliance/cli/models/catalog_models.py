@@ -49,7 +49,7 @@ class CatalogModel:
 
     @property
     def weight_bytes(self) -> int:
-        """In bfloat16, on one device or spread over several."""
+        """Bytes of the weights in bfloat16, on one device or spread over several."""
         return 2 * self.parameters
 
     @property

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class KeptBytes:
-    """By id of a file or an upload. Invariant: `_gone` names only objects that are open."""
+    """Counts bytes by the id of a file or an upload. Invariant: `_gone` names only objects that are open."""
 
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """What engines say of themselves at each scrape: vLLM's own figures, asked for on their private sockets.
 
-Of the hundreds of series that an engine has, the few that this file names go out, under names and labels of the box.
+An engine has hundreds of series. The few that this file names go out, under names and labels of the box.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/logs/{name:path}", dependencies=[Depends(needs(ADMIN))])
     def show_log(name: str, lines: Annotated[int, Query(ge=1, le=5000)] = 500) -> dict[str, Any]:
         """The last `lines` of a log, 256 KiB at most."""
-        # By the names in the list alone: what a client writes is never a path.
+        # Only names in the list are opened: what a client writes is never a path.
         if name not in {one.name for one in _readable(folder())}:
             raise NotFound(f"No log {shown(name)}; GET /admin/v1/logs lists them.", param="name", code="log_not_found")
         return {"name": name, "lines": _end(folder() / name, lines)}

@@ -271,7 +271,7 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
 
 
 def _by_rank(newest: list[tuple[JobRow, JobMetricRow | None]]) -> Metric:
-    """Of running jobs with their last steps."""
+    """A metric of running jobs, from their last steps."""
     text = "What a rank of a running job computed by itself in the last step: its forward passes."
     family = GaugeMetricFamily("appliance_job_rank_seconds", text, labels=["job", "model", "rank", "device"])
     for row, step in newest:

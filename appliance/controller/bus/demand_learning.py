@@ -67,10 +67,11 @@ class DemandLearning:
         self._saved_s: dict[str, float] = {}
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
         self._forecasts: dict[str, DemandForecast] = {}
-        # By name: what of its arrivals has been learned from. _came: the same by model, all its names together.
+        # For each name, which of its arrivals have been learned from. _came: the same by model, all its names
+        # together.
         self._counted: dict[str, Arrived] = {}
         self._came: dict[str, int] = {}
-        # By model: prompts too long for the target that have not been found late.
+        # For each model, the prompts too long for the target that have not been found late.
         self._hopeless: dict[str, float] = {}
         self._looked_s: float | None = None
 

@@ -65,7 +65,7 @@ class EnergyMeter:
 
 
 def holders_of(status: SchedulerStatus) -> dict[str, Holder]:
-    """By device."""
+    """Who holds what, by device."""
     models = {replica["id"]: replica["model"] for replica in status["replicas"]}
     found: dict[str, Holder] = {}
     for device in status["devices"]:

@@ -43,7 +43,7 @@ KEPT_SCHEMA = {
     },
     "required": ["input"],
 }
-"""Of items that are kept (`responses.entries`)."""
+"""The schema of items that are kept (`responses.entries`)."""
 Metadata = Annotated[dict[str, str], Field(max_length=16)]
 _Names = Annotated[list[Annotated[str, Field(max_length=256)]], Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=templates.MAX_TEXT)]
@@ -264,7 +264,7 @@ def _lacking(steps: list[str], schema: Any) -> str:
 
 
 _FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
-"""By these a schema may say more of an object's properties than `properties` does."""
+"""With these a schema may say more of an object's properties than `properties` does."""
 
 
 def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> dict[str, str]:

@@ -497,7 +497,7 @@ def _check_text(number: int, text: bytes) -> None:
 def _entry(number: int, line: bytes) -> dict[str, Any]:
     """Raises _Failed."""
     try:
-        # By the parser of requests: pydantic's takes NaN, and integers that no engine can be told.
+        # The parser of requests reads it: pydantic's takes NaN, and integers that no engine can be told.
         return requests.Entry.model_validate(orjson.loads(line)).model_dump()
     except orjson.JSONDecodeError as error:
         raise _Failed("invalid_data", f"Line {number} is not JSON: {error}.") from None

@@ -68,7 +68,7 @@ def routes(context: ControllerContext) -> APIRouter:
     db, config = context.db, context.config
     completing: set[str] = set()
     arriving: Counter[str] = Counter()  # by upload: bytes of parts that are not in the store yet
-    # By upload with parts under way: bytes in the store. Summed once, not for each chunk of 10,000 parts.
+    # Bytes in the store, of uploads with parts under way. Summed once, not for each chunk of 10,000 parts.
     settled: dict[str, int] = {}
     coming: Counter[str] = Counter()  # by upload: number of such parts; even an empty one takes a row and a file
 

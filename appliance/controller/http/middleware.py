@@ -156,7 +156,7 @@ class ReadsInTurns:
 
     def __init__(self, app: ASGIApp, owner_of: Callable[[str], str], at_once: int = READS_AT_ONCE):
         self._app, self._owner_of, self._at_once = app, owner_of, at_once
-        # By owner, and whether a gateway asks.
+        # Turns by owner, and by whether a gateway asks.
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

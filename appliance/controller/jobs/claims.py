@@ -16,7 +16,7 @@ from appliance.store.rows import JobRow, KeyRow
 LIMITS = ("max_priority", "max_non_preemptible", "max_deadlines", "max_held")
 # For a key that is not in the store: the limits of a new key.
 _DEFAULTS = KeyRow("", "", "", "", 0.0)
-# By the limit on their number: the field, the description of such a job, and the test for it.
+# For each limit on their number, the field, the description of such a job, and the test for it.
 _COUNTED: tuple[tuple[str, str, str, Callable[[JobCreate | JobRow], bool]], ...] = (
     ("max_non_preemptible", "preemptible", "not preemptible", lambda job: not job.preemptible),
     ("max_deadlines", "deadline_s", "bound by a deadline", lambda job: job.deadline_s is not None),

@@ -109,7 +109,7 @@ def check(request: JobCreate) -> None:
 
 
 def _refuse_block_of_another(given: MethodChoice) -> None:
-    """Of `{"type": "dpo", "supervised": {…}}` nobody means the block to be dropped. Raises BadRequest."""
+    """Nobody who writes `{"type": "dpo", "supervised": {…}}` means the block to be dropped. Raises BadRequest."""
     if getattr(given, given.type, None) is not None:
         return
     for name in METHODS:

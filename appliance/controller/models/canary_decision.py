@@ -191,9 +191,10 @@ def voters(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Own
 def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> tuple[float, float] | None:
     """95th percentiles of one voter's times with both versions. None where a version has none.
 
-    Of several owners each counts for fewer than `ENOUGH` answers: thousands of short ones of one, to one version,
-    were all that was heard of the others. And they are compared without him who has the most of a version's longest:
-    nine of one owner had the canary rolled back, or hid that it was slow. (Of two, he who has them of the canary.)"""
+    Where several owners ask, each counts for fewer than `ENOUGH` answers: thousands of short ones of one, to one
+    version, were all that was heard of the others. And they are compared without him who has the most of a version's
+    longest: nine of one owner had the canary rolled back, or hid that it was slow. (Of two, he who has them of the
+    canary.)"""
     several = len(new) > 1
     of_new, of_old = (
         {owner: _few(of(times)) if several else of(times) for owner, times in side.items()} for side in (new, old)

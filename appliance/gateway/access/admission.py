@@ -71,7 +71,7 @@ def check_head(request: Request, limits: Limits) -> None:
 
 
 def body_limit(route: Route | None, limits: Limits) -> int:
-    """In bytes."""
+    """The size in bytes."""
     if route is None or route.kind is Kind.INFERENCE:
         return limits.inference_body_bytes
     if route.kind is Kind.LOGIN:

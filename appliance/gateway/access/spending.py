@@ -21,7 +21,7 @@ from appliance.gateway.routing.table import Caller
 LOGINS_PER_MINUTE: Final = 300
 """What one worker takes, from everybody together."""
 LOGINS_PER_MINUTE_OF_ONE: Final = 100
-"""From one address, so that a stranger who asks without end does not keep all others from logging in. More than a
+"""What one address takes, so that a stranger who asks without end does not keep all others from logging in. More than a
 person needs: those behind a proxy come from its address."""
 _ADDRESSES: Final = 1024
 

@@ -201,8 +201,8 @@ CONTROL: tuple[Route, ...] = (
 
 _ROOTS: tuple[Route, ...] = (*CONTROL, PAGE)
 
-# By its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a key sees,
-# and what it hears of, is the controller's to say.
+# It goes by its whole URL: a model may be called `usage`, and what is below /admin/v1 stays as it is. Whose usage a
+# key sees, and what it hears of, is the controller's to say.
 EXACT[_USAGE] = _control(_USAGE.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
 EXACT[_EVENTS] = _control(_EVENTS.decode(), "GET", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}))
 EXACT[_ME] = _control(_ME.decode(), "GET", _ANY)

@@ -29,7 +29,7 @@ _THOUSANDTHS: Final = [b".%03d" % n for n in range(1000)]
 
 
 def _seconds(seconds: float) -> bytes:
-    """To the microsecond, like %.6f, which costs as much as half of the line."""
+    """The number to the microsecond, like %.6f, which costs as much as half of the line."""
     if not 0 <= seconds < 1:
         return b"%.6f" % seconds
     micros = int(seconds * 1_000_000)

@@ -22,9 +22,9 @@ RECENT_TTFT = 256
 RECENT_S = 60.0
 # Versions and key classes of one model: beyond this it drops the oldest series, so that swaps do not accumulate.
 SERIES_PER_MODEL = 32
-# Of all models, at all workers together: the loop writes them every second, and those of all workers with each scrape.
-# Beyond this the owner who has most loses the oldest. (A thousand names of one owner's checkpoints, each asked once,
-# took 0.4 s of each scrape, and 512 at each of eight workers 0.8.)
+# For all models, at all workers together: the loop writes them every second, and those of all workers with each
+# scrape. Beyond this the owner who has most loses the oldest. (A thousand names of one owner's checkpoints, each asked
+# once, took 0.4 s of each scrape, and 512 at each of eight workers 0.8.)
 SERIES = 512
 # What a worker keeps however many they are.
 LEAST_SERIES = 64

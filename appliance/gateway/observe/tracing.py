@@ -34,7 +34,7 @@ from runtime.network.heads_alone import HeadsAlone
 
 EXPORT_TIMEOUT_S = 3.0
 _FAILED = Status(StatusCode.ERROR)
-# By the name of a route; the others have no name in the conventions.
+# Operations by the name of a route; the others have no name in the conventions.
 _OPERATIONS = {
     "chat.completions": "chat",
     "completions": "text_completion",

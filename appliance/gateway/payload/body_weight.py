@@ -58,7 +58,7 @@ def check_inner(name: str, texts: list[str], most: int, depth: int) -> None:
 
 
 def _exact_weight(text: bytes, most: int) -> int:
-    """Without what stands in strings; more than `most` as soon as that is known."""
+    """The weight without what stands in strings; more than `most` as soon as that is known."""
     text = _without_escapes(text)
     quotes = text.count(b'"')
     if quotes // 2 * _STRING > most:

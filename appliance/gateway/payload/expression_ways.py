@@ -108,7 +108,7 @@ def quantifier(pattern: str, at: int) -> tuple[int, int, int] | None:
 
 
 def _number(digits: str) -> int:
-    """With more digits it is more than any limit, or hides behind zeros."""
+    """A number with more digits is more than any limit, or hides behind zeros."""
     return min(int(digits or "0"), _MANY) if len(digits) <= _DIGITS else _MANY
 
 

@@ -208,9 +208,9 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     return checked
 
 
-# By these a model writes tokens without a text, as many as are asked for: special ones, which are not shown, and those
-# that are kept back because a text at which the answer stops may begin with them. An engine has no event of them in
-# conversations, and an empty one in completions.
+# With these a model writes tokens without a text, as many as are asked for: special ones, which are not shown, and
+# those that are kept back because a text at which the answer stops may begin with them. An engine has no event of them
+# in conversations, and an empty one in completions.
 _STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens", "stop", "stop_sequences")
 
 # Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.

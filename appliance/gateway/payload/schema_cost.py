@@ -13,7 +13,7 @@ from typing import Any, Final
 _ANY_PAIR: Final = 5
 _TEXT_PAIR: Final = 4
 _NUMBER_PAIR: Final = 2
-# With minProperties or maxProperties, for each property and each count of them: 150 with at most 100 took 5 s.
+# minProperties and maxProperties cost for each property and each count of them: 150 with at most 100 took 5 s.
 _COUNTED: Final = 300
 # Each character of a long literal is a state of the grammar: 100,000 took 2.5 s. Most states of short ones are shared.
 _LITERAL_CHAR: Final = 26

@@ -96,7 +96,7 @@ _FORMATS: Final = frozenset({"text", "json_object", "json_schema", "structural_t
 
 
 def _format(name: str, wanted: Any, budget: _Budget) -> None:
-    # Without a type that it knows an engine holds a format against all that it has.
+    # Where an engine knows no type, it holds a format against all that it has.
     kind = wanted.get("type", "json_schema" if name.startswith("output") else None) if isinstance(wanted, dict) else ""
     if isinstance(wanted, dict) and not (isinstance(kind, str) and kind in _FORMATS):
         raise errors.bad_request(

@@ -58,7 +58,7 @@ class Holds(Generic[T]):
         self.count = 0
         self.body_bytes = 0
         self._serial = 0
-        # By owner, the one whose turn it is first; each owner's by serial.
+        # Holds by owner, the one whose turn it is first; those of an owner by serial.
         self._queues: dict[tuple[str, bool], OrderedDict[str, OrderedDict[int, Ticket[T]]]] = {}
 
     def add(

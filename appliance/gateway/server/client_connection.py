@@ -126,7 +126,7 @@ class ClientConnection(Receiver):
         handler, request = self.active, self.active_request
         self.active = self.active_request = None
         if request is not None:
-            # Without a handler, too, where making one failed: its body would count for its owner for ever.
+            # Also where making a handler failed: its body would count for its owner for ever.
             if handler is not None:
                 handler.client_lost()
             request.status = request.status or 499
@@ -476,7 +476,7 @@ class ClientConnection(Receiver):
                 self._state.metrics.events["slow_head"] += 1
                 self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
             else:
-                # With a deadline: what a client has not read yet would keep the connection open for ever.
+                # It has a deadline: what a client has not read yet would keep the connection open for ever.
                 self._close(read_rest=False)
 
     def keys_changed(self, callers: Mapping[str, Caller]) -> None:

@@ -23,7 +23,7 @@ class CallableNames:
         self._checkpoints = KeptRows[CheckpointNameRow](db, {"checkpoints": "ROW.model"}, _checkpoints)
 
     def adapters(self) -> Mapping[str, AdapterRow]:
-        """By name."""
+        """Checkpoints by name."""
         rows = self._adapters.all()
         active = models.active_among(self._db, {row.base for row in rows})
         return {

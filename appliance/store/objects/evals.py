@@ -44,7 +44,7 @@ def find_run(db: Database, run_id: str, *, viewer: str | None = None, eval_id: s
 
 
 def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
-    """Without its data source, which may be long."""
+    """The run without its data source, which may be long."""
     return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ? AND {_RUN_THERE}", [run_id])
 
 

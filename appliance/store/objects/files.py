@@ -26,7 +26,7 @@ def find(db: Database, file_id: str, *, viewer: str | None, now_s: float) -> Fil
 
 
 def page(db: Database, *, viewer: str | None, now_s: float, purpose: str | None, **part: Unpack[Part]) -> Page[FileRow]:
-    """Without the reports, which are long and which no list shows."""
+    """Rows without the reports, which are long and which no list shows."""
     where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([now_s])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]

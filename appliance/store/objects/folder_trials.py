@@ -22,7 +22,7 @@ def find(db: Database, contents: str) -> FolderTrial | None:
 
 
 def keep(db: Database, contents: str, trial: FolderTrial) -> None:
-    """In place of what an earlier trial of the same files came to."""
+    """Replaces what an earlier trial of the same files came to."""
     db.execute(
         "INSERT OR REPLACE INTO folder_trials VALUES (?, ?, ?, ?)",
         [contents, trial.rules, trial.refused_file, trial.reason],

@@ -21,8 +21,8 @@ insert, find, find_visible, update = _TABLE.insert, _TABLE.find, _TABLE.find_vis
 
 
 def of_job(db: Database, job_id: str) -> GateRow | None:
-    """Without its terms: nobody who looks at a job wants them, and the runs of an owner's pipelines are looked at every
-    second."""
+    """The gate without its terms: nobody who looks at a job wants them, and the runs of an owner's pipelines are looked
+    at every second."""
     return db.one(GateRow, f"SELECT {_WITHOUT_TERMS} FROM gates WHERE job_id = ?", [job_id])
 
 
@@ -44,7 +44,7 @@ def unfinished(db: Database) -> list[str]:
 
 
 def outline(db: Database, gate_id: str) -> GateRow | None:
-    """Without its terms, and without what was found: they may be long, and a gate is looked at every second."""
+    """The gate without its terms and without what was found: they may be long, and a gate is looked at every second."""
     return db.one(GateRow, f"SELECT {_OUTLINE} FROM gates WHERE id = ?", [gate_id])
 
 

@@ -96,12 +96,12 @@ def upsert_metric(db: Database, row: JobMetricRow) -> None:
 
 
 def set_communication(db: Database, job_id: str, step: int, share: float) -> None:
-    """Of a step that there are metrics of."""
+    """For a step that has metrics."""
     db.execute("UPDATE job_metrics SET communication = ? WHERE job_id = ? AND step = ?", [share, job_id, step])
 
 
 def last_communication(db: Database, job_id: str) -> float | None:
-    """Of the newest step that was profiled."""
+    """The share of communication in the newest step that was profiled."""
     share: float | None = db.value(
         "SELECT communication FROM job_metrics WHERE job_id = ? AND communication IS NOT NULL "
         "ORDER BY step DESC LIMIT 1",
@@ -111,7 +111,7 @@ def last_communication(db: Database, job_id: str) -> float | None:
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
-    """By ascending step, from the one behind `after_step`."""
+    """Metrics by ascending step, from the one behind `after_step`."""
     return db.all(
         JobMetricRow,
         "SELECT * FROM job_metrics WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?",
@@ -158,7 +158,7 @@ def list_checkpoints(db: Database) -> list[CheckpointRow]:
 
 
 def checkpoint_names(db: Database, of: Sequence[str] | None = None) -> list[CheckpointNameRow]:
-    """Of all, in order of creation, what each round of the scheduler and each table need of them. of: these models'
+    """What each round of the scheduler and each table need of all checkpoints, in order of creation. of: these models'
     alone."""
     where = "" if of is None else f"WHERE model IN ({', '.join('?' * len(of))}) "
     return db.all(CheckpointNameRow, f"SELECT name, model, version FROM checkpoints {where}ORDER BY seq", of or ())

@@ -71,7 +71,7 @@ def list_unfinished(db: Database, among: Sequence[str] | None = None) -> list[Jo
 
 
 def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> list[JobRow]:
-    """Of `list_unfinished`, those that train a model by one of these names, or are to make the other one."""
+    """Those of `list_unfinished` that train a model by one of these names, or are to make the other one."""
     marks = ", ".join("?" * len(trained))
     return _unfinished(db, _IN_SHORT, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
 
@@ -82,7 +82,7 @@ def list_unfinished_whole(db: Database) -> list[JobRow]:
 
 
 def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[str] = ()) -> list[JobRow]:
-    # By an index: of each owner two thousand have ended.
+    # By an index, because two thousand jobs of each owner have ended.
     which = f"phase IN ({sql_list(UNFINISHED_PHASES)}){also}"
     return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)
 

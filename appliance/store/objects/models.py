@@ -106,8 +106,8 @@ def without_chat_template(db: Database) -> set[tuple[str, str]]:
 
 
 def challengers(db: Database, name: str | None = None) -> dict[str, str]:
-    """By model, the version that is compared with the one that answers: its canary, else that of its newest gate, if it
-    was made after the one that answers. name: of this model alone."""
+    """For each model the version that is compared with the one that answers: its canary, else that of its newest gate,
+    if it was made after the one that answers. name: of this model alone."""
     rows = db.execute(
         "SELECT g.model, g.version FROM gates g JOIN models m ON m.id = g.model"
         " JOIN versions v ON v.model = g.model AND v.version = g.version"

@@ -42,7 +42,7 @@ def number_of(db: Database, owner: str) -> int:
 
 
 def delete(db: Database, pipeline_id: str) -> None:
-    """With its runs."""
+    """Deletes it with its runs."""
     db.execute("DELETE FROM pipelines WHERE id = ?", [pipeline_id])
 
 
@@ -57,7 +57,7 @@ def taken(db: Database, pipeline_id: str) -> dict[str, list[Any]]:
 
 
 def take(db: Database, pipeline_id: str, data: Mapping[str, list[Any]]) -> None:
-    """From now on `taken` is this."""
+    """Sets `taken`."""
     db.execute("UPDATE pipelines SET taken = ? WHERE id = ?", [_json(data), pipeline_id])
 
 

@@ -45,7 +45,7 @@ def insert(db: Database, row: ResponseRow) -> bool:
 
 
 def exists(db: Database, response_id: str, viewer: str | None = None) -> bool:
-    """Without reading it: 200 of one owner may have a gigabyte. viewer: whether it is this owner's."""
+    """Looks for it without reading it: 200 of one owner may have a gigabyte. viewer: whether it is this owner's."""
     found = db.value(
         "SELECT 1 FROM responses INDEXED BY responses_chain WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)",
         [response_id, viewer],

@@ -198,5 +198,5 @@ def old_files(db: Database, before_s: float, limit: int) -> list[str]:
 
 
 def is_needed(db: Database, file_id: str) -> bool:
-    """By a batch or a job that has not ended."""
+    """Whether a batch or a job that has not ended uses it."""
     return db.value(f"SELECT 1 FROM files WHERE id = ? AND {_NEEDED}", [file_id]) is not None

@@ -80,7 +80,8 @@ def routes(
     db = context.db
 
     def begun(attempt: Attempt, operation_id: str) -> OperationRow | None:
-        """By an earlier attempt. One that failed is no answer to a mere retry: it may be that of an earlier request."""
+        """The operation that an earlier attempt began. One that failed is no answer to a mere retry: it may be that of
+        an earlier request."""
         row = operation_rows.find(db, operation_id)
         return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
 
