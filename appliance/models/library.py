@@ -356,7 +356,7 @@ class ModelLibrary:
         return self._private(self._root / ".numbers") / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def _forget_numbers(self) -> None:
-        """How many files are kept of names whose versions are all gone; one number stands for those that go."""
+        """Keeps the numbers of MOST_NUMBERS names whose versions are all gone; one number stands for those that go."""
         folder = self._private(self._root / ".numbers")
         kept = [entry for entry in os.scandir(folder) if re.fullmatch(r"[0-9a-f]{32}", entry.name)]
         if len(kept) <= MOST_NUMBERS:

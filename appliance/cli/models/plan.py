@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +20,17 @@ app = group("Show whether a job or a model would fit, before anything is started
 
 # The answer's numbers of a device that have a line of their own.
 _ELSEWHERE = ("device_bytes", "room_bytes", "host_bytes")
+CONFIG = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="DIR|FILE|NAME",
+        help="In place of a model of the box: a config.json, its directory, or a published model's name or size (70b).",
+    ),
+]
+ACCELERATOR = Annotated[
+    str | None, typer.Option("--accelerator", metavar="NAME", help="With --config: h100, a100, 48gb …")
+]
 _FOOT = "It exits with 1 when it does not fit, so a script can ask before it submits."
 
 
@@ -41,17 +52,8 @@ def serve(
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices that share one replica.")
     ] = 1,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            metavar="DIR|FILE|NAME",
-            help="In place of MODEL: a config.json, its directory, or a published model's name or size (70b).",
-        ),
-    ] = None,
-    accelerator: Annotated[
-        str | None, typer.Option("--accelerator", metavar="NAME", help="With --config: h100, a100, 48gb …")
-    ] = None,
+    config: CONFIG = None,
+    accelerator: ACCELERATOR = None,
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, help="With --config: of the machine. Default: 8.")
     ] = None,
@@ -60,7 +62,8 @@ def serve(
     if (model is None) == (config is None):
         raise BadUsage("give either MODEL (one of the box) or --config (any other)")
     if config is not None:
-        _show(session, _serve_without_box(config, accelerator, devices, replicas, tensor_parallel))
+        engines = {"replicas": replicas, "tensor_parallel": tensor_parallel}
+        _show(session, _without_box(False, config, accelerator, devices, **engines))
         return
     if accelerator is not None or devices is not None:
         raise BadUsage("--accelerator and --devices go with --config; the devices of the box are known")
@@ -95,17 +98,8 @@ def job(
             help="Training data, whose tokens are counted; it is kept only if it has bad lines, to show them.",
         ),
     ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            metavar="DIR|FILE|NAME",
-            help="In place of --model: a config.json, its directory, or a published model's name or size (70b).",
-        ),
-    ] = None,
-    accelerator: Annotated[
-        str | None, typer.Option("--accelerator", metavar="NAME", help="With --config: h100, a100, 48gb …")
-    ] = None,
+    config: CONFIG = None,
+    accelerator: ACCELERATOR = None,
     price_per_kwh: Annotated[
         float | None,
         typer.Option("--price-per-kwh", metavar="PRICE", min=0, help="With --config: of electricity, for the costs."),
@@ -132,8 +126,8 @@ def job(
     if config is not None:
         if file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
-        planned = _without_box(config, accelerator, devices, method, hyperparameters, examples_, price_per_kwh)
-        _show(session, planned)
+        asked = given(examples=examples_, method=method, price_per_kwh=price_per_kwh) | {"given": hyperparameters}
+        _show(session, _without_box(True, config, accelerator, devices, **asked))
         return
     if accelerator is not None:
         raise BadUsage("--accelerator goes with --config; the devices of the box are known")
@@ -160,53 +154,20 @@ def job(
 
 
 def _without_box(
-    config: str,
-    accelerator: str | None,
-    devices: int | None,
-    method: str,
-    hyperparameters: dict[str, Any],
-    examples: int | None,
-    price_per_kwh: float | None,
+    of_job: bool, config: str, accelerator: str | None, devices: int | None, **asked: Any
 ) -> dict[str, Any]:
     """Raises BadUsage."""
     # Fenced: it would double the time of every other command's `--help`.
-    from appliance.controller.jobs.planned import ACCELERATORS, BadShape, plan_imagined
+    from appliance.controller.jobs.planned import ACCELERATORS, BadShape, plan_imagined, serve_imagined
 
     if accelerator is None:
-        raise _no_accelerator(ACCELERATORS)
+        known = ", ".join(ACCELERATORS)
+        raise BadUsage(f"--config needs --accelerator: one of {known}, or the memory of each, such as 48gb")
+    imagined: Callable[..., dict[str, Any]] = plan_imagined if of_job else serve_imagined
     try:
-        return plan_imagined(
-            config,
-            hyperparameters,
-            devices=devices or 8,
-            accelerator=accelerator,
-            examples=examples,
-            method=method,
-            price_per_kwh=price_per_kwh,
-        )
+        return imagined(config, devices=devices or 8, accelerator=accelerator, **asked)
     except BadShape as error:
         raise BadUsage(str(error)) from error
-
-
-def _serve_without_box(
-    config: str, accelerator: str | None, devices: int | None, replicas: int, tensor_parallel: int
-) -> dict[str, Any]:
-    """Raises BadUsage."""
-    # Fenced, as above.
-    from appliance.controller.jobs.planned import ACCELERATORS, BadShape, serve_imagined
-
-    if accelerator is None:
-        raise _no_accelerator(ACCELERATORS)
-    try:
-        return serve_imagined(
-            config, replicas=replicas, tensor_parallel=tensor_parallel, devices=devices or 8, accelerator=accelerator
-        )
-    except BadShape as error:
-        raise BadUsage(str(error)) from error
-
-
-def _no_accelerator(known: Iterable[str]) -> BadUsage:
-    return BadUsage(f"--config needs --accelerator: one of {', '.join(known)}, or the memory of each, such as 48gb")
 
 
 def _answer(session: Session, body: dict[str, Any]) -> None:
