@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,12 +42,7 @@ _NONE = ("none", "any")
 
 def json_file(option: str, path: Path) -> Any:
     """Read a JSON file. Raises BadUsage."""
-    try:
-        return json.loads(path.expanduser().read_text())
-    except OSError as error:
-        raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BadUsage(f"{option} {path} is not JSON: {error}") from error
+    return _parsed(option, path, json.loads, "JSON")
 
 
 def table_file(option: str, path: Path) -> Any:
@@ -55,12 +51,16 @@ def table_file(option: str, path: Path) -> Any:
         return json_file(option, path)
     import tomllib  # fenced, for the time of `--help`
 
+    return _parsed(option, path, tomllib.loads, "TOML")
+
+
+def _parsed(option: str, path: Path, parse: Callable[[str], Any], form: str) -> Any:
     try:
-        return tomllib.loads(path.expanduser().read_text())
+        return parse(path.expanduser().read_text())
     except OSError as error:
         raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise BadUsage(f"{option} {path} is not TOML: {error}") from error
+        raise BadUsage(f"{option} {path} is not {form}: {error}") from error
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,32 +77,25 @@ def make(
     lessons = _lessons(prompts, system)
     source = hashlib.sha256(prompts.read_bytes()).hexdigest()
     key = hashlib.sha256(json.dumps([source, teacher, asked, system], sort_keys=True).encode()).hexdigest()
-    lineage_path = target.with_name(f"{target.stem}.lineage.json")
-    lineage = _made_before(target, lineage_path, [key, keep_system])
+    lineage = _made_before(target, [key, keep_system])
     if lineage is None:
         questions = ((str(line), {"model": teacher, **lesson, **asked}) for line, lesson in lessons.items())
         batch = begun_before(session, METADATA, key) or begin(session, _ENDPOINT, questions, METADATA, key)
         batch = wait_for_end(session, batch, timeout)
         refuse_unfinished(batch)
         examples, left_out, versions = _examples(session, batch, lessons, bool(system) and not keep_system)
-        content = _lines(examples)
-        lineage = {
-            "made": [_made(target, content, len(examples))],
+        if not examples:
+            raise CommandFailed(f"the teacher {teacher} gave no answer to learn from: {_counted(left_out)}")
+        about = {
             "from": [{"file": str(prompts), "sha256": source}],
-            "read_examples": len(lessons),
-            "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
-            "dropped_lines": [[line, why] for line, why in left_out],
-            "masked": {},
+            "dropped_lines": left_out,
             "teacher": teacher,
             "teacher_versions": versions,
             "batch": batch["id"],
             "asked": asked | given(system=system),
             "of": [key, keep_system],
         }
-        if not examples:
-            raise CommandFailed(f"the teacher {teacher} gave no answer to learn from: {_counted(lineage['dropped'])}")
-        _write(target, content)
-        _write(lineage_path, json.dumps(lineage, indent=1).encode())
+        lineage = _save(target, examples, left_out, about | {"read_examples": len(lessons)})
     session.show(lineage, file_data.made)
 
 
@@ -145,33 +139,37 @@ def kept(
             continue
         same.add(text)
         examples.append({**lesson, "messages": [*one["messages"], answer]})
-    content = _lines(examples)
-    lineage = {
-        "made": [_made(out, content, len(examples))],
+    if not examples:
+        raise CommandFailed(f"{len(found):,} kept completions fit, and nothing is learnt from them")
+    about = {
         "from": [],
         "read_examples": len(found),
-        "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
-        "dropped_completions": [[completion, why] for completion, why in left_out],
-        "masked": {},
+        "dropped_completions": left_out,
         "teachers": sorted({one["model"] for one in found}),
         "asked": given(model=model, metadata=metadata or None),
         "completions": [found[0]["id"], found[-1]["id"]] if found else [],
     }
-    if not examples:
-        raise CommandFailed(f"{len(found):,} kept completions fit, and nothing is learnt from them")
-    _write(out, content)
-    _write(out.with_name(f"{out.stem}.lineage.json"), json.dumps(lineage, indent=1).encode())
-    session.show(lineage, file_data.made)
+    session.show(_save(out, examples, left_out, about), file_data.made)
 
 
-def _lines(examples: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
+def _lineage_of(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.lineage.json")
 
 
-def _made(path: Path, content: bytes, examples: int) -> dict[str, Any]:
-    """What a lineage says of the file."""
+def _save(
+    path: Path, examples: list[dict[str, Any]], left_out: Sequence[tuple[object, str]], about: dict[str, Any]
+) -> dict[str, Any]:
+    """Writes the file and its lineage, and returns that. about: what the lineage says besides. Raises BadUsage."""
+    content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in examples).encode()
     digest = hashlib.sha256(content).hexdigest()
-    return {"file": str(path), "sha256": digest, "examples": examples, "bytes": len(content)}
+    lineage = about | {
+        "made": [{"file": str(path), "sha256": digest, "examples": len(examples), "bytes": len(content)}],
+        "dropped": dict.fromkeys(_LEFT_OUT, 0) | Counter(why for _, why in left_out),
+        "masked": {},
+    }
+    _write(path, content)
+    _write(_lineage_of(path), json.dumps(lineage, indent=1).encode())
+    return lineage
 
 
 def _learnt(choice: dict[str, Any]) -> dict[str, Any]:
@@ -216,12 +214,12 @@ def _prompt(record: Any) -> tuple[list[Any], dict[str, Any]]:
     return kept, {"tools": record["tools"]} if record.get("tools") else {}
 
 
-def _made_before(target: Path, lineage: Path, of: list[Any]) -> dict[str, Any] | None:
+def _made_before(target: Path, of: list[Any]) -> dict[str, Any] | None:
     """The lineage of what an earlier command has made of the same. Raises BadUsage if something else is there."""
     if not target.exists():
         return None
     try:
-        found: dict[str, Any] = json.loads(lineage.read_bytes())
+        found: dict[str, Any] = json.loads(_lineage_of(target).read_bytes())
         if found["of"] == of and found["made"][0]["sha256"] == hashlib.sha256(target.read_bytes()).hexdigest():
             return found
     except (OSError, ValueError, KeyError, TypeError):
@@ -268,8 +266,9 @@ def _why_not(choice: dict[str, Any], text: str, seen: set[str]) -> str:
     return "duplicates" if text in seen else ""
 
 
-def _counted(dropped: dict[str, int]) -> str:
-    return ", ".join(f"{n:,} {why}" for why, n in dropped.items() if n)
+def _counted(left_out: Sequence[tuple[object, str]]) -> str:
+    counts = Counter(why for _, why in left_out)
+    return ", ".join(f"{counts[why]:,} {why}" for why in _LEFT_OUT if counts[why])
 
 
 def _write(path: Path, content: bytes) -> None:
