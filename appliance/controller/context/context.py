@@ -15,7 +15,6 @@ from appliance.controller.bus.load import Load
 from appliance.controller.context.file_work import FileWork
 from appliance.controller.context.paced import Paced
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import (
     BatchEngines,
     DeepCheckPort,
@@ -34,21 +33,6 @@ from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import Reading
-
-
-async def _no_doctor() -> dict[str, Any]:
-    """What a controller without a box around it has."""
-    return {"exit_code": 0, "data": [], "at_s": time.time()}
-
-
-class _NoDeepChecks:
-    """What a controller without devices around it has."""
-
-    async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
-        raise OperationFailed("nothing measures devices here", code="not_measured")
-
-    def results(self) -> dict[str, dict[str, Any]]:
-        return {}
 
 
 @dataclass
@@ -81,6 +65,8 @@ class ControllerContext:
     settings_check: SettingsCheck
     nodes: NodePort
     opening: Opening
+    deep_checks: DeepCheckPort
+    doctor: Callable[[], Awaitable[dict[str, Any]]]
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     models_leaving: set[str] = field(default_factory=set)
     load: Callable[[], Load] = Load
@@ -95,10 +81,8 @@ class ControllerContext:
     doctor_looked_s: Callable[[], float | None] = lambda: None
     file_work: FileWork = field(default_factory=FileWork)
     new_tables: Paced = field(default_factory=Paced)
-    doctor: Callable[[], Awaitable[dict[str, Any]]] = _no_doctor
     device_readings: Callable[[], Mapping[str, Reading]] = dict
     open_engines: Callable[[], Mapping[str, tuple[str, str]]] = dict
-    deep_checks: DeepCheckPort = field(default_factory=_NoDeepChecks)
     wandb_mode: Literal["offline", "online"] | None = None
     power: PowerSettings = field(default_factory=PowerSettings)
     power_status: Callable[[], dict[str, Any]] = dict

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -99,9 +100,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
             return row
 
         attempt = idempotency.Attempt.of(request, caller, ROUTE, await request.body())
-        row, _ = idempotency.once(
-            db, context.config, attempt, lambda earlier: evals.find(db, earlier, viewer=caller.viewer), make
-        )
+        row, _ = idempotency.once(db, context.config, attempt, partial(evals.find, db, viewer=caller.viewer), make)
         return views.eval_object(row, caller)
 
     @router.get("")
@@ -161,13 +160,8 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
             return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
 
         attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
-        row, made = idempotency.once(
-            db,
-            context.config,
-            attempt,
-            lambda earlier: evals.find_run(db, earlier, viewer=caller.viewer, eval_id=of.id),
-            make,
-        )
+        known_before = partial(evals.find_run, db, viewer=caller.viewer, eval_id=of.id)
+        row, made = idempotency.once(db, context.config, attempt, known_before, make)
         if made:
             runner.begin(row.id)
         return shown_run(row, caller)

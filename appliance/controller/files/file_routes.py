@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -66,13 +67,8 @@ def routes(context: ControllerContext) -> APIRouter:
                 return row
 
             with storage.with_row(context, file_id):
-                kept, _ = idempotency.once(
-                    db,
-                    context.config,
-                    attempt,
-                    lambda earlier: files.find(db, earlier, viewer=caller.viewer, now_s=time.time()),
-                    make,
-                )
+                known = partial(files.find, db, viewer=caller.viewer, now_s=time.time())
+                kept, _ = idempotency.once(db, context.config, attempt, known, make)
         return views.file_object(kept, caller)
 
     @router.get("")

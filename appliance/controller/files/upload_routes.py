@@ -100,9 +100,7 @@ def routes(context: ControllerContext) -> APIRouter:
             return row
 
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        row, _ = idempotency.once(
-            db, config, attempt, lambda earlier: upload_rows.find(db, earlier, viewer=caller.viewer), make
-        )
+        row, _ = idempotency.once(db, config, attempt, partial(upload_rows.find, db, viewer=caller.viewer), make)
         return _view(context, row, caller)
 
     @router.post("/{upload_id}/parts")

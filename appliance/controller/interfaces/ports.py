@@ -138,9 +138,7 @@ class ModelStats:
     task: Literal["generate", "embed"]
     source: str
     disk_path: str | None
-    shm_path: str | None = None
     max_model_len: int | None = None
-    fingerprint: dict[str, Any] | None = None
     info: dict[str, Any] = field(default_factory=dict)
     adapter_rank: int | None = None
 
@@ -313,9 +311,9 @@ class LineReturned(Exception):
 
 
 DEVICE_FAILED = "device_failed"
+"""The code of an OperationFailed of which the device may be the cause."""
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
-"""The code of an OperationFailed of which the device may be the cause."""
 
 
 class DeviceMeasure(Protocol):

@@ -150,7 +150,7 @@ def _insert(
                     model=row.id,
                     created_s=row.created_s,
                     meta=meta,
-                    **columns(stats, "version source bytes disk_path shm_path fingerprint"),
+                    **columns(stats, "version source bytes disk_path"),
                 ),
             )
         models.activate(db, row.id, stats.version)

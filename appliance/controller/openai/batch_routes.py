@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -81,9 +82,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             batches.insert(db, row)
             return row
 
-        row, made = idempotency.once(
-            db, context.config, attempt, lambda earlier: batches.find(db, earlier, viewer=caller.viewer), make
-        )
+        row, made = idempotency.once(db, context.config, attempt, partial(batches.find, db, viewer=caller.viewer), make)
         if made:
             runner.begin(row.id)
         return _view(row, _going(row, runner), caller)

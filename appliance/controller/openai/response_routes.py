@@ -67,9 +67,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             stored.add([row])
             return row
 
-        row, made = idempotency.once(
-            context.db, context.config, attempt, lambda earlier: responses.find(context.db, earlier), make
-        )
+        row, made = idempotency.once(context.db, context.config, attempt, partial(responses.find, context.db), make)
         if made:
             background.begin(row)
         return _stream(background.follow(row, -1, caller)) if body.get("stream") else _json(row.response.encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
@@ -60,9 +61,8 @@ def routes(context: ControllerContext, runner: SweepRunner, hosts: GraderHosts) 
             return row
 
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        row, _ = idempotency.once(
-            db, context.config, attempt, lambda earlier: sweeps.find_visible(db, earlier, viewer=caller.viewer), make
-        )
+        known_before = partial(sweeps.find_visible, db, viewer=caller.viewer)
+        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return sweep_object(context, row, caller)
 
     @router.get("")
