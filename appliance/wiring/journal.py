@@ -51,9 +51,6 @@ class SqliteJournal:
         row = handovers.find(self._db, str(handover_id))
         return self._record(row) if row is not None else None
 
-    def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
-        return tuple(self._record(row) for row in handovers.list_recent(self._db, limit))
-
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         found = (self.get(number) for number in range(handover_id + 1, self.last_id() + 1))
         return tuple(record for record in found if record is not None)

@@ -64,9 +64,6 @@ class Journal(Protocol):
 
     def get(self, handover_id: int) -> HandoverRecord | None: ...
 
-    def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
-        """The newest hand-overs, newest first."""
-
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         """Those with a higher number, oldest first."""
 
@@ -106,9 +103,6 @@ class MemoryJournal:
     def get(self, handover_id: int) -> HandoverRecord | None:
         record = self._records.get(handover_id)
         return None if record is None else self._whole(record)
-
-    def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
-        return tuple(self._whole(r) for r in sorted(self._records.values(), key=lambda r: -r.id)[:limit])
 
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         return tuple(self._whole(r) for number, r in sorted(self._records.items()) if number > handover_id)

@@ -50,12 +50,7 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.request import Request
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-from vllm.v1.structured_output import (
-    StructuredOutputManager,
-    backend_guidance,
-    backend_outlines,
-    backend_xgrammar,
-)
+from vllm.v1.structured_output import StructuredOutputManager, backend_guidance, backend_outlines, backend_xgrammar
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind

@@ -324,7 +324,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         # Engines elsewhere are reached through a socket here, and their weights were copied to their node.
         assert all(Path(path).parent == configs["n0"].run_dir / "r" for path in table.sockets.values())
         copies = [
-            s.detail["copied_bytes"] for record in journal.recent(50) for s in record.steps if s.verb == "start_replica"
+            s.detail["copied_bytes"] for record in journal.since(0) for s in record.steps if s.verb == "start_replica"
         ]
         away = [engine for engine in engines if not engine["devices"][0].startswith("n0/")]
         assert sum(size > 0 for size in copies) == len({engine["devices"][0].partition("/")[0] for engine in away})

@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             async with asyncio.timeout(3600):
                 await self.loop.wait_settled(self.loop.nudge())
         except TimeoutError:
-            recent = [f"{r.id} {r.state} {r.reason} {r.error}" for r in self.journal.recent(6)]
+            recent = [f"{r.id} {r.state} {r.reason} {r.error}" for r in self.journal.since(0)[:-7:-1]]
             raise AssertionError(
                 f"never at rest: {self.journal.last_id() - began} hand-overs, {recent}, {self.loop._transitions}"
             ) from None

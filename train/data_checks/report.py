@@ -37,16 +37,6 @@ def report(scan: Scan, options: CheckOptions) -> dict[str, Any]:
     }
 
 
-def beyond(report: dict[str, Any], at_most: dict[str, float]) -> list[str]:
-    """What a report has more of than it may, in words. at_most: share of the examples by name of a check."""
-    told = []
-    for name, most in at_most.items():
-        found = report["checks"].get(name)
-        if found is not None and found["share"] > most:
-            told.append(f"{name}: {found['count']} of {report['examples']} ({found['share']:.2%}); at most {most:.2%}")
-    return told
-
-
 def _asked(name: str, scan: Scan, options: CheckOptions) -> bool:
     needed = {"too_long": scan.max_tokens is not None, "contaminated": options.against is not None}
     return options.does(name) and needed.get(name, True)

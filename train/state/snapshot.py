@@ -175,12 +175,6 @@ def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightSt
     return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
 
 
-def newest_snapshot(store: WeightStore, job_id: str) -> str | None:
-    """Path of the job's snapshot of the highest step, None if it has none."""
-    newest = max(_of_job(store, job_id), key=lambda s: s.manifest.meta["step"], default=None)
-    return None if newest is None else str(newest.path)
-
-
 def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
     """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
     outcome, draft = None, None

@@ -34,7 +34,7 @@ from weights.memory import segment
 from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manifest_room
 from weights.memory.drafts import Drafts
 from weights.memory.evictor import Evictor
-from weights.memory.lease import Lease, StoredVersion, pin, take_lease, unpin
+from weights.memory.lease import Lease, StoredVersion, take_lease
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import best_fit
 from weights.memory.space import Usage
@@ -251,14 +251,6 @@ class WeightStore:
                     os.close(staging_fd)
                 os.rename(draft, stored.path / MANIFEST_FILE)
         return StoredVersion.read(stored.path)
-
-    def pin(self, stored: StoredVersion) -> None:
-        """Forbids eviction of `stored`, across restarts, until `unpin`. Raises VersionNotFound."""
-        pin(stored)
-
-    def unpin(self, stored: StoredVersion) -> None:
-        """Allows eviction of `stored`; the caller knows of another copy. Raises VersionNotFound."""
-        unpin(stored)
 
     # Removing
 

@@ -7,7 +7,6 @@ starts over from what is on disk.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -21,7 +20,6 @@ from appliance.store.records import operations
 from appliance.store.rows import OperationRow, columns
 from runtime.background_tasks import RunningTasks
 
-log = logging.getLogger("appliance.controller")
 Work = Callable[[Report], Awaitable[dict[str, Any]]]
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -33,8 +32,6 @@ from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys
 from appliance.store.rows import ModelRow
-
-log = logging.getLogger(__name__)
 
 # Each name of a model repeats its sharing list in the gateways' table: without a limit the table would eventually be
 # too long for the gateways, and then no revocation would reach them any more.

@@ -8,7 +8,6 @@ another request; the gateway's count of buffered body bytes includes exactly the
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Mapping
 from time import monotonic
@@ -26,8 +25,6 @@ from appliance.gateway.routing.table import Caller
 from appliance.gateway.server.dispatch import Dispatch
 from appliance.gateway.server.request_parser import Closing, Receiver, RequestParser
 from appliance.gateway.state.state import State
-
-log = logging.getLogger("appliance.gateway")
 
 # Largest body of a refused request that is read to keep the connection; a larger one closes it.
 _DISCARD_BYTES: Final = 256 * 1024

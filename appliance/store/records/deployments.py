@@ -12,7 +12,3 @@ insert, find, update = _TABLE.insert, _TABLE.find, _TABLE.update
 
 def list_all(db: Database) -> list[DeploymentRow]:
     return db.all(DeploymentRow, "SELECT * FROM deployments ORDER BY created_s, model")
-
-
-def delete(db: Database, model: str) -> None:
-    db.execute("DELETE FROM deployments WHERE model = ?", [model])

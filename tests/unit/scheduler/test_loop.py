@@ -402,7 +402,7 @@ async def test_a_failed_swap_keeps_the_old_version_serving() -> None:
         await rig.settle()
         assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v1", "open")]
         assert "injected" in rig.store.troubles["m"].reason
-        swaps = [s for h in rig.journal.recent(100) for s in h.steps if s.verb == "swap_replica"]
+        swaps = [s for h in rig.journal.since(0) for s in h.steps if s.verb == "swap_replica"]
         assert 7 <= len(swaps) <= 16, "tried on, at most a minute apart"
         rig.effects.hook = lambda at, verb, target: None
         await asyncio.sleep(61)
@@ -418,7 +418,7 @@ def refusing(blame: Blame, *verbs: str) -> Callable[[str, str, str], None]:
 
 
 def tried(rig: Rig, verb: str) -> int:
-    return sum(step.verb == verb and step.state != "skipped" for h in rig.journal.recent(100) for step in h.steps)
+    return sum(step.verb == verb and step.state != "skipped" for h in rig.journal.since(0) for step in h.steps)
 
 
 @in_virtual_time
@@ -544,7 +544,7 @@ async def test_a_failed_suspend_leaves_the_previous_state_until_the_retry() -> N
         rig.loop.nudge()
         await asyncio.sleep(20)
         assert rig.jobs() == {"j1": 4} and rig.states() == []
-        assert rig.journal.recent(1)[0].state in ("running", "undone")
+        assert rig.journal.since(0)[-1].state in ("running", "undone")
         await rig.settle()
         assert rig.jobs() == {} and rig.states() == ["open"]
 
@@ -557,7 +557,7 @@ async def test_an_engine_that_cannot_sleep_is_stopped() -> None:
         rig.store.policy = Policy("train")
         await rig.settle()
         assert rig.jobs() == {"j1": 4} and rig.states() == []
-        (last,) = rig.journal.recent(1)
+        last = rig.journal.since(0)[-1]
         assert last.state == "done"
         forced = [s for s in last.steps if s.undoes is not None]
         assert [s.verb for s in forced] == ["stop_replica"]
@@ -583,7 +583,7 @@ async def test_a_hung_step_ends_at_its_limit() -> None:
         began_s = rig.now_s
         await asyncio.sleep(75)
         assert rig.now_s - began_s == 75
-        last = rig.journal.recent(5)[-1]
+        last = rig.journal.since(0)[-5:][0]
         assert last.state == "undone" and "longer than its limit of 60 s" in last.error
         rig.effects.seconds["start_replica"] = 1.0
         await asyncio.sleep(100)
@@ -651,7 +651,7 @@ async def test_an_engine_that_nobody_asks_sleeps_while_its_device_is_measured_an
         rig.store.deployments["a"] = replace(rig.store.deployments["a"], awake_again=1)
         await rig.settle()
         assert {r.id: r.state for r in rig.world.replicas.values()} == dict.fromkeys(engine.values(), "open")
-        assert rig.journal.recent(1)[0].reason.endswith(f"replica {engine['a']} wakes with a on {', '.join(device)}")
+        assert rig.journal.since(0)[-1].reason.endswith(f"replica {engine['a']} wakes with a on {', '.join(device)}")
         rig.store.deployments["a"] = replace(rig.store.deployments["a"], awake_again=0)
         await rig.settle()
         await asyncio.sleep(100)
@@ -751,7 +751,7 @@ async def test_every_step_is_in_the_journal_with_its_times() -> None:
         await rig.settle()
         rig.store.policy = Policy("train")
         await rig.settle()
-        (last,) = rig.journal.recent(1)
+        last = rig.journal.since(0)[-1]
         assert [s.verb for s in last.steps] == [
             "drain_replica",
             "sleep_replica",
@@ -810,7 +810,7 @@ async def test_beyond_the_sleep_nothing_is_taken_back() -> None:
         rig.store.policy = Policy("train")
         rig.store.jobs["j1"] = JOB
         await asyncio.sleep(60)
-        (first,) = [r for r in rig.journal.recent(100) if r.state == "failed"]
+        (first,) = [r for r in rig.journal.since(0) if r.state == "failed"]
         assert not [s for s in first.steps if s.undoes is not None]
         assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
 

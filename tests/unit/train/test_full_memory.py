@@ -13,7 +13,6 @@ from tests.train_support.specs import host_spec
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from train.data.packing import StepPlan
 from train.state import saving as saving_module
-from train.state import snapshot
 from train.state.cadence import Cadence
 from train.state.saving import Saving
 from weights.format.errors import StoreFull
@@ -54,7 +53,7 @@ def test_a_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     monkeypatch.undo()
     saving.snapshot_if_room(2, 0, 0.0)
     saving.finish()
-    assert [event for event, _ in told] == ["message", "snapshot"] and snapshot.newest_snapshot(store, "j") is not None
+    assert [event for event, _ in told] == ["message", "snapshot"] and store.list("snapshot", "j")
 
 
 def test_what_else_goes_wrong_at_the_commit_ends_the_world(run, monkeypatch):
@@ -118,13 +117,13 @@ def test_what_a_world_began_with_is_there_until_it_has_something_newer(run):
     saving, store, told = run
     saving.snapshot_if_room(2, 0, 0.0)
     saving.finish()
-    kept = snapshot.newest_snapshot(store, "j")
+    (kept,) = store.list("snapshot", "j")
     saving.began_at, saving._signals.suspend, saving._signals.snapshot = 2, True, True
     saving.foresee(2)
     assert saving.reserved(2) == 0
     saving.snapshot_if_room(2, 0, 0.0)
     saving.finish()
-    assert snapshot.newest_snapshot(store, "j") == kept is not None and not saving._signals.snapshot
+    assert store.list("snapshot", "j") == [kept] and not saving._signals.snapshot
     assert [event for event, _ in told] == ["snapshot"]
     saving.foresee(3)
     assert saving.reserved(3), "the next one is foreseen"

@@ -30,7 +30,7 @@ from weights.format.errors import (
 from weights.format.layout import Layout, TensorSpec
 from weights.format.torch_views import as_tensor
 from weights.memory import evictor, locks, segment
-from weights.memory.lease import StoredVersion
+from weights.memory.lease import StoredVersion, pin, unpin
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
 
@@ -213,7 +213,7 @@ def test_a_leased_version_stays(store):
         assert store.evict(1 << 40) == 0
     store.remove(stored)
     assert store.find("version", "starter", "1") is None
-    for use in (store.lease, store.remove, store.pin, store.unpin):
+    for use in (store.lease, store.remove, pin, unpin):
         with pytest.raises(VersionNotFound):
             use(stored)
 
@@ -349,7 +349,7 @@ def test_never_the_leased_nor_the_pinned(root):
     assert error.used_bytes >= 2 * MIB and error.free_bytes > 0
     assert str(2 * MIB) in str(error) and "budget" in str(error)
     assert staged(store) == []
-    store.unpin(store.find("version", "m", "b"))
+    unpin(store.find("version", "m", "b"))
     put(store, "e", 2 * MIB)
     assert "b" not in names(store)
 
@@ -392,7 +392,7 @@ def test_what_is_pinned_between_the_choice_and_the_lock_stays(root, monkeypatch)
 
     def pinned_meanwhile(candidates, excess_bytes):
         chosen = choose(candidates, excess_bytes)
-        store.pin(store.find("version", "m", "a"))
+        pin(store.find("version", "m", "a"))
         return chosen
 
     monkeypatch.setattr(evictor, "choose_evictions", pinned_meanwhile)
@@ -424,10 +424,10 @@ def test_pins_survive_a_restart(root):
     assert store.find("version", "m", "a").pinned
     with pytest.raises(StoreFull):
         put(store, "b")
-    store.unpin(store.find("version", "m", "a"))
-    store.unpin(store.find("version", "m", "a"))
-    store.pin(store.find("version", "m", "a"))
-    store.unpin(store.find("version", "m", "a"))
+    unpin(store.find("version", "m", "a"))
+    unpin(store.find("version", "m", "a"))
+    pin(store.find("version", "m", "a"))
+    unpin(store.find("version", "m", "a"))
     put(store, "b")
     assert names(store) == {"b"}
 

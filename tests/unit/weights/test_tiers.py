@@ -23,6 +23,7 @@ from weights.format.errors import (
     VersionLeased,
 )
 from weights.format.layout import Layout
+from weights.memory.lease import pin
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
 from weights.tiers import copies
@@ -83,7 +84,7 @@ def test_a_copy_is_never_written_over_another(store, tmp_path):
 def test_persisting_again_finishes_what_a_crash_left_undone(store, tmp_path):
     stored = write(store)
     copies.persist(stored, tmp_path / "1")
-    store.pin(stored)  # as if it had been killed before the unpinning
+    pin(stored)  # as if it had been killed before the unpinning
     again = copies.persist(stored, tmp_path / "1")
     assert again.nbytes == 0 and again.path == tmp_path / "1" and not stored.pinned
     copies.verify(again.path)

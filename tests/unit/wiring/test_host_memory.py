@@ -15,6 +15,7 @@ from scheduler.core.memory_reading import MemoryReading
 from scheduler.core.workload import DeploymentView
 from scheduler.devices.host_reading import read_memory
 from tests.unit.weights.conftest import write
+from weights.memory.lease import unpin
 
 GB = 10**9
 MEMINFO = "MemTotal: 24000000 kB\nMemFree: 1 kB\nMemAvailable: 8000000 kB\nSwapTotal: 100 kB\nSwapFree: 40 kB\n"
@@ -222,7 +223,7 @@ async def test_when_nothing_is_left_to_give_half_of_the_reserve_is(host, world):
 async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, world, store):
     stored = write(store, "v1")
     world.jobs = [{"id": "ftjob-1", "devices": ["n0/0"], "phase": "running"}]
-    store.unpin(stored)
+    unpin(stored)
     assert (await StoredHere(store).idle_bytes())[1] > 0
     host_least = "appliance.memory.memory_policy.LEAST_BYTES"
     with pytest.MonkeyPatch.context() as patch:

@@ -12,6 +12,7 @@ from scheduler.core.workload import Demand
 from scheduler.plan.queue import allot
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from weights.format.layout import Layout, TensorSpec
+from weights.memory.lease import unpin
 from weights.memory.store import WeightStore
 
 MB = 10**6
@@ -49,7 +50,7 @@ def test_what_may_be_evicted_counts_as_room(db, store, add_model, add_job):
     add_model(params=1_000_000)
     add_job("ftjob-new", resolved=RESOLVED)
     room = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
-    store.unpin(hold(store, 10 * MB))
+    unpin(hold(store, 10 * MB))
     assert room.waits_for(jobs.get(db, "ftjob-new")) == ""
 
 

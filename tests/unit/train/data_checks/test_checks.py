@@ -12,7 +12,6 @@ from train.data_checks import likeness
 from train.data_checks.lengths import curve
 from train.data_checks.options import BadOption, CheckOptions
 from train.data_checks.process import CheckFailed, answer_of, command_of
-from train.data_checks.report import beyond
 from train.data_checks.scan import Source
 from train.data_checks.words import grams, words_of
 
@@ -141,12 +140,6 @@ def test_the_curve_of_lengths():
     assert (drawn["shortest"], drawn["p50"], drawn["longest"]) == (10, 10, 1000)
     assert drawn["curve"][0] == "█" and drawn["curve"][-1] == "▁" and len(drawn["curve"]) == 24
     assert curve(np.array([], np.uint32)) == {} and curve(np.array([7]))["longest"] == 7
-
-
-def test_more_than_is_allowed(tmp_path):
-    report = checked(write(tmp_path / "f.jsonl", *[chat("a b c d e", "f g h i j")] * 4))
-    assert beyond(report, {"duplicates": 0.5}) == ["duplicates: 3 of 4 (75.00%); at most 50.00%"]
-    assert beyond(report, {"duplicates": 0.75, "toxic": 0}) == []
 
 
 def test_options_that_make_no_sense(tmp_path):
