@@ -3,8 +3,8 @@
 Every object at the place (a chunk, a manifest) is sealed with AES-256-GCM under a nonce of its own, bound to its own
 name: one that was altered, cut short or put in another's place is refused. Names of chunks are keyed too (HMAC-SHA-256
 in place of SHA-256), so that nobody can ask the place whether it has a file that they know. What stays to be seen: how
-many chunks there are, how long, when they came, and the names of backups, which are times. Who can delete at the place
-can delete backups.
+many chunks there are, how long, when they came, and the names of backups, which are times. Whoever can delete at the
+place can delete backups.
 
 The key that seals is random and belongs to the place. It lies there in `encryption.json`, sealed with the key in the
 key file: 32 random bytes (`appliance backup keygen`), or a passphrase, which scrypt stretches. It is sealed to the name
@@ -104,7 +104,7 @@ def make_key(path: Path) -> None:
 
 
 class Encrypted:
-    """The objects of a place as who has the key sees them. Implements `weights.tiers.objects.Objects`."""
+    """The objects of a place as a holder of the key sees them. Implements `weights.tiers.objects.Objects`."""
 
     def __init__(self, objects: Objects, key: bytes):
         self._objects, self.where = objects, objects.where

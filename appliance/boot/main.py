@@ -249,8 +249,8 @@ class Box:
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
         if self._config.box.node_address is None:
-            # On loopback Ray's processes send it in clear, also to who takes the port of one that has just ended: it is
-            # of no use to him once Ray begins again. Where nodes may join, they have copies, and all is TLS.
+            # On loopback Ray's processes send it in clear, also to whatever takes the port of one that has just ended:
+            # it is of no use to him once Ray begins again. Where nodes may join, they have copies, and all is TLS.
             try:
                 self._paths.renew_ray_token()
             except OSError as error:

@@ -2,8 +2,8 @@
 lives and does nothing.
 
 The kernel gives each worker its part of the new connections, whether it takes them or not, and a hand-over waits until
-every worker has applied the table. Who asks the port whether the gateway lives is answered by another one: with one of
-four stopped, every fourth client waited for ever, and nobody noticed.
+every worker has applied the table. Whoever asks the port whether the gateway lives is answered by another one: with one
+of four stopped, every fourth client waited for ever, and nobody noticed.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _LOG_PAGES = 1000
 BOX = "(the box)"
 """For whom the box's own work reads: no owner, so that whoever asks does not wait for it. It is no owner's name."""
 PAGE_BYTES = 2 * 2**20
-"""Text of the rows of one page. Who reads a page waits for all of it."""
+"""Text of the rows of one page. The reader of a page waits for all of it."""
 PAGE_ROWS = 500
 PAGE_WEIGHT = 1 << 16
 """The weight of the JSON in the rows of one page: a list or object counts as 12, a string as 4, any other value as

@@ -105,7 +105,7 @@ class ReadingThreads:
         if error is None:
             wanted.answer.set_result(found)
         else:
-            # A future takes no StopIteration, and who waits would wait for ever.
+            # A future takes no StopIteration, and the caller would wait for ever.
             wanted.answer.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
 
     def _forget(self, wanted: _Wanted) -> None:

@@ -22,7 +22,7 @@ TellRefused = Callable[[str, str, str], bool]
 """(job's id, tracker, its reason) -> whether the box has noted that the tracker is not asked again."""
 
 MOST_REFUSALS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 6, 60.0, 3600.0
-"""After 1, 5, 21 minutes, and each hour then: who may give the box's key its rights has 2 hours and more for it."""
+"""After 1, 5, 21 minutes, and then each hour: whoever may give the box's key its rights has 2 hours and more for it."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _RETRIES_PART = 10
 """Jobs that fail are tried for one second of so many: each attempt may wait for its server as long as that lets it."""

@@ -2,8 +2,8 @@
 
 Implements the box side of `serve.adapters.source.AdapterServer`; that file documents the protocol with the engines.
 
-On threads of its own, owners taking turns: a tier elsewhere takes seconds for each, and who asked for two hundred names
-had the controller's other work on threads wait for all of them, with everybody else's adapters.
+On threads of its own, owners taking turns: a tier elsewhere takes seconds for each, and an owner who asked for two
+hundred names had the controller's other work on threads wait for all of them, with everybody else's adapters.
 """
 
 from __future__ import annotations

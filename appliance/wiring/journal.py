@@ -10,7 +10,7 @@ from typing import Any
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.records import handovers
-from appliance.store.rows import HandoverRow, HandoverStepRow
+from appliance.store.rows import HandoverRow, HandoverStepRow, columns
 from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
 
 
@@ -66,11 +66,7 @@ def _step_row(handover_id: int, step: StepRecord) -> HandoverStepRow:
     return HandoverStepRow(
         handover_id=str(handover_id),
         position=step.seq,
-        verb=step.verb,
-        target=step.target,
-        state=step.state,
-        started_s=step.started_s,
-        ended_s=step.ended_s,
+        **columns(step, "verb target state started_s ended_s"),
         arguments={"chain": step.chain, "undoes": step.undoes},
         detail=_plain(step.detail),
     )
@@ -80,12 +76,7 @@ def _step_record(row: HandoverStepRow) -> StepRecord:
     return StepRecord(
         seq=row.position,
         chain=row.arguments["chain"],
-        verb=row.verb,
-        target=row.target,
-        state=row.state,
-        started_s=row.started_s,
-        ended_s=row.ended_s,
-        detail=row.detail,
+        **columns(row, "verb target state started_s ended_s detail"),
         undoes=row.arguments["undoes"],
     )
 

@@ -14,6 +14,7 @@ from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Mod
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
 from appliance.models.opening import Opening
+from appliance.store.rows import columns
 from appliance.tiers.check import Checked, check
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Tiers
@@ -152,15 +153,8 @@ def _reporter(report: Report) -> Callable[[float, float | None, str, str], None]
 
 def _stats(made: ModelVersion) -> ModelStats:
     return ModelStats(
-        name=made.name,
-        version=made.version,
-        arch=made.arch,
-        params=made.params,
-        bytes=made.bytes,
-        task=made.task,
-        source=made.source,
+        **columns(made, "name version arch params bytes task source max_model_len"),
         disk_path=str(made.path),
-        max_model_len=made.max_model_len,
         info={**made.info, "warnings": list(made.warnings)},
         adapter_rank=made.info.get("adapter", {}).get("rank"),
     )

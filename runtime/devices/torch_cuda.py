@@ -37,9 +37,10 @@ class TorchCuda(DeviceKind):
         # torch rounds what it page-locks up to a power of two, up to twice what plans count of a rank that offloads:
         # master weights, gradients and new weights of a partition, 35 GB of a 70 B model on eight ranks and 69 then.
         # Nothing above this size is rounded, or kept when it is freed. (The setting that only ends the rounding keeps
-        # them, and gives a smaller one of them to who asks for more: ATen/core/CachingHostAllocator.h, get_free_block.)
-        # When parameters are offloaded, DeepSpeed locks each rank's part of every matrix by itself, 34 MB of an MLP's
-        # of 7 B on four ranks, and where all are trained it lays them end to end in another block and frees them.
+        # them, and gives a smaller one of them to callers that ask for more: ATen/core/CachingHostAllocator.h,
+        # get_free_block.) When parameters are offloaded, DeepSpeed locks each rank's part of every matrix by itself, 34
+        # MB of an MLP's of 7 B on four ranks, and where all are trained it lays them end to end in another block and
+        # frees them.
         return {"PYTORCH_ALLOC_CONF": f"pinned_max_cached_size_mb:{MOST_ROUNDED_MB}"}
 
     def collectives_environment(self, interface: str) -> dict[str, str]:

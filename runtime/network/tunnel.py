@@ -240,7 +240,7 @@ class Tunnels:
         self._servers[str(local)] = await asyncio.start_unix_server(carry, sock=private_socket(local))
 
     async def close(self, local: Path) -> None:
-        """Ends its connections too: who reads from one hears that there is no engine any more."""
+        """Ends its connections too: whoever reads from one hears that there is no engine any more."""
         server = self._servers.pop(str(local), None)
         if server is not None:
             server.close()

@@ -87,8 +87,8 @@ _rooms: weakref.WeakValueDictionary[str, _Room] = weakref.WeakValueDictionary()
 
 @asynccontextmanager
 async def _room(number: int, of: int) -> AsyncIterator[None]:
-    """Room for so many of a request's inputs. Who asks for one at a time waits for nobody here: an engine's queue has
-    its own order."""
+    """Room for so many of a request's inputs. A client that asks for one at a time waits for nobody here: an engine's
+    queue has its own order."""
     if of == 1:
         yield
         return

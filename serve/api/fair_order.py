@@ -112,7 +112,8 @@ def _noted(add_request: Callable[..., None]) -> Callable[..., None]:
 
 def _counted(process: Callable[..., Any]) -> Callable[..., Any]:
     """process: OutputProcessor.process_outputs, of each step. What a client gets in one piece, or leaves before, counts
-    as it is written, too: otherwise who leaves early owed nothing, and was next before who had paid for all."""
+    as it is written, too: otherwise a client that leaves early owed nothing, and was next before those that had paid
+    for all."""
 
     @functools.wraps(process)
     def run(self: OutputProcessor, outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:

@@ -119,7 +119,8 @@ class ThreadsInTurns:
             self._waiting.clear()
 
     def _begin(self) -> None:
-        """With the lock: free threads go to who has fewest of them, and then to who had his last turn longest ago."""
+        """With the lock: free threads go to the owner with the fewest of them, and then to the one whose last turn was
+        longest ago."""
         while self._at_work.total() < self._threads:
             may = [owner for owner in self._waiting if self._at_work[owner] < self._most]
             if not may:

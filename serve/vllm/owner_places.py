@@ -70,8 +70,9 @@ def make_rooms(scheduler: Scheduler, now_s: float) -> None:
 
 
 def give_turns(scheduler: Scheduler) -> None:
-    """Who waits and has no place comes before who has some. His place in the queue is that of what he has had, and what
-    others wait for has cost them nothing yet: behind 32 choices of one owner a short request waited for all of them."""
+    """An owner who waits and has no place comes before one who has some. His place in the queue is that of what he has
+    had, and what others wait for has cost them nothing yet: behind 32 choices of one owner a short request waited for
+    all of them."""
     waiting = scheduler.waiting
     if not isinstance(waiting, PriorityRequestQueue):
         return

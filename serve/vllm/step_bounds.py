@@ -61,8 +61,8 @@ MASK_S = 0.3
 MOST_BEYOND_S = 0.5
 # Rows of logits: 80 MB of each copy with a vocabulary of 151,936.
 ROWS = 128
-# Log-probabilities that wait for who does not read: of a stream as many as a plain answer may have, and of all streams
-# of an owner, 170 MB.
+# Log-probabilities that wait for clients that do not read: of a stream as many as a plain answer may have, and of all
+# streams of an owner, 170 MB.
 UNREAD, UNREAD_OF_AN_OWNER = 1 << 16, 1 << 18
 # Seconds in which calls of tools are looked for once, or reasoning is counted; most take 0.02 ms. Those who take longer
 # than the first do so in one of so many moments, all of them together, and may take MOST_BEYOND_S beyond the second.

@@ -16,7 +16,7 @@ from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel,
 from train.graders.templates import Sample
 
 MAX_ASKED = 2 * templates.MAX_TEXT
-"""Characters that models are to read for one sample, of all its graders together: who asks them has it in memory."""
+"""Characters that models are to read for one sample, of all its graders together: their caller has it in memory."""
 
 RunPython = Callable[[str, dict[str, Any], Any], float]
 """`(source, sample, item) -> reward`; raises GradingFailed."""

@@ -48,8 +48,8 @@ def packed_attention(
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None
     if grouped and not in_host_memory(query.device):
         # Here come float32 and heads beyond 256 (Gemma 4's are 512 wide in one layer of six), which of torch's fused
-        # kernels CUTLASS's alone computes. That of torch 2.13 takes no groups, and who gives it some gets the plain
-        # computation, whose memory is the square of an example's length.
+        # kernels CUTLASS's alone computes. That of torch 2.13 takes no groups, and a caller that gives it some gets the
+        # plain computation, whose memory is the square of an example's length.
         key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
         grouped = False
     lengths = [end - start for start, end in segments]

@@ -34,7 +34,8 @@ class Hearing:
 
     def heard(self, question: str, asked: dict[str, Any]) -> tuple[bool, Any]:
         """Collective: whether rank 0 was answered, and the answer there; not if the devices are wanted first. asked: by
-        rank 0, unless it has asked already; and again after a while: who was asked may have gone, and another come."""
+        rank 0, unless it has asked already; and again after a while: whoever was asked may have gone, and another
+        come."""
         answer = None
         while True:
             if self._grid.rank == 0:

@@ -33,8 +33,8 @@ from appliance.store.ids import new_id
 from appliance.store.records import handovers, windows
 from appliance.store.rows import WindowRow, columns
 from scheduler.core.errors import InvalidSchedule
-from scheduler.core.workload import PolicyKind
-from scheduler.loop.mode_schedule import InForce, Window, preview
+from scheduler.core.workload import Policy, PolicyKind
+from scheduler.loop.mode_schedule import Window, preview
 
 ROUTE = "mode.schedule"
 MAX_WINDOWS = 64
@@ -69,12 +69,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         now = context.scheduler.status()
         holds, by_hand = mode_in_force(db, now["serving_floor"], time.time()), read_mode(db)
         return {
-            **_policy(holds),
+            **_policy(holds.policy),
             "since_s": holds.since_s,
             "until_s": holds.until_s,
             "set_by": "window" if holds.window else "hand",
-            "window": _window(holds.window),
-            "overridden": _window(holds.overridden),
+            "window": holds.window and _window(holds.window),
+            "overridden": holds.overridden and _window(holds.overridden),
             "by_hand": asdict(by_hand),
             "bounds": now["bounds"],
             "notes": floor_notes(holds.policy, len(now["devices"])),
@@ -136,7 +136,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         now_s, data = time.time(), []
         for row in windows.list_all(db):
             window = window_of(row, floor())
-            data.append({**_window_row(row, window), "next_s": window.next_s(now_s)})
+            data.append({**_window(window), "created_s": row.created_s, "next_s": window.next_s(now_s)})
         return {"object": "list", "data": data}
 
     @router.post("/mode/schedule")
@@ -162,7 +162,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if new:
             context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
         window = window_of(made, floor())
-        return {**_window_row(made, window), "next_s": window.next_s(now_s)}
+        return {**_window(window), "created_s": made.created_s, "next_s": window.next_s(now_s)}
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 {
                     "from_s": holds.since_s,
                     "to_s": holds.until_s,
-                    **_policy(holds),
+                    **_policy(holds.policy),
                     "window": holds.window.id if holds.window else None,
                     "overridden": holds.overridden.id if holds.overridden else None,
                 }
@@ -200,34 +200,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"id": window_id, "deleted": True}
 
 
-def _policy(holds: InForce) -> dict[str, Any]:
-    policy = holds.policy
-    return {
-        "policy": policy.kind,
-        "train_devices": policy.train_devices,
-        "serving_floor": policy.serving_floor,
-    }
+def _policy(policy: Policy) -> dict[str, Any]:
+    return {"policy": policy.kind, **columns(policy, "train_devices serving_floor")}
 
 
-def _window(window: Window | None) -> dict[str, Any] | None:
-    if window is None:
-        return None
-    return {
-        "id": window.id,
-        "cron": window.cron,
-        "tz": window.tz,
-        "until": window.until,
-        "for_s": window.for_s,
-        "policy": window.policy.kind,
-        "train_devices": window.policy.train_devices,
-        "serving_floor": window.policy.serving_floor,
-    }
-
-
-def _window_row(row: WindowRow, window: Window) -> dict[str, Any]:
-    shown_window = _window(window)
-    assert shown_window is not None
-    return {**shown_window, "created_s": row.created_s}
+def _window(window: Window) -> dict[str, Any]:
+    return {**columns(window, "id cron tz until for_s"), **_policy(window.policy)}
 
 
 def _check(context: ControllerContext, body: ModeSet) -> None:

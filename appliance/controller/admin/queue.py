@@ -140,17 +140,13 @@ def _entry(row: JobRow, position: int, planned: dict[str, Any] | None, paused: s
         reason, message = VALIDATING if row.phase == "validating" else SUBMITTED
     return {
         "position": position,
-        "id": row.id,
+        **columns(row, "id priority devices min_devices max_devices allowed_sizes deadline_s created_s"),
         "owner": row.owner or None,
-        "priority": row.priority,
         "phase": job_phase(row),
-        **columns(row, "devices min_devices max_devices allowed_sizes"),
         "preemptible": bool(row.preemptible),
-        "deadline_s": row.deadline_s,
         "held": bool(row.held),
         "reason": reason,
         "message": message,
-        "created_s": row.created_s,
     }
 
 

@@ -87,8 +87,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
-    """Counts for one version since a canary began. owners: times of those that succeeded, by who asked; asked: by
-    owner, how many requests and how many of them failed; refused: how many besides it refused and the other version
+    """Counts for one version since a canary began. owners: times of those that succeeded, by owner; asked: by owner,
+    how many requests and how many of them failed; refused: how many besides it refused and the other version
     answered."""
 
     owners: Mapping[str, Times] = field(default_factory=dict)

@@ -26,8 +26,8 @@ class Paced:
 
     @asynccontextmanager
     async def turn(self, owner: str | None) -> AsyncIterator[None]:
-        """Around the change. None: an administrator, who waits for nobody. Who waits here may have lost his key, or his
-        login, meanwhile."""
+        """Around the change. None: an administrator, who waits for nobody. A person who waits here may have lost his
+        key, or his login, meanwhile."""
         if owner is None:
             yield
             return

@@ -9,7 +9,7 @@ from appliance.power import cost
 from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.records import energy, usage
-from appliance.store.rows import JobRow
+from appliance.store.rows import JobRow, columns
 from runtime.devices.kind import Reading
 
 WHOLE = 0.9
@@ -58,12 +58,7 @@ def since(db: Database, power: PowerSettings, since_s: float) -> list[dict[str, 
     """The bill of each job, of each model, and of devices that nobody held: see `energy.since`."""
     return [
         {
-            "kind": one.kind,
-            "name": one.name,
-            "joules": one.joules,
-            "metered_s": one.metered_s,
-            "steps": one.steps,
-            "tokens": one.tokens,
+            **columns(one, "kind name joules metered_s steps tokens"),
             "joules_per_1000_tokens": _per(one.joules * 1000, one.tokens),
             **cost.bill(power, one.joules, one.metered_s),
         }

@@ -9,7 +9,7 @@ from typing import Any
 from appliance.controller.evals.requests import JSONL, sample_of, without_items
 from appliance.controller.http.views import whose
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
+from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, columns
 from train.graders.grading import ModelAnswer
 
 NO_ERROR = {"code": "", "message": ""}
@@ -48,14 +48,10 @@ def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = ""
     return {
         "id": row.id,
         "object": "eval.run",
-        "eval_id": row.eval_id,
         "created_at": int(row.created_s),
-        "name": row.name,
-        "model": row.model,
-        "status": row.status,
+        **columns(row, "eval_id name model status metadata"),
         "waits_for": waits_for or None,
         "data_source": without_items(row.data_source),
-        "metadata": row.metadata,
         "error": row.error or NO_ERROR,
         # The page asks for a key; a browser has none to open the API's own URL with.
         "report_url": f"{url}/ui#/evals/{row.eval_id}/{row.id}",

@@ -122,8 +122,8 @@ async def described(
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
         found = await context.file_work.check(caller.owner, path)
-        # Without the tokens of each example, before they are copied one by one: a row stays small, and who plans a job
-        # counts again, with the model's tokenizer.
+        # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a
+        # job counts again, with the model's tokenizer.
         status, report = ("processed" if found.ok else "error"), asdict(replace(found, example_tokens=[]))
         del report["example_tokens"]
         details = summary(found, f"/v1/files/{file_id}/errors")

@@ -37,7 +37,7 @@ from appliance.store.chunks import CHUNK_ROWS, little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
-from appliance.store.rows import UploadPartRow, UploadRow
+from appliance.store.rows import UploadPartRow, UploadRow, columns
 
 ROUTE, PARTS_ROUTE = "uploads", "uploads.parts"
 MAX_PARTS = 10_000
@@ -365,11 +365,8 @@ def _view(context: ControllerContext, row: UploadRow, caller: Principal) -> dict
     return {
         "id": row.id,
         "object": "upload",
-        "bytes": row.bytes,
         "created_at": int(row.created_s),
         "expires_at": int(row.expires_s),
-        "filename": row.filename,
-        "purpose": row.purpose,
-        "status": row.status,
+        **columns(row, "bytes filename purpose status"),
         "file": views.file_object(made, caller) if made else None,
     } | views.whose(row, caller)

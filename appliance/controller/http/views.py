@@ -8,15 +8,7 @@ from typing import Any, Protocol
 from appliance.controller.access.naming import Resolved
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import Principal
-from appliance.store.rows import (
-    CheckpointRow,
-    FileRow,
-    JobEventRow,
-    JobJudgeRow,
-    JobRow,
-    PermissionRow,
-    columns,
-)
+from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobJudgeRow, JobRow, PermissionRow, columns
 from train.methods.methods import DEFAULT, METHODS
 
 _STATUS_OF_PHASE = {
@@ -102,25 +94,19 @@ def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudg
         "id": row.id,
         "object": "fine_tuning.job",
         "created_at": int(row.created_s),
-        "error": row.error,
+        **columns(row, "error model result_files seed training_file validation_file metadata"),
         "fine_tuned_model": row.output_model if succeeded else None,
         "finished_at": None if row.finished_s is None else int(row.finished_s),
         # OpenAI has them here for its first method alone.
         "hyperparameters": hyperparameters(row) if row.method == DEFAULT.name else {},
-        "model": row.model,
         "organization_id": f"org-{organization}",
-        "result_files": row.result_files,
-        "seed": row.seed,
         "status": job_status(row),
         "trained_tokens": row.trained_tokens if succeeded else None,
-        "training_file": row.training_file,
         "user_provided_suffix": row.suffix,
-        "validation_file": row.validation_file,
         "estimated_finish": int(time.time() + row.eta_s)
         if row.eta_s is not None and job_status(row) == "running"
         else None,
         "integrations": row.integrations or [],
-        "metadata": row.metadata,
         "method": {
             "type": row.method,
             row.method: said | {"hyperparameters": hyperparameters(row)},

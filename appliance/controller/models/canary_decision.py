@@ -1,9 +1,9 @@
 """Decides whether a canary is promoted, rolled back or watched further: a pure function of both versions' data.
 
 Errors are tested at every check, by Fisher's exact test (R. A. Fisher, 1922) with a threshold far below the usual 5 %,
-because there are many checks: those of everybody, and those of everybody but who asked the canary most. So is what the
-canary refused and the other version answered. Times are judged once the canary was watched long enough, so that an
-engine's first slow requests do not decide.
+because there are many checks: those of everybody, and those of everybody but the owner who asked the canary most. So is
+what the canary refused and the other version answered. Times are judged once the canary was watched long enough, so
+that an engine's first slow requests do not decide.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
 def too_few(side: Side, least: int, waits_for_others: bool) -> str:
     """Why its requests are too few, empty where they are not. One owner's count for as many as those of all others,
     while others ask it and these are waited for: fifty of his own had a version promoted that others had hardly tried.
-    For ever it would let who asks once keep it from being promoted."""
+    For ever it would let an owner who asks once keep it from being promoted."""
     requests, asked = side.load.requests, side.load.asked
     others = requests - max((number for number, _ in asked.values()), default=0)
     counted = min(requests, 2 * others) if others and waits_for_others else requests
@@ -139,9 +139,9 @@ def too_few(side: Side, least: int, waits_for_others: bool) -> str:
 
 
 def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decision | None:
-    """By what the canary alone refused. Who has the most of that decides nothing while others ask it: whether a form is
-    refused may depend on what else an engine has to do. over: it was watched long enough; he who alone asked it is
-    heard then, and not in its first seconds."""
+    """By what the canary alone refused. The owner with the most of that decides nothing while others ask it: whether a
+    form is refused may depend on what else an engine has to do. over: it was watched long enough; he who alone asked it
+    is heard then, and not in its first seconds."""
     new, old = canary.load.refusals, stable.load
     most = max(new.asked, key=lambda owner: new.asked[owner][1], default="")
     others = new.without(most)
@@ -179,7 +179,7 @@ def voters(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Own
     """Times with both versions of each owner who has had enough answers of both, and of all others together if those
     have, or if only one owner has: beside a few answers of each of the others, he decided alone.
 
-    Owners are compared each with themselves, and more than half have to agree: who asks knows which version answers a
+    Owners are compared each with themselves, and more than half have to agree: clients know which version answers a
     conversation, and one of many could have it rolled back by asking for long answers where it was the new one."""
     enough = [owner for owner, times in new.items() if _answers(times) >= ENOUGH and _answers(old.get(owner)) >= ENOUGH]
     rest = _without(new, enough), _without(old, enough)

@@ -26,8 +26,8 @@ SHOWN_CHARACTERS = 12
 
 def key_of(context: ControllerContext, settings: OidcSettings, claims: Mapping[str, Any]) -> KeyRow:
     """The live key of who these claims are of, with the scopes of their groups. Raises ApiError 403 for whose key was
-    revoked, and for who is in no group that may anything, or not any more: their earlier logins end, and what they have
-    asked for goes on without a scope."""
+    revoked, and for a person in no group that may do anything, or in none any more: their earlier logins end, and what
+    they have asked for goes on without a scope."""
     scopes, db = scopes_of(settings, claims), context.db
     subject = subject_of(settings, claims)
     if not scopes:

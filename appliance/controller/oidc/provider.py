@@ -31,7 +31,8 @@ KEPT_S: Final = 3600.0
 AGAIN_S: Final = 30.0
 """Keys are not asked for more often, however many tokens name unknown ones."""
 AWAY_S: Final = 5.0
-"""After a provider was asked in vain, nobody waits for it: who asks has no key yet, and may ask without end."""
+"""After a provider was asked in vain, nobody waits for it: a person who logs in has no key yet, and may ask without
+end."""
 _LEEWAY_S: Final = 60.0
 
 

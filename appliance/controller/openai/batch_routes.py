@@ -23,7 +23,7 @@ from appliance.controller.interfaces.principal import INFERENCE, Caller, Princip
 from appliance.controller.jobs.requests import check_metadata
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
-from appliance.store.rows import BatchRow
+from appliance.store.rows import BatchRow, columns
 
 ROUTE = "batches"
 WINDOW_S = 24 * 3600.0
@@ -136,18 +136,11 @@ def _view(row: BatchRow, going: tuple[int, int, str | None], caller: Principal) 
     return {
         "id": row.id,
         "object": "batch",
-        "endpoint": row.endpoint,
-        "model": row.model,
+        **columns(row, "endpoint model input_file_id status output_file_id error_file_id usage metadata"),
         "errors": None if row.errors is None else {"object": "list", "data": row.errors},
-        "input_file_id": row.input_file_id,
         "completion_window": "24h",
-        "status": row.status,
-        "output_file_id": row.output_file_id,
-        "error_file_id": row.error_file_id,
         "created_at": int(row.created_s),
         **{f"{name}_at": None if at_s is None else int(at_s) for name, at_s in moments.items()},
         "request_counts": {"total": row.total, "completed": completed, "failed": failed},
-        "usage": row.usage,
-        "metadata": row.metadata,
         "waiting_for": waiting_for,
     } | views.whose(row, caller)

@@ -20,7 +20,7 @@ from appliance.controller.jobs.requests import JobCreate
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, job_records, jobs
 from appliance.store.records import keys
-from appliance.store.rows import FileRow, JobJudgeRow, JobRow
+from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
 from train.graders.graders import parse
@@ -133,20 +133,13 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     row = JobRow(
         id=new_id("ftjob-"),
         key_id=caller.key_id,
-        model=body.model,
         method=method.name,
-        training_file=body.training_file,
-        validation_file=body.validation_file,
-        suffix=body.suffix,
+        **columns(body, "model training_file validation_file suffix metadata"),
+        **columns(body, "priority min_devices max_devices deadline_s"),
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
-        metadata=body.metadata,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=given,
-        priority=body.priority,
-        min_devices=body.min_devices,
-        max_devices=body.max_devices,
         asked_sizes=asked_sizes,
-        deadline_s=body.deadline_s,
         preemptible=int(body.preemptible),
         held=int(body.held),
         owner=caller.owner,

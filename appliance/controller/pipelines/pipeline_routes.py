@@ -173,16 +173,12 @@ def run_object(context: ControllerContext, row: PipelineRunRow, caller: Principa
     return {
         "id": row.id,
         "object": "pipeline.run",
-        "pipeline_id": row.pipeline_id,
         "name": row.spec["name"],
         "created_at": int(row.created_s),
-        "trigger": row.trigger,
-        "state": row.state,
         "outcome": row.outcome or None,
         "reason": row.reason or None,
-        "steps": row.steps,
         "data": {"files": row.data_files, "bytes": row.data_bytes},
-        **columns(row, "file_id job_id"),
+        **columns(row, "pipeline_id trigger state steps file_id job_id"),
         "gate_id": None if gate is None else gate.id,
         "ended_at": None if row.ended_s is None else int(row.ended_s),
     } | whose(row, caller)

@@ -74,8 +74,8 @@ class StoredResponses:
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
         what it was asked with, an object. Returns how many were new. They are written on a thread, and stored so many
-        bytes at a time: 64 MiB come at once. Those of who has left are not stored: a gateway keeps them while the
-        controller is away, and they would bring back who was forgotten."""
+        bytes at a time: 64 MiB come at once. Copies of a person who has left are not stored: a gateway keeps them while
+        the controller is away, and they would bring back a person who was forgotten."""
         if not self._config.responses_kept_days:
             return 0
         if self._quotas.disk.room_bytes() <= 0:

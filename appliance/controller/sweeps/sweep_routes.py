@@ -21,7 +21,7 @@ from appliance.controller.sweeps.runner import SweepRunner, begun
 from appliance.controller.sweeps.spec import SweepCreate, check_spec
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs, sweeps
-from appliance.store.rows import SweepRow
+from appliance.store.rows import SweepRow, columns
 from train.graders.hosts import GraderHosts
 
 MAX_RUNNING = 4
@@ -91,14 +91,10 @@ def sweep_object(context: ControllerContext, row: SweepRow, caller: Principal) -
     return {
         "id": row.id,
         "object": "sweep",
-        "name": row.name,
         "created_at": int(row.created_s),
-        "spec": row.spec,
-        "state": row.state,
+        **columns(row, "name spec state round trials"),
         "reason": row.reason or None,
-        "round": row.round,
         "rounds": [{"share": one.share, "trials": one.trials} for one in plan],
-        "trials": row.trials,
         "best": _best(context, row),
         "device_hours": row.spent_s / 3600,
         "ended_at": None if row.ended_s is None else int(row.ended_s),

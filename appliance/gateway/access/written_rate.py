@@ -9,8 +9,8 @@ _UNKNOWN: Final = 10.0
 _MEASURED_FROM_TOKENS: Final = 8
 _SMOOTHING: Final = 0.1
 _WHOLE_TOKENS: Final = 64
-"""A shorter answer counts for less: most of its time went by before its first token, and who asks long prompts for
-eight tokens each would make it cheap to leave early."""
+"""A shorter answer counts for less: most of its time went by before its first token, and a client that asks long
+prompts for eight tokens each would make it cheap to leave early."""
 
 
 class WrittenRate:

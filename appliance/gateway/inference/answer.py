@@ -192,8 +192,8 @@ class Answer:
 
     def engine_failed(self, body: bytes) -> bool | None:
         """Whether the stream told of a failure of the engine by the time that `body`, the last of it, is relayed. None:
-        of its request's own fault, which says nothing of the engine's version: who asks for that would have a canary
-        rolled back, or promoted."""
+        of its request's own fault, which says nothing of the engine's version: whoever asks for that would have a
+        canary rolled back, or promoted."""
         if self._engine_failed:
             return True
         if body.find(ERROR_EVENT) < 0:

@@ -18,7 +18,8 @@ log = logging.getLogger("appliance.gateway")
 _FLUSH_LINES = 4096
 _REMEMBERED = 1024
 
-# Names that people give keys (often their own) and pipelines: who is forgotten leaves none here. Ids of keys stay.
+# Names that people give keys (often their own) and pipelines: a person who is forgotten leaves none here. Ids of keys
+# stay.
 _NAMED: Final = re.compile(rb"(/(?:keys|pipelines)/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
 
 # Key, path, method, model, version, replica.

@@ -73,7 +73,7 @@ class Comparison:
     def add(
         self, model: str, version: str, owner: str, *, failed: bool, first_byte_s: float | None, duration_s: float
     ) -> None:
-        """Count a finished attempt; record times from sending for successful ones, by owner: who asks can have one
+        """Count a finished attempt; record times from sending for successful ones, by owner: a client can have one
         version write long answers, and the other short ones. first_byte_s: None too where its times say nothing."""
         versions = self._counts.get(model)
         if versions is None:

@@ -94,7 +94,7 @@ class Model:
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    owners: requests by who asks. trial: the request that stands trial there, if any (inference/retry.py); convicted_s:
+    owners: requests by owner. trial: the request that stands trial there, if any (inference/retry.py); convicted_s:
     when the last one did as its engine died."""
 
     inflight: int = 0
@@ -142,8 +142,8 @@ class Router:
 
     def __init__(self, *, max_inflight: int) -> None:
         self.max_inflight = max_inflight
-        # The last quarter of a replica's places is for those who have few there: who has all of them keeps everybody
-        # else from an engine in whose queue owners take turns.
+        # The last quarter of a replica's places is for those who have few there: an owner who has all of them keeps
+        # everybody else from an engine in whose queue owners take turns.
         self._before_shares = max_inflight - max_inflight // 4
         self._share = max_inflight // 16
         self.models: dict[str, Model] = {}

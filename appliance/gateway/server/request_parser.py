@@ -144,7 +144,8 @@ class RequestParser:
     def _repeated(self, repeat: RepeatedHead, data: bytes) -> bool:
         """Begin a request whose head is known. False: httptools must look at these bytes."""
         state, connection = self._state, self._connection
-        # A new table may have revoked its key or changed its permissions. Who does not read is answered no more.
+        # A new table may have revoked its key or changed its permissions. A client that does not read gets no more
+        # answers.
         if connection.active is not None or connection.write_paused:
             return False
         if state.stopping or repeat.table != state.tables_applied:

@@ -175,7 +175,7 @@ def models_sampled(db: Database) -> list[str]:
 
 
 def list_left_snapshots(db: Database) -> list[JobRow]:
-    """Finished jobs whose snapshot was not given back yet. Who gives it back sets `snapshot` to None afterwards."""
+    """Finished jobs whose snapshot was not given back yet. Whoever gives it back sets `snapshot` to None afterwards."""
     marks = ", ".join("?" * len(FINISHED_PHASES))
     return db.all(
         JobRow,

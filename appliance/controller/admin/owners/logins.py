@@ -1,4 +1,5 @@
-"""How a login of the page begins, and how it is shown: for who brings a key and for who comes by a login provider."""
+"""How a login of the page begins, and how it is shown: for people who bring a key and for those who come by a login
+provider."""
 
 from __future__ import annotations
 

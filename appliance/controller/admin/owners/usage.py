@@ -37,8 +37,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             rows = [dataclasses.asdict(row) for row in usage.report(context.db, by, since_s, now_s, owner)]
             return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}
 
-        # A year of twenty keys takes seconds, and shorter readings need threads too: two at once, and of one owner one,
-        # so that who asks many times waits for himself.
+        # A year of twenty keys takes seconds, and shorter readings need threads too: two at once, and one of an owner,
+        # so that an owner who asks many times waits for himself.
         turn = turns.setdefault(caller.viewer, asyncio.Lock())
         async with turn, two:
             return await answer(context.db, caller.viewer, shown)
