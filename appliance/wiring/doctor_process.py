@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from appliance.controller.interfaces.errors import OperationFailed
+from runtime.processes.ended import heard_out
 
 LIMIT_S = 30.0
 KEPT_S = 30.0
@@ -41,18 +42,11 @@ class DoctorProcess:
             return self._found
 
     async def _run(self) -> dict[str, Any]:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*self._command, stdout=pipe, stderr=pipe)
         try:
-            async with asyncio.timeout(LIMIT_S):
-                said, complained = await process.communicate()
+            status, said, complained = await heard_out(*self._command, within_s=LIMIT_S)
         except TimeoutError as error:
             raise OperationFailed(f"The checks did not end within {LIMIT_S:.0f} s.", code="doctor_failed") from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
+        if status != 0:
             why = (complained.decode(errors="replace").strip() or "they said nothing").splitlines()[-1]
             raise OperationFailed(f"The checks ended with an error: {why}", code="doctor_failed")
         return json.loads(said)

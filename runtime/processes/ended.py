@@ -1,8 +1,10 @@
-"""How a process ended, in words for people."""
+"""How a process ended, in words for people, and one that is heard out to its end."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Mapping
 
 
 def how_it_ended(status: int) -> str:
@@ -16,3 +18,20 @@ def how_it_ended(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"
+
+
+async def heard_out(
+    *command: str, within_s: float | None = None, env: Mapping[str, str] | None = None
+) -> tuple[int, bytes, bytes]:
+    """The exit status of a command, its output and its errors. It is killed if it does not end in time, or nobody waits
+    for it any more. Raises TimeoutError."""
+    null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=pipe, env=env)
+    try:
+        async with asyncio.timeout(within_s):
+            said, complained = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return int(process.returncode or 0), said, complained

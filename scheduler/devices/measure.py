@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from runtime.devices.kinds import kind_of
+from runtime.processes.ended import heard_out, how_it_ended
 from scheduler.core.inventory import Device
 
 LIMIT_S = 180.0
@@ -78,23 +79,12 @@ class DeviceProcesses:
             **kind.visibility([device.index]),
             **kind.collectives_environment("lo"),
         }
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "serve.load.device_rates", *arguments),
-            stdout=pipe,
-            stderr=pipe,
-            env=environment,
-        )
+        command = (sys.executable, "-P", "-m", "serve.load.device_rates", *arguments)
         try:
-            async with asyncio.timeout(self._limit_s):
-                said, complained = await process.communicate()
+            status, said, complained = await heard_out(*command, within_s=self._limit_s, env=environment)
         except TimeoutError as error:
             raise NotMeasured.of_device(f"its measurement did not end within {self._limit_s:.0f} s") from error
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            why = (complained.decode(errors="replace").strip() or f"it ended with {process.returncode}").splitlines()
+        if status != 0:
+            why = (complained.decode(errors="replace").strip() or f"it {how_it_ended(status)}").splitlines()
             raise NotMeasured.of_device(f"its measurement failed: {why[-1]}")
         return json.loads(said.splitlines()[-1])

@@ -12,6 +12,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import LimitReached
 from appliance.store.objects import files
 from appliance.store.rows import FileRow
+from runtime.processes.ended import heard_out
 from train.data_checks.process import CheckFailed, answer_of, command_of
 
 LOOK_EVERY_S = 5.0
@@ -60,20 +61,9 @@ class DataWork:
                 files.update(db, row.id, **found)
 
     async def _process(self, request: dict[str, Any]) -> dict[str, Any]:
-        process = await asyncio.create_subprocess_exec(
-            *command_of(request),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        status, out, err = await heard_out(*command_of(request))
         try:
-            out, err = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        try:
-            return answer_of(int(process.returncode or 0), out, err)
+            return answer_of(status, out, err)
         except CheckFailed as error:  # its messages name no path of the box
             raise CheckFailed(str(error).replace(f"{self._context.files_dir}/", "")) from error
 
