@@ -34,6 +34,6 @@ def sweep(data_dir: Path) -> None:
 
 
 def remove_left(data_dir: Path) -> None:
-    """For whoever is `alone`."""
+    """Call it only while `alone`."""
     for left in data_dir.glob(f"{PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)

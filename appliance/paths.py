@@ -125,12 +125,12 @@ class BoxPaths:
 
     @property
     def controller_socket(self) -> Path:
-        """For people of this machine who own the box, and for its main process."""
+        """The controller's socket for people of this machine who own the box, and for its main process."""
         return self.run / "controller.sock"
 
     @property
     def gateway_socket(self) -> Path:
-        """For gateways: the controller's too, where nobody is anybody without saying so."""
+        """The controller's socket for gateways, where nobody is anybody without saying so."""
         return self.run / "gateway.sock"
 
     @property

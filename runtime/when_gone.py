@@ -1,4 +1,4 @@
-"""Has an event loop hear of what is gone, on whatever thread and in the midst of whatever it goes."""
+"""Tells an event loop what is gone, on whatever thread and in the midst of whatever that happens."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Running:
             time.sleep(_LOOK_EVERY_S)
 
     def _call(self, command: Path, name: str, *options: str) -> str:
-        """As the user whose box it is, so that what is made in its folders is that user's."""
+        """Runs as the user whose box it is, so that what is made in its folders is that user's."""
         user: dict[str, Any] = {}
         if self.user != os.geteuid():
             user = {"user": self.user, "group": self.data_dir.stat().st_gid, "extra_groups": []}

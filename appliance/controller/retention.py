@@ -49,7 +49,7 @@ def _rules(kept: RetentionSettings) -> Iterator[tuple[float, retention.Drop]]:
 
 
 async def keep_house(context: ControllerContext, now_s: float) -> None:
-    """One round."""
+    """One round of retention."""
     await _Round(context, now_s).go()
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("appliance.gateway")
 
 
 class Gateway:
-    """One process's worth."""
+    """What one process of the gateway has."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config

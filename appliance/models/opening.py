@@ -22,7 +22,7 @@ from weights.memory.locks import DirectoryLock
 
 
 class Opening:
-    """For the loop that owns `db`."""
+    """Belongs to the loop that owns `db`."""
 
     def __init__(self, db: Database):
         self._db = db

@@ -44,7 +44,8 @@ _CLOSE_S = 5.0
 _LOG_PAGES = 1000
 """SQLite's own number: a commit that makes the log longer carries it over."""
 BOX = "(the box)"
-"""For whom the box's own work reads: no owner, so that whoever asks does not wait for it. It is no owner's name."""
+"""The name under which the box's own work reads: no owner, so that whoever asks does not wait for it. It is no owner's
+name."""
 PAGE_BYTES = 2 * 2**20
 """Text of the rows of one page. The reader of a page waits for all of it."""
 PAGE_ROWS = 500

@@ -36,7 +36,7 @@ class KeptRows(Generic[Row]):
             self._written.add(key)
 
     def by_key(self) -> Mapping[str, list[Row]]:
-        """Not to be changed."""
+        """Its result must not be changed."""
         written = self._written
         if written is None or len(written) > MOST_AT_ONCE:
             written = None

@@ -111,7 +111,7 @@ class Readers:
         return getattr(self._thread, "reader", None)
 
     def define(self, name: str, arguments: int, function: Callable[..., Any]) -> None:
-        """For each reading that begins from now on."""
+        """Defines it for each reading that begins from now on."""
         with self._changed:
             self._functions.append((name, arguments, function))
 

@@ -32,7 +32,7 @@ class Table(Generic[Row]):
             raise
 
     def find(self, db: Database, *key: Any) -> Row | None:
-        """For the box's own work, or where the caller knows whose the row is."""
+        """Finds it whoever owns it: for the box's own work, or where the caller knows whose the row is."""
         return db.one(self._kind, f"SELECT * FROM {self._name} WHERE {self._where}", key)
 
     def find_visible(self, db: Database, row_id: str, *, viewer: str | None) -> Row | None:

@@ -15,7 +15,7 @@ class Bounds:
     memory_bytes: int
 
     def hold(self) -> None:
-        """For this process, from now on. Where the host's memory is short, it dies before engines and ranks."""
+        """Bounds this process from now on. Where the host's memory is short, it dies before engines and ranks."""
         die_with_parent()
         dies_as(DiesAs.TRIAL)
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
@@ -23,7 +23,8 @@ class Bounds:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def told(self, status: int, said: str = "") -> str:
-        """For people, of a process that ended without an answer. status: as subprocess has it. said: its last words."""
+        """Says for people how a process ended that gave no answer. status: as subprocess has it. said: its last
+        words."""
         how = f"signal {-status}" if status < 0 else f"status {status}"
         limits = f"{self.cpu_s} s of CPU and {self.memory_bytes >> 30} GiB of memory"
         return f"{limits} (it ended with {how}{': ' if said else ''}{said})"

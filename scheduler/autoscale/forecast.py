@@ -21,7 +21,8 @@ KNOWN_REQUESTS = 100.0
 
 
 class DemandForecast:
-    """For one model. Owned by the receiver of the load reports, which calls `seen` for each. ahead_s: how far ahead."""
+    """The forecast for one model. It is owned by the receiver of the load reports, which calls `seen` for each.
+    ahead_s: how far ahead."""
 
     def __init__(self, ahead_s: float) -> None:
         self._ahead_s = ahead_s

@@ -84,7 +84,7 @@ class Shadow:
         return self.busy_until_s <= now_s and self.replicas == n and not self.coming and load <= n * full
 
     def empty(self, now_s: float) -> None:
-        """Nothing waits for it any more."""
+        """Called when nothing waits for it any more."""
         self.free, self.busy_until_s = [0.0] * len(self.free), min(self.busy_until_s, now_s)
 
     def overrun(self, now_s: float, filled: float) -> bool:

@@ -63,7 +63,7 @@ bursts that nobody foresees spend the rest."""
 _LEAST_FULL = 0.4
 """Requests that are late while replicas are emptier than this are late for another reason."""
 _OVERLOAD_S = 600.0
-"""For so long after a request that all replicas together make late an overload goes on."""
+"""How long an overload goes on after a request that all replicas together make late."""
 _SPENT = 0.3
 """Share of the allowance that must be spent before a constant gives way to moving because it is overrun now. What is
 late during a constant beyond twice the share that may be is a failure once it is more than this too: one burst that the

@@ -45,7 +45,7 @@ class _Bar:
 
 
 class Bars:
-    """For whatever has failed. A key that never did is not barred."""
+    """Bars whatever has failed. A key that never did is not barred."""
 
     def __init__(self) -> None:
         self._bars: dict[int | str, _Bar] = {}

@@ -20,7 +20,7 @@ _LEAST_S = 0.1
 
 
 class JobPauses:
-    """For all jobs. setting_s: `job_pause_s`."""
+    """The pauses of all jobs. setting_s: `job_pause_s`."""
 
     def __init__(self, setting_s: float):
         self._rest_s = setting_s - USUAL_S

@@ -122,7 +122,7 @@ class FreeDevices:
         return _pick(list(self._nodes[node].values()), count, frozenset(near))
 
     def _choose_across(self, count: int) -> tuple[str, ...]:
-        """As few nodes as possible: the fullest first, the last one by best fit."""
+        """Takes as few nodes as possible: the fullest first, the last one by best fit."""
         by_left = sorted(self._nodes, key=lambda n: (-len(self._nodes[n]), self._order[n]))
         chosen: list[str] = []
         for at, node in enumerate(by_left):

@@ -136,7 +136,7 @@ class Groups:
         }
 
     def _result_transfer(self, job_id: str, node_config: NodeConfig) -> ResultTransfer | None:
-        """For ranks on a node other than home; None at home."""
+        """What ranks on a node other than home need; None at home."""
         if node_config.name == self._nodes.home.name:
             return None
         return ResultTransfer(self._nodes, node_config, job_id, lambda event: self._jobs.on_event(job_id, event))

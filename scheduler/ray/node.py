@@ -133,7 +133,7 @@ class Node(NodeAgent, NodeCopies):
         return await self._health.look(let_go)
 
     async def measured_alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
-        """As DeviceProcesses has it, of this node's devices. Raises NotMeasured, as the next one."""
+        """Measures one of this node's devices, as DeviceProcesses does. Raises NotMeasured, as the next one does."""
         return await self._measures.alone(device_id)
 
     async def measured_together(self, device_ids: list[str]) -> dict[str, float]:

@@ -259,7 +259,7 @@ class Nodes:
         return found
 
     def config(self, name: str) -> NodeConfig | None:
-        """None when the node is gone."""
+        """Returns None when the node is gone."""
         known = self._known.get(name)
         return known.config if known else None
 
@@ -298,7 +298,7 @@ class Nodes:
         return rates, wrong
 
     async def measured_together(self, name: str, device_ids: list[str]) -> dict[str, float]:
-        """As `measured_alone`, of some together."""
+        """Like `measured_alone`, for several devices together."""
         rates: dict[str, float] = await self._measured(name, "measured_together", device_ids)
         return rates
 

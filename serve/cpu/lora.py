@@ -50,7 +50,8 @@ class GroupedLoRA(PunicaWrapperCPU):
 
 
 class NoLoRA(GroupedLoRA):
-    """For a separate pass between two steps over tokens without adapter: reads nothing of the engine's batch."""
+    """Used for a separate pass between two steps over tokens without an adapter: it reads nothing of the engine's
+    batch."""
 
     @classmethod
     def beside(cls, wrapper: GroupedLoRA) -> NoLoRA:

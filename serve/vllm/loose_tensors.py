@@ -150,7 +150,7 @@ def _attributes(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]
 
 
 def _plain(value: Any) -> bool:
-    """Not a parameter, nor one of the compiler's that have no memory."""
+    """Whether it is no parameter, and none of the compiler's tensors, which have no memory."""
     return type(value) is torch.Tensor and value.nbytes > 0
 
 

@@ -232,7 +232,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
 
 
 def _span_exporter(endpoint: str) -> Any:
-    """For an endpoint of OTLP/HTTP. vLLM's own keeps whatever a collector answers in memory."""
+    """Exports to an endpoint of OTLP/HTTP. vLLM's own exporter keeps whatever a collector answers in memory."""
     return otel.OTLPHttpExporter(endpoint=endpoint, session=HeadsAlone())
 
 

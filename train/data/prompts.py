@@ -11,7 +11,8 @@ import orjson
 from train.data.formats import BadRecord, Record, check_messages, tools_in
 
 MAX_ITEM_BYTES, MAX_ITEM_MARKS = 1 << 20, 1 << 14
-"""As JSON, and how many brackets and commas of it: whoever grades has 64 samples at once, each with its item."""
+"""Bytes of it as JSON, and how many brackets and commas it may have: whoever grades has 64 samples at once, each
+with its item."""
 _OF_THE_REQUEST = ("messages", "tools", "functions", "parallel_tool_calls")
 
 

@@ -92,7 +92,7 @@ def _dropped(scan: Scan, index: int) -> list[int]:
 
 
 def _mixed(scan: Scan, options: PrepareOptions, kept: np.ndarray, dropped: dict[str, list[list[int]]]) -> np.ndarray:
-    """As many of each source as its share says, of the most for which every source has enough."""
+    """Takes as many of each source as its share says, of the most for which every source has enough."""
     if not options.mix:
         return kept
     shares = _shares(scan, options)

@@ -12,7 +12,7 @@ from train.data_checks.scan import Scan
 
 
 def report(scan: Scan, options: CheckOptions) -> dict[str, Any]:
-    """As plain JSON values. `usable`: whether a job would take the file, as far as a check knows."""
+    """The report as plain JSON values. `usable`: whether a job would take the file, as far as a check knows."""
     good = scan.usable()
     tokens = np.frombuffer(scan.tokens, np.uint32)[good]
     made = [name for name in CHECKS if _asked(name, scan, options)]

@@ -175,7 +175,7 @@ class Scan:
         self._look_at(index, place, said(made))
 
     def _converted(self, source: Source, example: Example, index: int, place: SourceLine) -> Record | None:
-        """None for an example without an answer. Raises BadRecord."""
+        """Returns None for an example without an answer. Raises BadRecord."""
         if isinstance(example.raw, BadRecord):
             raise example.raw
         record = parse(example.raw)

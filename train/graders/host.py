@@ -21,7 +21,7 @@ from train.graders.templates import Sample
 from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, LOAD, RESULT, WAITED_FOR, graded_of
 
 OWN_TIME_S = 60.0
-"""For a batch, beside what its python graders may take."""
+"""Seconds that a batch may take beside what its python graders may take."""
 IDLE_S = 300.0
 _RESULT_BYTES = 32 << 20
 _AT_ONCE_BYTES = 256 << 10

@@ -41,7 +41,7 @@ def method_of(name: str) -> Method:
 
 
 def convert(record: Record, shape: str) -> Record | None:
-    """As the first method converts it that takes its shape: the check of a file of which no job is known yet. Raises
-    BadRecord."""
+    """Converts a record as the first method does that takes its shape: the check of a file of which no job is known
+    yet. Raises BadRecord."""
     method = next((method for method in METHODS.values() if method.refuses(shape) is None), DEFAULT)
     return method.convert(record, shape)

@@ -183,7 +183,7 @@ class Rollouts:
         return found
 
     def told(self) -> dict[str, Any]:
-        """For the step's event, by OpenAI's names where it has them."""
+        """What the step's event says, by OpenAI's names where it has them."""
         last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
         return {
             **self._judge.told(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),

@@ -17,7 +17,7 @@ from train.control.stop_point import POINTS_PER_STEP, StopPoint
 from train.state import fragments
 
 KEPT_S = 60.0
-"""So long a step that was left last time goes on, at least."""
+"""How long a step that was left last time goes on, at least."""
 _LOOK_EVERY_S = 1.0
 
 

@@ -105,7 +105,7 @@ class _Rings:
         self._of: dict[torch.device, StagingRing] = {}
 
     def of(self, move: Move) -> StagingRing | None:
-        """None for what the processor copies by itself, and for columns, which the device gathers."""
+        """Returns None for what the processor copies by itself, and for columns, which the device gathers."""
         device = move.ours.device
         if in_host_memory(device) or move.runs.count > 1:
             return None

@@ -132,7 +132,7 @@ class Releases:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """One change at a time. Raises Refused."""
+        """Lets one change go on at a time. Raises Refused."""
         self.prefix.mkdir(parents=True, exist_ok=True)
         with open(self.prefix / ".lock", "a") as lock:
             try:

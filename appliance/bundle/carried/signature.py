@@ -43,7 +43,7 @@ class PublicKey:
 
     @property
     def name(self) -> str:
-        """As minisign shows it."""
+        """The key's id as minisign shows it."""
         return f"{int.from_bytes(self.key_id, 'little'):016X}"
 
     @property

@@ -89,7 +89,7 @@ def holder(device: dict[str, Any]) -> str:
 
 
 def health(device: dict[str, Any]) -> str:
-    """As the box says it; of a device that drains and that nobody holds, what it is instead."""
+    """The health as the box says it; for a device that drains and that nobody holds, what it is instead."""
     if device["health"] != "draining" or device.get("holder") is not None:
         return device["health"]
     return _OUT_OF_USE.get(device.get("cordon"), "drained")

@@ -91,7 +91,7 @@ CHAMPION, CHALLENGER = "champion", "challenger"
 
 
 def has_aliases(model: ModelRow) -> bool:
-    """Also while it has no challenger: its name stays while jobs make versions of it."""
+    """It counts also while it has no challenger: its name stays while jobs make versions of it."""
     return model.job_id is not None and is_stable_name(model.id)
 
 
@@ -128,7 +128,7 @@ class Resolved:
 
 
 def resolve(db: Database, name: str) -> Resolved | None:
-    """None for an unknown name, and for a model without an active version."""
+    """Returns None for an unknown name, and for a model without an active version."""
     model = models.find(db, name)
     if model is not None:
         version = models.find_version(db, name, model.active_version) if model.active_version else None

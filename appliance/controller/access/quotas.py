@@ -78,7 +78,7 @@ class Quotas:
         self._bytes(key_id, bounds, holdings.ANSWERS_PER_INPUT * input_bytes)
 
     def check_eval(self, caller: Principal, size: int) -> None:
-        """One more evaluation, of `size` bytes."""
+        """Checks one more evaluation, of `size` bytes."""
         self.disk.check(size)
         if (key_id := _bounded(caller)) is not None:
             bounds, (number, used) = self.bounds(key_id), holdings.evals(self._db, key_id)
@@ -86,7 +86,7 @@ class Quotas:
             self._eval_bytes(bounds, used + size)
 
     def check_eval_run(self, caller: Principal) -> None:
-        """One more run of an evaluation."""
+        """Checks one more run of an evaluation."""
         self.disk.check()
         if (key_id := _bounded(caller)) is None:
             return
@@ -135,7 +135,7 @@ class Quotas:
             )
 
     def check_job(self, caller: Principal) -> None:
-        """One more job, and the model that it will make beside those that there are."""
+        """Checks one more job, and the model that it will make beside those that there are."""
         self.disk.check()
         self.check_names(caller)
         if (key_id := _bounded(caller)) is None:
@@ -234,7 +234,7 @@ class Quotas:
                 del self._arriving[owner], self._arriving_bytes[owner]
 
     def check_arrived(self, caller: Principal) -> None:
-        """One more file, which has arrived whole and still counts as arriving."""
+        """Checks one more file, which has arrived whole and still counts as arriving."""
         if (key_id := _bounded(caller)) is None:
             return
         bounds = self.bounds(key_id)

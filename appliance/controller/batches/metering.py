@@ -73,7 +73,7 @@ class Metering:
         self._at_engines: dict[str, dict[str, dict[str, int]]] = {}  # by key, asker and line: tokens that it may cost
 
     def key_of(self, batch: BatchRow) -> KeyRow | None:
-        """None for a batch of the box itself, which has no limits."""
+        """Returns None for a batch of the box itself, which has no limits."""
         return keys.find(self._db, batch.key_id) if batch.key_id is not None else None
 
     def refusal(

@@ -65,7 +65,7 @@ class ModelAnswers:
         return ModelAnswer(model=model, error=answer) if isinstance(answer, str) else _read(model, answer)
 
     async def answer(self, key_id: str | None, url: str, body: dict[str, Any], within_s: float) -> EngineAnswer | str:
-        """As `ask`, what an engine answers on this route, or why none does."""
+        """Like `ask`: what an engine answers on this route, or why none does."""
         model = str(body["model"])
         self._asking[model] += 1
         self._tell_wants()

@@ -23,7 +23,7 @@ KIB, MIB = 1 << 10, 1 << 20
 MAX_DEPTH = 160
 """Levels: orjson reads 1,024 and writes 254, which was found out where the body was kept."""
 _PARSED_HERE = 64 * KIB
-"""As much takes less than a change of threads."""
+"""A body of this size takes less time than a change of threads."""
 
 
 @dataclass(frozen=True, slots=True)

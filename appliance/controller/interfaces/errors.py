@@ -112,14 +112,14 @@ class Unauthorized(ApiError):
 
 
 class KeyRevoked(ApiError):
-    """Said as the gateways say it (`gateway.core.errors.key_revoked`)."""
+    """The gateways say it in the same words (`gateway.core.errors.key_revoked`)."""
 
     def __init__(self) -> None:
         super().__init__(401, "The API key of this request was revoked while it ran.", code="invalid_api_key")
 
 
 class SessionEnded(ApiError):
-    """Said as the gateways say it (`gateway.core.errors.session_ended`)."""
+    """The gateways say it in the same words (`gateway.core.errors.session_ended`)."""
 
     def __init__(self) -> None:
         super().__init__(401, "This login of the page has ended. Log in again.", code="session_ended")

@@ -16,7 +16,7 @@ REMEDY = (
 
 
 def verdict(general: dict[str, Any] | None) -> Verdict | None:
-    """None while there is nothing to compare, and for a model that knew too little before the job."""
+    """Returns None while there is nothing to compare, and for a model that knew too little before the job."""
     if general is None or "before" not in general or "after" not in general:
         return None
     before, after = (Answers(**general[when]) for when in ("before", "after"))

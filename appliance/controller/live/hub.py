@@ -26,7 +26,7 @@ ROUND_S: Final = 0.5
 """What changes within it is one event."""
 HEARTBEAT_S: Final = 15.0
 ROUNDS_KEPT: Final = 256
-"""For a follower that comes back: two minutes at least."""
+"""How much is kept for a follower that comes back: two minutes at least."""
 MOST_IDS: Final = 100
 """Ids of a topic in an event; beyond it the topic stands without ids, and anything of it may have changed."""
 MOST_OF_A_KEY, MOST = 8, 256

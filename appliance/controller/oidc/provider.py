@@ -48,7 +48,7 @@ def away(why: str) -> ApiError:
 
 
 def _key_of(row: dict[str, Any]) -> jwt.PyJWK | None:
-    """None for one that nobody here can read: it keeps nobody from those that are signed by the others."""
+    """Returns None for a key that nobody here can read: tokens that the other keys have signed are still taken."""
     try:
         return jwt.PyJWK(row)
     except (jwt.PyJWTError, TypeError, ValueError):

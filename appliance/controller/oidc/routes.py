@@ -25,7 +25,7 @@ from appliance.controller.oidc import people
 from appliance.controller.oidc.provider import Provider, refused
 
 WAITS_S = 600.0
-"""For who went to the provider to come back."""
+"""How long a person who went to the provider has to come back."""
 MOST_WAITING = 20_000
 """Logins that wait at most; past it the one that left first has to begin again. More than a gateway lets begin in
 WAITS_S, so a few addresses push nobody else's out (appliance.gateway.access.spending)."""

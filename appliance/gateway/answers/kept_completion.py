@@ -136,7 +136,7 @@ class CompletionTranscript(Transcript):
         return data
 
     def forgo(self) -> None:
-        """Nothing of it is stored."""
+        """From now on nothing of it is stored."""
         self.stores = False
         self._choices, self._partial, self.held = {}, b"", 0
 

@@ -88,7 +88,7 @@ class Transcript:
         return _WHOLE_OBJECT.sub(self._event, data)
 
     def forgo(self) -> None:
-        """Nothing of it is stored."""
+        """From now on nothing of it is stored."""
         self.stores = False
 
     def copy(self, key_id: str) -> bytes:

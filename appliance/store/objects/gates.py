@@ -49,7 +49,7 @@ def outline(db: Database, gate_id: str) -> GateRow | None:
 
 
 def suites_of(db: Database, gate_id: str) -> int:
-    """How many it has."""
+    """How many suites it has."""
     sql = "SELECT json_array_length(terms, '$.suites') FROM gates WHERE id = ?"
     return int(db.value(sql, [gate_id]) or 0)
 

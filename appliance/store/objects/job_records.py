@@ -120,7 +120,7 @@ def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int 
 
 
 def steps_of(db: Database, job_id: str) -> set[int]:
-    """All that there are metrics of."""
+    """All steps that have metrics."""
     return set(db.column("SELECT step FROM job_metrics WHERE job_id = ?", [job_id]))
 
 

@@ -90,7 +90,7 @@ def active_versions(db: Database) -> dict[str, str]:
 
 
 def active_among(db: Database, names: Collection[str]) -> dict[str, str]:
-    """As `active_versions`, of these models."""
+    """Like `active_versions`, for these models."""
     rows = db.execute(
         f"SELECT id, active_version FROM models WHERE id IN ({', '.join('?' * len(names))}) "
         "AND active_version IS NOT NULL",

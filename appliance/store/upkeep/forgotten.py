@@ -25,7 +25,7 @@ from appliance.store.rows import (
 
 NAMELESS = "(forgotten)"
 JOB_GOES_ON = f"phase NOT IN ({sql_list(sorted(FINISHED_PHASES))})"
-"""For `ids` of jobs."""
+"""A condition for `ids` of jobs."""
 
 
 def keys_of(db: Database, owner: str) -> list[KeyRow]:
