@@ -142,8 +142,8 @@ class Replica:
         return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
 
     async def profile(self, steps: int, limit_s: float) -> dict[str, Any]:
-        """Where the time of the engine's next steps goes; the trace file, beside its log, is the newest of all engines
-        there."""
+        """Say where the time of the engine's next steps goes; the trace file, beside its log, is the newest of all
+        engines there."""
         if self._child is None or not self._child.alive:
             raise WrongState("profile: no engine runs")
         folder = Path(self._child.log_path).parent

@@ -443,8 +443,8 @@ class Group:
                 task.cancel()
 
     async def _kill_all(self) -> None:
-        """Kill a rank. An unreachable host must not block the report of the group's end: its rank died with it. Such an
-        error once left a suspend waiting for ever."""
+        """Kill all ranks. An unreachable host must not block the report of the group's end: its rank died with it. Such
+        an error once left a suspend waiting for ever."""
         kills = (host.kill() for host in self._hosts)
         for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
             if error is not None:

@@ -3,8 +3,8 @@ answer and for whoever learns from it.
 
 Under a form a token is drawn from the model's distribution without the tokens that the form forbids there, and the
 log-probability in that distribution is what is recorded. What is learnt must be held to the same tokens: a brace that
-the form alone leaves has the probability 1 in it, whatever the model thinks of braces, and nothing is learnt of it.
-Without, the ratio to what was recorded would say how far the form is from the model, not how far a step has moved.
+the form alone leaves has the probability 1 in it, whatever the model thinks of braces, and nothing is learnt from it.
+Without that, the ratio to what was recorded would say how far the form is from the model, not how far a step has moved.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ class ControllerCollector:
         yield _by_job("appliance_job_energy_joules", text, [(row, one.joules if one else None) for row, one in drawn])
 
     def _mfu(self, row: JobRow) -> float | None:
-        """The arithmetic of the weights alone, for each token six operations of each (of adapters four: what is frozen
-        needs no gradient); None where that is not all that counts: other methods ask other models too, of experts a
-        token meets some, and float32 has other rates."""
+        """The share of the device's peak that the arithmetic of the weights takes: six operations of each weight for
+        each token (four with adapters, because what is frozen needs no gradient). None where other arithmetic counts
+        too: other methods ask other models, a token meets only some experts, and float32 has other rates."""
         name = next((one["name"] for one in self._now["devices"] if one["id"] in row.devices), "")
         peak, model, chosen = peak_flops(name), models.find(self._db, row.model), row.resolved or {}
         if peak is None or model is None or row.tokens_per_s is None or chosen.get("precision") != "bf16":
