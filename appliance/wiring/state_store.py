@@ -241,6 +241,7 @@ class SqliteStateStore:
                 demand=self._demand(row.name),
                 idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 settings=self._settings.get(row.model, ""),
+                beside=row.model,
             )
             for row in self._names.checkpoints()
             if row.name not in adapters

@@ -208,7 +208,8 @@ def slots(
     now_s: float,
     config: SchedulerConfig,
 ) -> list[Slot]:
-    """Every requested replica, most urgent first: the first of each model before the second of any.
+    """Every requested replica, most urgent first: the first of each model before the second of any. Versions that are
+    asked by names of their own are further ones of their model, and share its turn: it had as many turns as names.
 
     Among first replicas: pinned; models whose turn it is; models that waited longer than a turn (longest first); models
     whose turn is over; models that began to wait; models that want only their minimum. Among later ones: pinned, then
@@ -221,6 +222,8 @@ def slots(
             opened[replica.model] = opened.get(replica.model, 0) + 1
             open_since[replica.model] = min(replica.since_s, open_since.get(replica.model, replica.since_s))
 
+    families = {d.family for d in deployments if d.model in open_since}
+
     def first_rank(d: DeploymentView) -> tuple[int, float, str]:
         asked = d.demand.requests > 0
         waiting_s = hysteresis[d.model].waiting_since_s
@@ -231,7 +234,8 @@ def slots(
         if d.model in open_since:
             return (1 if now_s - open_since[d.model] < config.turn_s else 3), open_since[d.model], d.model
         if waiting_s is not None and now_s - waiting_s >= config.turn_s:
-            return 2, waiting_s, d.model
+            # Its model has had its turn where another version of it is open.
+            return (3, 0.0, d.model) if d.family in families else (2, waiting_s, d.model)
         return 4, now_s if waiting_s is None else waiting_s, d.model
 
     def later_rank(d: DeploymentView) -> tuple[bool, str]:
@@ -240,7 +244,7 @@ def slots(
         return not d.pinned, d.model
 
     most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
-    able = sorted((d for d in deployments if most[d.model]), key=first_rank)
+    able = _models_first(sorted((d for d in deployments if most[d.model]), key=first_rank))
     out: list[Slot] = []
     for nth in range(max(most.values(), default=0)):
         if nth == 1:
@@ -252,3 +256,9 @@ def slots(
         out += [Slot(d.model, nth, d.tensor_parallel, nth < hysteresis[d.model].replicas) for d in round_]
     out.sort(key=lambda slot: not slot.wanted)  # a needed third replica comes before a second that only fills
     return out
+
+
+def _models_first(ranked: Sequence[DeploymentView]) -> list[DeploymentView]:
+    """The first of each model's versions, then their others."""
+    first = {deployment.family: deployment for deployment in reversed(ranked)}
+    return sorted(ranked, key=lambda deployment: first[deployment.family] is not deployment)

@@ -197,7 +197,8 @@ class DeploymentView:
     `not_before_s`: end of backoff. `failed`: its last failure.
     `awake_again`: replicas to have awake where nobody needs their devices: those that slept for a check of them.
     `anew`: why a running engine of another version is replaced by a new one, not given `version`; "" if it is. `wakes`:
-    False if its engines cannot wake either, and so are stopped instead of put to sleep.
+    False if its engines cannot wake either, and so are stopped instead of put to sleep. `beside`: the model of which it
+    is a version beside the one that answers; "" if it is a model of its own.
     """
 
     model: str
@@ -220,6 +221,11 @@ class DeploymentView:
     awake_again: int = 0
     anew: str = ""
     wakes: bool = True
+    beside: str = ""
+
+    @property
+    def family(self) -> str:
+        return self.beside or self.model
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:

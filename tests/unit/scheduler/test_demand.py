@@ -128,7 +128,7 @@ def wishes(now_s: float) -> list[tuple[str, int, bool]]:
     """Of three models with a replica each, opened at different times; the first holds one that nothing asks for."""
     models = [replace(MODEL, model=name, max_replicas=3, demand=Demand(inflight=20)) for name in ("a", "b", "c")]
     hysteresis = {"a": Hysteresis(replicas=1), "b": Hysteresis(replicas=3), "c": Hysteresis(replicas=2)}
-    opened = [ReplicaView(m.model, m.model, "v1", (f"n0/{n}",), "open", 1000.0 + n) for n, m in enumerate(models)]
+    opened = [ReplicaView(m.model, m.model, "v1", "open", (f"n0/{n}",), 1000.0 + n) for n, m in enumerate(models)]
     return [(s.model, s.nth, s.wanted) for s in demand_.slots(models, opened, hysteresis, now_s, CONFIG)]
 
 
@@ -137,3 +137,19 @@ def test_the_end_of_a_turn_changes_no_order_but_that_of_first_replicas() -> None
     during, after = wishes(1000.5 + CONFIG.turn_s), wishes(1010.0 + CONFIG.turn_s)
     assert [s for s in during if s[1]] == [s for s in after if s[1]]
     assert during[3:6] == [("b", 1, True), ("c", 1, True), ("b", 2, True)], "what is asked for comes before what fills"
+
+
+def test_versions_asked_by_their_names_share_their_models_turn() -> None:
+    """Each name was a model with a turn of its own: of fifty checkpoints, whose owner asked them all, a neighbour's
+    model was one of fifty-one."""
+    versions = [replace(MODEL, model=f"m:{n}", beside="m", demand=Demand(inflight=1)) for n in range(4)]
+    other = replace(MODEL, model="z", demand=Demand(inflight=1))
+    waiting = {d.model: Hysteresis(replicas=1, waiting_since_s=1000.0 + n) for n, d in enumerate([*versions, other])}
+
+    def order(opened: str, now_s: float) -> list[str]:
+        replica = ReplicaView(opened, opened, "v1", "open", ("n0/0",), 1000.0)
+        return [s.model for s in demand_.slots([*versions, other], [replica], waiting, now_s, CONFIG)]
+
+    assert order("m:0", 1010.0)[:2] == ["m:0", "z"], "in its turn"
+    assert order("m:0", 1005.0 + CONFIG.turn_s)[:2] == ["z", "m:1"], "the turn is over, for all of them"
+    assert order("z", 1005.0 + CONFIG.turn_s)[:2] == ["m:0", "z"]

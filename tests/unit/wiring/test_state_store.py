@@ -146,7 +146,9 @@ def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, event
     events.ingest("ftjob-1", PUBLISHED)
     name = job_records.list_checkpoints(db)[0].name
     assert isinstance(job_records.list_checkpoints(db)[0], CheckpointRow) and name.endswith(":ckpt-step-5")
-    assert [(d.model, d.version) for d in states.load().deployments][-1] == (name, "step-5")
+    deployment = states.load().deployments[-1]
+    assert (deployment.model, deployment.version) == (name, "step-5")
+    assert deployment.beside == "ft:starter:local::ftjob-1"
 
 
 def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
