@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from appliance.store import chunks
@@ -84,6 +84,37 @@ def forget_texts(db: Database, job_id: str) -> None:
         jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
 
 
+def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
+    """{name: what it is called from now on}, of models of the owner's jobs that are not there: the owner wrote them, or
+    a suffix in them. (Names of models that are there stay, since others call them by these.)"""
+    gone = db.column(
+        f"SELECT DISTINCT output_model FROM jobs WHERE {_mine(db, 'jobs')}"
+        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = output_model)",
+        [owner],
+    )
+    renamed = {}
+    for number, name in enumerate(gone, 1):
+        base, *suffix = name.rsplit(":", 2)
+        renamed[name] = f"{base}::{suffix[1]}" if len(suffix) == 2 else f"{pseudonym}-model-{number}"
+    return {name: new for name, new in renamed.items() if new != name}
+
+
+def rows_with(db: Database, names: Mapping[str, str]) -> list[tuple[str, str, int]]:
+    """(statement, new name, row) for what stands beside these names of models and stays. It reads all of that: a thread
+    does."""
+    among = ", ".join("?" * len(names))
+    return [
+        (f"UPDATE {table} SET {column} = ? WHERE rowid = ?", names[row[column]], row["number"])
+        for table, column in (*(("jobs", name) for name in ("output_model", "model")), *_COSTS)
+        for row in db.execute(
+            f"SELECT rowid AS number, {column} FROM {table} WHERE {column} IN ({among})", list(names)
+        ).fetchall()
+    ]
+
+
+_COSTS = (("usage", "model"), ("device_time", "model"))
+
+
 def handovers_asked_by(db: Database, owner: str) -> list[str]:
     """Ids of hand-overs that the owner's keys have asked for. It reads all of them: a thread does."""
     names = _names(db, owner)
@@ -91,12 +122,14 @@ def handovers_asked_by(db: Database, owner: str) -> list[str]:
     return db.column(f"SELECT id FROM handovers WHERE detail ->> '$.asked_by' IN ({among})", names)
 
 
-def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts, handovers: Iterable[str]) -> None:
+def pseudonymise(
+    db: Database, owner: str, pseudonym: str, gone: Mapping[str, str], log: AuditTexts, handovers: Iterable[str]
+) -> None:
     """Renames the owner in everything that stays: keys, jobs, other tables with an owner, who has asked for what, and
-    the texts of the audit log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). log: what
-    `audit_texts` found; handovers: what `handovers_asked_by` did."""
+    the texts of the audit log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). gone: what
+    `names_of_gone` found; log: what `audit_texts` did; handovers: what `handovers_asked_by` did."""
     known, names = keys_of(db, owner), _names(db, owner)
-    since = audit_texts(db, owner, pseudonym, log.last)
+    since = audit_texts(db, owner, pseudonym, gone, log.last)
     with db.transaction():
         for job_id in ids(db, "jobs", owner, _HAS_TEXTS):  # hardly any: they went job by job
             forget_texts(db, job_id)
@@ -105,8 +138,11 @@ def pseudonymise(db: Database, owner: str, pseudonym: str, log: AuditTexts, hand
         # Where the name is a part of another word it is somebody else's: of an owner "e" all that came again was new.
         asked = "SELECT seq, resource_id FROM idempotency WHERE instr(lower(resource_id), ?)"
         changed, word = db.execute(asked, [owner.lower()]).fetchall(), _word(owner)
-        gone = [[row["seq"]] for row in changed if word.search(row["resource_id"])]
-        db.many("DELETE FROM idempotency WHERE seq = ?", gone)
+        again = [[row["seq"]] for row in changed if word.search(row["resource_id"])]
+        db.many("DELETE FROM idempotency WHERE seq = ?", again)
+        # By the hour of each: it is found by its index.
+        drawn = [[new, name] for name, new in gone.items()]
+        db.many("UPDATE energy SET name = ? WHERE kind = 'model' AND name = ?", drawn)
         for handover_id in handovers:
             asked = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
             db.execute(asked, [pseudonym, handover_id])
@@ -191,29 +227,29 @@ class AuditTexts(NamedTuple):
     last: int
 
 
-def audit_texts(db: Database, owner: str, pseudonym: str, after: int = 0) -> AuditTexts:
-    """Takes an owner's names out of the audit log, behind this row, and out of what his keys did also the names of
-    files. It reads all of the log: a thread does."""
+def audit_texts(db: Database, owner: str, pseudonym: str, gone: Mapping[str, str], after: int = 0) -> AuditTexts:
+    """Takes an owner's names out of the audit log, behind this row, those of models that are gone too, and out of what
+    his keys did also the names of files. It reads all of the log: a thread does."""
     known = keys_of(db, owner)
-    names, key_ids = {owner, *(row.name for row in known)}, {row.id for row in known}
+    names, key_ids = {**gone, **dict.fromkeys(_names(db, owner), pseudonym)}, {row.id for row in known}
     changes, last = list[tuple[str, str, int]](), after
     for row in db.execute("SELECT seq, key_id, target, detail FROM audit WHERE seq > ? ORDER BY seq", [after]):
-        last, detail = row["seq"], _without(json.loads(row["detail"]), names, pseudonym)
+        last, detail = row["seq"], _without(json.loads(row["detail"]), names)
         if row["key_id"] in key_ids and "filename" in detail:
             detail["filename"] = NAMELESS
-        target = pseudonym if row["target"] in names else row["target"]
+        target = names.get(row["target"], row["target"])
         text = json.dumps(detail, separators=(",", ":"))
         if (text, target) != (row["detail"], row["target"]):
             changes.append((text, target, last))
     return AuditTexts(changes, last)
 
 
-def _without(value: Any, names: set[str], pseudonym: str) -> Any:
+def _without(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {name: _without(one, names, pseudonym) for name, one in value.items()}
+        return {name: _without(one, names) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without(one, names, pseudonym) for one in value]
-    return pseudonym if isinstance(value, str) and value in names else value
+        return [_without(one, names) for one in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _asked_by_nobody(value: Any, names: set[str], pseudonym: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.admin.owners import forget
+from appliance.controller.context.audit import record
 from appliance.controller.data_checks.carry_out import Prepared
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import KeyRevoked
@@ -345,6 +346,37 @@ async def test_who_is_forgotten_with_their_models_leaves_no_copy_of_them_in_a_ti
     await ann.does_something_of_everything()
     await ask(control, cancel=True, models=True)
     assert ann.model in [name for name, _ in control.ops.removed]
+
+
+async def test_names_of_models_that_are_gone_lose_what_their_owner_wrote(control: Control):
+    """A suffix, or a name that a job was to publish under, stayed in the job's row and beside what the model cost."""
+    db, ann = control.db, Person(control, NAME)
+    await ann.does_something_of_everything()
+    made, suffix, called = jobs.get(db, ann.job), "acme-merger", "merger-plans"
+    gone, there = f"ft:starter:local:{suffix}:abcdefgh", f"ft:starter:local:{suffix}:ijklmnop"
+    for name in (gone, called, there):
+        row = replace(
+            made, id=f"ftjob-{name}", output_model=name, model=gone, stable_name=name == called, suffix=suffix
+        )
+        jobs.insert(db, row)
+        spent = {"requests": 1, "errors": 0, "prompt_tokens": 1, "completion_tokens": 1}
+        usage.add(db, [{"key": ann.rows[0].id, "model": name, "version": "v", **spent}], 5.0)
+        db.execute("INSERT INTO energy VALUES ('model', ?, 0, 1.0, 1.0)", [name])
+        record(control.context, Principal(None, frozenset({"admin"}), "req_1", ""), "model.delete", name, was=[name])
+    insert_model(db, there, kind="fine-tuned", base="starter")
+    done = await ask(control, cancel=True)
+    named = {gone: "ft:starter:local::abcdefgh", there: there}
+    named[called] = jobs.get(db, f"ftjob-{called}").output_model
+    assert named[called].startswith(done["pseudonym"])
+    for name, new in named.items():
+        row = jobs.get(db, f"ftjob-{name}")
+        assert (row.output_model, row.model, row.suffix) == (new, named[gone], None)
+    for table, column in (("usage", "model"), ("energy", "name"), ("audit", "target")):
+        found = set(db.column(f"SELECT {column} FROM {table}"))
+        assert found >= set(named.values()) and not found & {gone, called}, table
+    assert [row["detail"] for row in db.execute("SELECT detail FROM audit WHERE target = ?", [named[gone]])] == [
+        f'{{"was":["{named[gone]}"]}}'
+    ]
 
 
 async def test_jobs_lose_their_texts_one_by_one(control: Control, monkeypatch):

@@ -121,9 +121,13 @@ def routes(
         deleted = await _delete_models(names, caller)
         await _delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
-        log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym)
+        gone = await db.read(None, forgotten.names_of_gone, db, owner, pseudonym)
+        for statement, *given in await db.read(None, forgotten.rows_with, db, gone):
+            db.execute(statement, given)
+            await asyncio.sleep(0)
+        log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym, gone)
         asked = await db.read(None, forgotten.handovers_asked_by, db, owner)
-        forgotten.pseudonymise(db, owner, pseudonym, log, asked)
+        forgotten.pseudonymise(db, owner, pseudonym, gone, log, asked)
         context.publish_keys()
         mentions = await db.read(None, forgotten.mentions, db, owner)
         mentions += await to_thread.run_sync(_in_logs, context.files_dir.parent, owner)
@@ -135,7 +139,7 @@ def routes(
             pseudonym,
             keys=len(there["keys"]),
             **told,
-            models_deleted=[_without(name, owner) for name in deleted],
+            models_deleted=[_without(gone.get(name, name), owner) for name in deleted],
             models_left=[_without(name, owner) for name in there["models"] if name not in deleted],
             mentions=[_without(one, owner) for one in mentions[:_MENTIONED]],
             mentions_number=len(mentions),
