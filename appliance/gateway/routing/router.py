@@ -29,6 +29,7 @@ AFFINITY_SLACK_TOKENS = 4096
 
 _PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
 _CROWD = 4
+_CROWD_TOKENS = 256
 
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
@@ -94,8 +95,8 @@ class Model:
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    owners: requests by owner. trial: the request that stands trial there, if any (inference/retry.py); convicted_s:
-    when the last one did as its engine died."""
+    owners: requests by owner; reads: `pending` by owner. trial: the request that stands trial there, if any
+    (inference/retry.py); convicted_s: when the last one did as its engine died."""
 
     inflight: int = 0
     streams: int = 0
@@ -104,6 +105,7 @@ class Load:
     failures: int = 0
     suspect_until_s: float = 0.0
     owners: dict[str, int] = field(default_factory=dict)
+    reads: dict[str, int] = field(default_factory=dict)
     trial: Choice | None = None
     convicted_s: float = -math.inf
 
@@ -112,9 +114,12 @@ class Load:
         return self.pending + self.tokens // _PENDING_TO_TOTAL
 
     def crowded_for(self, owner: str) -> bool:
-        """Whether one other owner has most of what runs there, and more than a few requests."""
-        most = max(_CROWD, self.inflight // 2)
-        return any(number > most and who != owner for who, number in self.owners.items())
+        """Whether one other owner has most of what runs there, and more than a few requests, or most of what is read
+        there, and more than a short prompt: four long ones are a crowd."""
+        most, read = max(_CROWD, self.inflight // 2), max(_CROWD_TOKENS, self.pending // 2)
+        return any(number > most and who != owner for who, number in self.owners.items()) or any(
+            number > read and who != owner for who, number in self.reads.items()
+        )
 
 
 class Choice:
@@ -219,6 +224,7 @@ class Router:
         best_load.tokens += tokens
         best_load.pending += pending
         best_load.owners[owner] = best_load.owners.get(owner, 0) + 1
+        best_load.reads[owner] = best_load.reads.get(owner, 0) + pending
         choice = Choice(name, best, tokens, pending, stream, best_load, owner)
         if alone:
             best_load.trial = choice
@@ -236,7 +242,9 @@ class Router:
 
     def started(self, choice: Choice) -> None:
         """The first token came: its prompt stands before no other."""
-        choice.load.pending -= choice.pending
+        load = choice.load
+        load.pending -= choice.pending
+        load.reads[choice.owner] -= choice.pending
         choice.pending = 0
 
     def end(self, choice: Choice) -> bool:
@@ -245,12 +253,12 @@ class Router:
         load.inflight -= 1
         load.streams -= choice.stream
         load.tokens -= choice.tokens
+        self.started(choice)
         left = load.owners[choice.owner] - 1
         if left:
             load.owners[choice.owner] = left
         else:
-            del load.owners[choice.owner]
-        self.started(choice)
+            del load.owners[choice.owner], load.reads[choice.owner]
         self.acquit(choice)
         if load.inflight:
             return False

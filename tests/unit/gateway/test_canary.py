@@ -70,15 +70,19 @@ async def test_a_stream_that_ends_for_its_requests_own_fault_counts_for_no_versi
     assert [list(counts["asked"].values()) for counts in versions] == counted
 
 
-async def test_what_others_wait_for_beside_a_crowd_is_not_timed(start_box: Start) -> None:
-    """Two dozen long answers of one owner to the canary had a good one rolled back: its engine was slow for all."""
+@pytest.mark.parametrize(("number", "pending", "timed"), [(5, 1, False), (4, 1, True), (2, 2000, False)])
+async def test_what_others_wait_for_beside_a_crowd_is_not_timed(
+    start_box: Start, number: int, pending: int, timed: bool
+) -> None:
+    """Two dozen long answers of one owner to the canary had a good one rolled back: its engine was slow for all. So did
+    three prompts of 9,000 words at a time."""
     box = await start_box()
     await split(box, 1.0)
-    for _ in range(5):
-        assert box.state.router.choose("m@v2", 1, False, lambda: b"", 0.0, owner="crowd")
+    for _ in range(number):
+        assert box.state.router.choose("m@v2", 1, False, lambda: b"", 0.0, pending, owner="crowd")
     assert (await box.ask("POST", "/v1/chat/completions", asked(1))).status == 200
     counts = load_report(box.state)["canaries"]["m"]["versions"]["v2"]
-    assert list(counts["asked"].values()) == [[1, 0]] and not counts["owners"]
+    assert list(counts["asked"].values()) == [[1, 0]] and bool(counts["owners"]) is timed
 
 
 async def test_nothing_waits_for_a_canary(start_box: Start) -> None:
