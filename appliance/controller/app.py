@@ -86,6 +86,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     activations = Activations(context)
     compared, stored = Canaries(context, activations), StoredResponses(context)
     background = BackgroundResponses(context, stored, metering)
+    key_ends = keys.KeyEnds(context, runner, background)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
     gates = GateRunner(context, evaluations, activations, compared)
@@ -118,6 +119,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             tasks.keep_every(
                 "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
             ),
+            tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("changes of the box", sources.look, live.LOOK_EVERY_S),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
@@ -183,7 +185,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     deployments.routes(context, admin)
     engine_settings.routes(context, admin)
     forget.routes(context, admin, runner, background, evaluations, gates, pipelines, sweeping)
-    keys.routes(context, admin, runner, background)
+    keys.routes(context, admin, key_ends, background)
     session_keys.routes(context, admin)
     page_sessions.routes(context, admin)
     canaries.routes(context, admin, compared)

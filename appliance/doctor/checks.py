@@ -308,6 +308,16 @@ def _box(facts: Facts) -> Iterator[Finding]:
         yield Finding("box", "warn", f"does not run: {facts.ended}", "runs, or ended in order", remedy)
     else:
         yield Finding("box", "skip", "does not run")
+    yield _judged(
+        "keys",
+        None if facts.ending_keys is None else not facts.ending_keys,
+        f"{', '.join(facts.ending_keys or ())} expire within a week"
+        if facts.ending_keys
+        else "none expires within a week",
+        "none expires within a week",
+        "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates",
+        "warn",
+    )
     if facts.backup is None:
         late = "none yet"
         yield Finding("backup", "warn", late, "one elsewhere", "`appliance backup make PLACE`, or [backup] every_hours")

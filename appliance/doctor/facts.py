@@ -7,7 +7,9 @@ import ctypes
 import os
 import resource
 import shutil
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from scheduler.devices.discovery import check_build, discover_devices, foreign_u
 from scheduler.devices.host_reading import read_memory
 
 SYNCS = 20
+KEYS_SAID_BEFORE_S = 7 * 86_400.0
 _STA_UNSYNC = 0x0040  # adjtimex(2)
 
 
@@ -36,7 +39,8 @@ _STA_UNSYNC = 0x0040  # adjtimex(2)
 class Facts:
     """Bytes, seconds and counts as their names say. refused: why the devices cannot be used. readings: None for devices
     that report nothing. clock_synchronised: by the kernel's own flag. oom_kills: since the machine began. troubles: of
-    a running box. ended: why one that does not run ended, if not in order."""
+    a running box. ended: why one that does not run ended, if not in order. ending_keys: names of API keys that expire
+    within a week, by when."""
 
     memory: MemoryReading
     shm_bytes: int
@@ -73,6 +77,7 @@ class Facts:
     backup: LastBackup | None = None
     backup_every_s: float = 0.0
     compiled: bool = True
+    ending_keys: tuple[str, ...] | None = None
 
 
 def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
@@ -120,6 +125,7 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
         backup=last_backup.read(paths.last_backup),
         backup_every_s=config.backup.every_hours * 3600,
         compiled=compiled.directory().is_dir(),
+        ending_keys=_ending_keys(paths.database),
     )
 
 
@@ -130,6 +136,20 @@ def _devices(config: BoxConfig) -> tuple[tuple[Device, ...], str]:
         return devices, ""
     except DevicesRefused as error:
         return (), str(error)
+
+
+def _ending_keys(database: Path) -> tuple[str, ...] | None:
+    try:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            return tuple(
+                name
+                for (name,) in connection.execute(
+                    "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s",
+                    (time.time() + KEYS_SAID_BEFORE_S,),
+                )
+            )
+    except sqlite3.Error:
+        return None  # there is no box yet, or its database is of an earlier release
 
 
 def _certificate(config: BoxConfig) -> tuple[float | None, str]:

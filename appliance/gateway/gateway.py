@@ -126,7 +126,7 @@ class Gateway:
         more, start held requests."""
         state = self.state
         changed_keys = state.keys != table.keys or state.sessions != table.sessions
-        state.keys, state.sessions = dict(table.keys), dict(table.sessions)
+        state.keys, state.sessions, state.expired = dict(table.keys), dict(table.sessions), dict(table.expired)
         state.session_ids = frozenset(session.id for session in table.sessions.values())
         state.tables_applied += 1
         state.spending.apply(table.keys.values())

@@ -27,7 +27,8 @@ class KeyRow:
     names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
     max_priority: of its jobs. max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so.
     bounds: of what the owner may keep, where they are not the box's own. session: of one command on the box itself.
-    subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by hand.
+    subject: SHA-256 of who has it by an OpenID provider, empty for one that was made by hand. expires_s: Unix time
+    of its end by itself, None: it lasts.
     """
 
     id: str
@@ -50,6 +51,7 @@ class KeyRow:
     bounds: dict[str, int] | None = json_column(default=None)
     session: int = 0
     subject: str = ""
+    expires_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

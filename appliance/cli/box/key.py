@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from appliance.cli import formats, output
 from appliance.cli.command import Session, box_command, given, group, with_options
 from appliance.cli.errors import BadUsage
+from appliance.cli.jobs.request import moment_to_come
 from appliance.cli.paths import segment
 
 Number = int | None
@@ -37,6 +39,14 @@ LIMITS: dict[str, Any] = {
         Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that have a deadline. Default: 0.")
     ],
     "max_held": Annotated[Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that are held. Default: 16.")],
+    "expires": Annotated[
+        str | None,
+        typer.Option(
+            "--expires",
+            metavar="TIME",
+            help="When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day.",
+        ),
+    ],
     "bounds": Annotated[
         list[str] | None,
         typer.Option(
@@ -53,8 +63,10 @@ LIMITS: dict[str, Any] = {
 NO_LIMITS: dict[str, Any] = {}
 
 
-def _limits_given(models: list[str] | None = None, bounds: list[str] | None = None, **numbers: Any) -> dict[str, Any]:
-    return given(models=models or None, **numbers, bounds=_bounds(bounds))
+def _limits_given(
+    models: list[str] | None = None, bounds: list[str] | None = None, expires: str | None = None, **numbers: Any
+) -> dict[str, Any]:
+    return given(models=models or None, **numbers, bounds=_bounds(bounds), expires_s=_expires(expires))
 
 
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
@@ -68,6 +80,7 @@ app = group("API keys: who may use the box over the network. Commands on the box
     "appliance key create --name prometheus --scope metrics        may read the metrics, nothing else",
     "appliance key create --name alice-laptop --owner alice        sees what alice's first key made",
     "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
+    "appliance key create --name guest --expires 30d                refused after it; also a date, its last day",
     "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
 )
 @with_options("limits", LIMITS, _limits_given)
@@ -94,7 +107,7 @@ def create(
     body = given(name=name, scopes=scope or None, owner=owner) | limits
     answer = session.client.post("/admin/v1/keys", body)
     if not session.as_json:
-        output.say(f"Key {answer['name']} ({', '.join(answer['scopes'])}). It is not shown again:")
+        output.say(f"Key {answer['name']} ({', '.join(answer['scopes'])}){_until(answer)}. It is not shown again:")
     output.print_json(answer) if session.as_json else print(answer["key"])
 
 
@@ -103,6 +116,7 @@ def create(
     "appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000",
     "appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE",
     "appliance key limit alice --lift tokens_per_minute --lift models",
+    "appliance key limit guest --expires 2026-12-31     its last day; `--lift expires`: it lasts",
     "appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10",
 )
 @with_options("limits", LIMITS, _limits_given)
@@ -119,9 +133,9 @@ def limit(
     unknown = [name for name in lift or () if name not in LIMITS]
     if unknown:
         raise BadUsage(f"--lift {unknown[0]} is not a limit; they are {', '.join(LIMITS)}")
-    body = limits | dict.fromkeys(lift or ())
+    body = limits | dict.fromkeys("expires_s" if name == "expires" else name for name in lift or ())
     answer = session.client.send("PATCH", f"/admin/v1/keys/{segment(key)}", body=body)
-    session.show(answer, lambda row: f"{row['name']}: {_limits(row)}")
+    session.show(answer, lambda row: f"{row['name']}: {_limits(row)}{_until(row)}")
 
 
 @box_command(app, "appliance key list", "appliance key list --all -o json", name="list")
@@ -157,13 +171,14 @@ def _revoked(answer: dict[str, Any]) -> str:
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "REVOKED"),
+        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "EXPIRES", "REVOKED"),
         (
             (
                 *formats.cells(k, "id name owner scopes"),
                 f"{k['prefix']}…",
                 _limits(k),
                 formats.moment(k["created_s"]),
+                formats.moment(k.get("expires_s")),
                 formats.moment(k["revoked_s"]),
             )
             for k in answer["data"]
@@ -196,6 +211,21 @@ def _limits(key: dict[str, Any]) -> str:
     if key.get("models") is not None:
         shown.append(f"only {', '.join(key['models']) or 'what its jobs make'}")
     return "; ".join(shown) or "none"
+
+
+def _expires(text: str | None) -> float | None:
+    """A date alone is the key's last day. Raises BadUsage."""
+    if text is None:
+        return None
+    try:
+        last_day = date.fromisoformat(text)
+    except ValueError:
+        return moment_to_come("--expires", text)
+    return moment_to_come("--expires", (last_day + timedelta(days=1)).isoformat())
+
+
+def _until(key: dict[str, Any]) -> str:
+    return "" if key.get("expires_s") is None else f", until {formats.moment(key['expires_s'])}"
 
 
 def _bounds(given: list[str] | None) -> dict[str, int] | None:

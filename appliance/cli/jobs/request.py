@@ -79,7 +79,7 @@ def device_fields(*, sizes: str | None = None, deadline: str | None = None, **sa
     return given(
         **same,
         allowed_sizes=None if sizes is None else _sizes(sizes),
-        deadline_s=None if deadline is None else _to_come("--deadline", deadline),
+        deadline_s=None if deadline is None else moment_to_come("--deadline", deadline),
     )
 
 
@@ -97,7 +97,7 @@ def _sizes(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _to_come(option: str, text: str) -> float:
+def moment_to_come(option: str, text: str) -> float:
     moment = moment_of(option, text)
     if moment <= time.time():
         raise BadUsage(f"{option} is {text!r}, which is past; expected a future time, such as 8h from now")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,10 @@ from appliance.store.rows import KeyRow
 log = logging.getLogger("appliance.controller")
 
 USAGE_EVERY_S = 5.0
+EXPIRED_TOLD_S = 90 * 86_400.0
+"""How long gateways tell an expired key from one that never was."""
+ENDING_S = 7 * 86_400.0
+"""How long before its end a key is spoken of."""
 _TEXT = ("key", "model", "version")
 _NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
 _MOST = 1 << 48
@@ -112,12 +117,22 @@ def quota_of(db: Database, row: KeyRow, now_s: float) -> Quota:
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     """The live keys for the gateways' table, by SHA-256, without limits that do not apply, each with its logins of the
-    page."""
+    page; and, of keys that have expired, when."""
     logins: dict[str, dict[str, Any]] = {}
     for login in page_sessions.list_live(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
     made: dict[str, list[str]] = {}
-    return {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
+    ended = {row.sha256: {"expired_s": row.expires_s} for row in keys.list_ended(db, now_s - EXPIRED_TOLD_S)}
+    return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
+
+
+def ending_soon(db: Database, now_s: float) -> list[str]:
+    """A sentence for each key that ends by itself within a week."""
+    return [
+        f"the key {row.name} expires at {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(row.expires_s))}: "
+        f"`appliance key limit {shlex.quote(row.name)} --expires 90d` lets it last longer"
+        for row in keys.list_ending(db, now_s + ENDING_S)
+    ]
 
 
 def _key(
@@ -131,6 +146,7 @@ def _key(
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": spent_until_s(db, row, now_s),
         "quota": min((one for one in (row.tokens_per_day, row.tokens_per_month) if one is not None), default=None),
+        "expires_s": row.expires_s,
         "sessions": sessions,
     }
     given = {name: value for name, value in limits.items() if value is not None}

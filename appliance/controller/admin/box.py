@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
+from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
@@ -91,7 +92,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "doctor": doctor,
             "degraded": degraded,
             "troubles": now["troubles"],
-            "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
+            "notes": [
+                *now["notes"],
+                *floor_notes(holds, len(now["devices"])),
+                *load.notes,
+                *ending_soon(db, time.time()),
+            ],
         }
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.

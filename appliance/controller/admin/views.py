@@ -40,7 +40,7 @@ def job(row: JobRow) -> dict[str, Any]:
 
 
 def key(row: KeyRow) -> dict[str, Any]:
-    limits = "models requests_per_minute tokens_per_minute tokens_per_day tokens_per_month bounds"
+    limits = "models requests_per_minute tokens_per_minute tokens_per_day tokens_per_month bounds expires_s"
     return columns(row, f"id name scopes owner prefix created_s revoked_s {limits} {' '.join(claims.LIMITS)}")
 
 

@@ -11,7 +11,8 @@ from appliance.store.records import keys
 from appliance.store.rows import JobRow
 
 KEY_REVOKED = (
-    "Its API key was revoked; its owner with another key, or an operator, can resume it (`appliance job resume`)."
+    "Its API key was revoked or has expired; its owner with another key, or an operator, can resume it "
+    "(`appliance job resume`)."
 )
 MODEL_WITHDRAWN = (
     "Its API key may not use the model that it trains any more: the sharing has ended, or the key's list of models was "

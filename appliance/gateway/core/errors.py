@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from typing import Any, Final
 
 import orjson
@@ -123,6 +124,13 @@ def missing_key() -> HttpError:
 
 def invalid_key() -> HttpError:
     return HttpError(401, "Incorrect API key provided, or the key was revoked.", code="invalid_api_key")
+
+
+def key_expired(since_s: float) -> HttpError:
+    since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(since_s))
+    return HttpError(
+        401, f"This API key expired at {since}. Ask whoever runs this box for another one.", code="invalid_api_key"
+    )
 
 
 def key_revoked() -> HttpError:

@@ -27,7 +27,8 @@ class Caller:
 
     owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
-    renews, None while quota is left; quota: tokens of the smaller of its quotas, None without one. cache_salt:
+    renews, None while quota is left; quota: tokens of the smaller of its quotas, None without one. expires_s: Unix time
+    from which the key is refused, None: it lasts. cache_salt:
     separates its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a
     request's body.
     """
@@ -44,6 +45,7 @@ class Caller:
     cache_salt: bytes = b""
     salt_field: bytes = b""
     quota: int | None = None
+    expires_s: float | None = None
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -66,13 +68,15 @@ class Session:
 @dataclass(frozen=True, slots=True)
 class Table:
     """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner. refused: errors of
-    rows, or parts of rows, left out. sessions: SHA-256 of a login's token -> the login."""
+    rows, or parts of rows, left out. sessions: SHA-256 of a login's token -> the login. expired: SHA-256 of a key whose
+    time is over -> since when, Unix time."""
 
     generation: int
     models: tuple[Model, ...]
     keys: Mapping[str, Caller]
     refused: tuple[str, ...] = ()
     sessions: Mapping[str, Session] = field(default_factory=dict)
+    expired: Mapping[str, float] = field(default_factory=dict)
 
 
 def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Iterator[Table | None]:
@@ -99,11 +103,15 @@ def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Iterator[Table
             refused.append(_shown(error))
     callers: dict[str, Caller] = {}
     sessions: dict[str, Session] = {}
+    expired: dict[str, float] = {}
     for digest, row in keys.items():
         seen += 1
         if seen % ROWS_AT_ONCE == 0:
             yield None
         try:
+            if isinstance(row, dict) and (since_s := _moment(row.get("expired_s"), f"keys.{digest[:8]}….expired_s")):
+                expired[digest] = since_s
+                continue
             callers[digest] = caller = _caller(digest, row)
             sessions |= _sessions(f"keys.{digest[:8]}….sessions", row.get("sessions"), caller)
         except TableInvalid as error:
@@ -114,6 +122,7 @@ def parsing(data: Mapping[str, Any], *, default_hold_s: float) -> Iterator[Table
         callers,
         tuple(refused),
         sessions,
+        expired,
     )
 
 
@@ -262,6 +271,7 @@ def _caller(digest: str, row: Any) -> Caller:
         salt,
         salt_field(salt),
         _limit(row.get("quota"), f"{where}.quota"),
+        _moment(row.get("expires_s"), f"{where}.expires_s"),
     )
 
 

@@ -46,7 +46,10 @@ class Dispatch:
             caller = state.keys.get(digest) if digest else self._of_login(request, login)
             if caller is None:
                 state.metrics.events["bad_key"] += 1
-                raise errors.invalid_key()
+                raise errors.key_expired(since_s) if (since_s := state.expired.get(digest)) else errors.invalid_key()
+            if caller.expires_s is not None and caller.expires_s <= time.time():
+                state.metrics.events["bad_key"] += 1
+                raise errors.key_expired(caller.expires_s)
             request.caller = caller
             request.use = state.spending.use_of(caller)
             check_scopes(route, caller)

@@ -66,6 +66,7 @@ class State:
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, Session] = {}
+        self.expired: dict[str, float] = {}
         self.session_ids: frozenset[str] = frozenset()
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1

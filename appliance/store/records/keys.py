@@ -103,6 +103,20 @@ def list_live(db: Database) -> list[KeyRow]:
     return db.all(KeyRow, "SELECT * FROM keys WHERE revoked_s IS NULL ORDER BY seq")
 
 
+def list_ended(db: Database, since_s: float) -> list[KeyRow]:
+    """The last thousand that ended by themselves, and not before `since_s`."""
+    sql = (
+        "SELECT * FROM keys WHERE expires_s >= ? AND revoked_s IS NOT NULL AND revoked_s >= expires_s "
+        "ORDER BY expires_s DESC LIMIT 1000"
+    )
+    return db.all(KeyRow, sql, [since_s])
+
+
+def list_ending(db: Database, until_s: float) -> list[KeyRow]:
+    """Live ones that end by themselves until then, the next one first."""
+    return db.all(KeyRow, "SELECT * FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s", [until_s])
+
+
 def revoke(db: Database, id_or_name: str) -> KeyRow:
     """Ends its logins of the page too. Idempotent: the time of the first revocation stays. Raises RowNotFound."""
     row = find(db, id_or_name)

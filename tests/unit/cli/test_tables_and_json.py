@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import time
+from datetime import datetime
 
 from appliance.controller.http import peers
 from appliance.controller.interfaces.identity import Identity
@@ -387,6 +388,7 @@ LIMITS = (
     "max_deadlines",
     "max_held",
     "bounds",
+    "expires_s",
 )
 
 
@@ -432,6 +434,20 @@ def test_keys(box):
     assert box.run("key", "revoke", "nobody").exit_code == 3
     assert box.run("key", "create", "--name", "ops").exit_code == 5
     assert box.run("key", "create", "--name", "bad*name").exit_code == 2
+
+
+def test_keys_that_expire(box):
+    made = box.json("key", "create", "--name", "guest", "--expires", "30d")
+    assert abs(made["expires_s"] - time.time() - 30 * 86_400) < 60
+    day = datetime(2099, 12, 31)
+    shown = box.run("key", "limit", "guest", "--expires", "2099-12-31").stdout
+    assert "guest: none, until 2100-01-01 00:00:00" in shown, "its last day is the one that was given"
+    (row,) = box.json("key", "list")["data"]
+    assert row["expires_s"] == day.timestamp() + 86_400
+    assert "2100-01-01" in box.run("key", "list").stdout
+    assert box.json("key", "limit", "guest", "--lift", "expires")["expires_s"] is None
+    assert box.run("key", "create", "--name", "late", "--expires", "2020-01-01").exit_code == 2
+    assert box.run("key", "create", "--name", "odd", "--expires", "soon").exit_code == 2
 
 
 def test_a_model_is_shared_and_no_longer(box):

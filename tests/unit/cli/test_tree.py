@@ -304,6 +304,7 @@ FROZEN = {
     "key create": [
         *BOX,
         "--bound",
+        "--expires",
         "--max-deadlines",
         "--max-held",
         "--max-non-preemptible",
@@ -320,6 +321,7 @@ FROZEN = {
     "key limit": [
         *BOX,
         "--bound",
+        "--expires",
         "--lift",
         "--max-deadlines",
         "--max-held",

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.admin.owners.keys import KeyEnds
 from appliance.controller.batches.background_responses import KEY_REVOKED
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.jobs import pauses
@@ -260,3 +261,41 @@ async def test_a_stored_row_that_is_odd_stops_no_other(control: Control, caplog:
     odd, _ = keys.create(control.db, "odd", ["inference"], models=["modèle", "starter"])
     control.context.publish_keys()
     assert control.gateway_keys[odd.sha256]["models"] == ["starter"] and "mod" in caplog.text
+
+
+async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_since_when(control: Control):
+    until_s = time.time() + 3600
+    made = (
+        await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "guest", "expires_s": until_s})
+    ).json()
+    assert made["expires_s"] == until_s
+    digest = keys.fingerprint(made["key"])
+    assert control.gateway_keys[digest]["expires_s"] == until_s
+    status = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()
+    assert any("the key guest expires at" in note for note in status["notes"])
+    control.http.headers.update({"x-appliance-key-id": made["id"], "x-appliance-scopes": "inference,fine_tuning"})
+    job_id = await control.job()
+    ends = KeyEnds(control.context, control.app.state.batches, control.app.state.background)
+    await ends.look()
+    assert not keys.is_revoked(control.db, made["id"])
+    since_s = time.time() - 1
+    keys.update(control.db, made["id"], expires_s=since_s)
+    await ends.look()
+    assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {"expired_s": since_s}
+    row = jobs.get(control.db, job_id)
+    assert (row.wanted, row.reason) == ("pause", pauses.KEY_REVOKED)
+    rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
+    assert (rows[0]["action"], rows[0]["key_id"], rows[0]["target"]) == ("key.expire", None, made["id"])
+    await ends.look()
+    assert len((await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]) == len(rows)
+
+
+async def test_a_keys_end_is_moved_and_lifted_and_never_past(control: Control):
+    past = {"name": "late", "expires_s": time.time() - 1}
+    answer = await control.http.post("/admin/v1/keys", headers=ADMIN, json=past)
+    assert answer.status_code == 400 and "is past" in answer.json()["error"]["message"]
+    await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "guest", "expires_s": time.time() + 60})
+    for body, status in (({"expires_s": 1.0}, 400), ({"expires_s": time.time() + 99}, 200), ({"expires_s": None}, 200)):
+        answer = await control.http.patch("/admin/v1/keys/guest", headers=ADMIN, json=body)
+        assert answer.status_code == status
+    assert answer.json()["expires_s"] is None

@@ -46,6 +46,7 @@ WELL = Facts(
     certificate_expires_s=1e9 + 90 * 86_400,
     backup=LastBackup("b", 1e9 - 3600, "/mnt", 1),
     backup_every_s=24 * 3600,
+    ending_keys=(),
 )
 
 
@@ -93,6 +94,7 @@ def test_what_is_to_be_typed_is_there():
         runs=True,
         troubles=("backup: no such place",),
         compiled=False,
+        ending_keys=("guest",),
     )
     remedies = [
         one.remedy for facts in (ill, replace(ill, backup=None)) for one in findings(facts) if one.state != "ok"
@@ -145,6 +147,7 @@ def test_a_machine_that_is_well():
         ({"certificate_expires_s": 1e9 - 1}, "certificate", "fail"),
         ({"certificate_fault": "no PEM"}, "certificate", "fail"),
         ({"compiled": False}, "compiled gateway", "warn"),
+        ({"ending_keys": ("guest",)}, "keys", "warn"),
         ({"runs": True, "troubles": ("usage: disk full",)}, "box", "warn"),
         ({"backup": None}, "backup", "warn"),
         ({"backup": LastBackup("b", 1e9 - 30 * 3600, "/mnt", 1)}, "backup", "warn"),
@@ -170,6 +173,7 @@ def test_what_cannot_be_read_is_skipped_and_not_called_right():
         oom_kills=None,
         steered=None,
         huge_pages=None,
+        ending_keys=None,
         remarks=(Remark("fabric", None, "", "set up"),),
         readings=(Reading("n0/0", 1e9, throttled=("power_cap",)),),
     )
@@ -186,6 +190,7 @@ def test_what_cannot_be_read_is_skipped_and_not_called_right():
         "environment",
         "huge pages",
         "fabric",
+        "keys",
     }
     told = {one.check: one.found for one in findings(unknown)}
     assert told["environment"] == told["huge pages"] == "not reported here"

@@ -165,3 +165,22 @@ async def test_a_body_that_waits_for_the_controller_is_not_slow(box: Box) -> Non
     conn.resume_reading()
     assert conn._body_since_s - before >= 5000.0
     server.close()
+
+
+async def test_a_key_is_refused_from_its_end_on_in_words_and_told_from_one_that_never_was(box: Box) -> None:
+    """By the gateway's own clock, and also once the controller has taken it out of the table."""
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    row = dict(box.keys[digest])
+    box.keys[digest] = row | {"expires_s": time.time() + 60}
+    box.apply()
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY))
+    assert (await wire.response()).status == 200
+    for ended in (row | {"expires_s": 1_795_000_000.0 - 90 * 86_400}, {"expired_s": 1_787_224_000.0}):
+        box.keys[digest] = ended
+        box.apply()
+        wire = await box.connect()
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY))
+        response = await wire.response()
+        assert response.status == 401 and "This API key expired at 2026-08-" in response.error["message"]
+        assert response.error["code"] == "invalid_api_key"

@@ -203,6 +203,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "scopes": ["inference", "fine_tuning"],
             "owner": at.owner if at.place < FEW_ROWS else at.id("people"),
             "revoked_s": at.now_s if at.place % 2 else None,
+            "expires_s": at.now_s if at.place % 2 else None,
             "models": [MODEL, *(f"name-{n}" for n in range(20))] if at.place % 4 == 2 else None,
             "tokens_per_day": 10**9,
         },

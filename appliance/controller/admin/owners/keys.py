@@ -1,8 +1,9 @@
 """/admin/v1/keys: create, list, revoke; /admin/v1/me: the asker's own. A new key is shown once; revoking reaches the
-gateways at once."""
+gateways at once. One that expires is revoked by the box."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Annotated, Any
@@ -19,10 +20,11 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.errors import DuplicateRow
+from appliance.store.ids import new_id
 from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys
 from appliance.store.rows import KeyRow
@@ -32,6 +34,8 @@ DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
 # `model share --with all` means everyone; commands on the box itself have keys of their own (`session_keys`).
 RESERVED_OWNERS = ("all", session_keys.OWNER)
+EXPIRED_EVERY_S = 2.0
+"""Gateways refuse an expired key by their own clock; this is how long what it had begun goes on."""
 Limit = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[int, Field(ge=0, le=10**15)]
 Jobs = Annotated[int, Field(ge=0, le=10**6)]
@@ -51,6 +55,7 @@ class KeyLimits(StrictBody):
     """What a key may use and spend; null lifts a limit. models: names of models, in addition to those its owner's jobs
     create. Token quotas count prompts and completions; days and months are in UTC. max_priority: of its jobs;
     max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: a new key's default.
+    expires_s: Unix time at which it ends by itself.
     """
 
     models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
@@ -63,6 +68,7 @@ class KeyLimits(StrictBody):
     max_deadlines: Jobs | None = None
     max_held: Jobs | None = None
     bounds: KeyBounds | None = None  # type: ignore[valid-type]
+    expires_s: Annotated[float, Field(gt=0, le=10**11)] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the fields that were given."""
@@ -81,7 +87,39 @@ class KeyCreate(KeyLimits):
     owner: OwnerName | None = None
 
 
-def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses) -> None:
+class KeyEnds:
+    """What ends with a key: its background responses and batches fail, its jobs are paused."""
+
+    def __init__(self, context: ControllerContext, runner: BatchRunner, background: BackgroundResponses):
+        self._context, self._runner, self._background = context, runner, background
+
+    def revoke(self, caller: Principal, key_id: str, action: str = "key.revoke") -> dict[str, list[str]]:
+        """Returns what was stopped, nothing of a key that was revoked before."""
+        context = self._context
+        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}
+        with context.db.transaction():
+            fresh = not keys.is_revoked(context.db, key_id)
+            row = keys.revoke(context.db, key_id)
+            if fresh:
+                stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
+                stopped["batches"] = [batch.id for batch in batches.list_unfinished(context.db, key_id=row.id)]
+                stopped["responses"] = self._background.revoke(row.id)
+            record(
+                context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
+            )
+        context.publish_keys()
+        for batch_id in stopped["batches"]:
+            self._runner.poke(batch_id)  # it checks itself that its key is revoked
+        context.scheduler.nudge(f"{row.id} was revoked")
+        return stopped
+
+    async def look(self) -> None:
+        """Revoke the keys whose time is over."""
+        for row in keys.list_ending(self._context.db, time.time()):
+            self.revoke(Principal(None, frozenset({ADMIN}), new_id("req_"), ""), row.id, "key.expire")
+
+
+def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, background: BackgroundResponses) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -109,6 +147,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
                 f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
             )
         _refuse_unknown(context, body.models)
+        _refuse_past(body.expires_s)
         limits = body.columns()
         try:
             with db.transaction():
@@ -131,6 +170,7 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         if row is None or row.revoked_s is not None:
             raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
         _refuse_unknown(context, body.models, known=row.models or ())
+        _refuse_past(body.expires_s)
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
@@ -149,27 +189,18 @@ def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, b
         before = keys.find(db, id_or_name)
         if before is None:
             raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
-        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}
-        with db.transaction():
-            row = keys.revoke(db, before.id)
-            if before.revoked_s is None:
-                stopped["jobs"] = pauses.pause_jobs_of(context, row.id)
-                stopped["batches"] = [batch.id for batch in batches.list_unfinished(db, key_id=row.id)]
-                stopped["responses"] = background.revoke(row.id)
-            record(
-                context,
-                caller,
-                "key.revoke",
-                row.id,
-                name=row.name,
-                **{kind: ids for kind, ids in stopped.items() if ids},
-            )
-        context.publish_keys()
-        for batch_id in stopped["batches"]:
-            runner.poke(batch_id)  # it checks itself that its key is revoked
-        context.scheduler.nudge(f"{row.id} was revoked")
+        stopped = ends.revoke(caller, before.id)
         await background.revoked_ended()
+        row = keys.find(db, before.id) or before
         return views.key(row) | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
+
+
+def _refuse_past(expires_s: float | None) -> None:
+    """Raises InvalidValue."""
+    if expires_s is not None and expires_s <= time.time():
+        raise InvalidValue(
+            f"expires_s is {expires_s:g}, which is past; a key that shall end now is revoked instead.", "expires_s"
+        )
 
 
 def _refuse_unknown(context: ControllerContext, names: list[str] | None, known: Collection[str] = ()) -> None:

@@ -21,6 +21,7 @@ function Own() {
     [t("keys.models"), who.models ? who.models.join(", ") : t("keys.all_models")],
     [t("keys.limits"), limitsOf(who)],
     [t("created"), who.created_s ? moment(who.created_s) : null],
+    [t("keys.expires"), who.expires_s ? moment(who.expires_s) : null],
   ]} /></${Card}>`;
 }
 
@@ -106,6 +107,7 @@ function List() {
     [t("keys.models"), (row) => (row.models ? row.models.join(", ") : t("keys.all_models"))],
     [t("keys.limits"), (row) => limitsOf(row)],
     [t("created"), (row) => ago(row.created_s), "nowrap"],
+    [t("keys.expires"), (row) => (row.expires_s ? moment(row.expires_s) : "–"), "nowrap"],
     ["", (row) => row.revoked_s ? html`<${Badge} state="revoked">${t("keys.revoked")}</${Badge}>` : html`<${Sure} class="small" label=${t("keys.revoke")} question=${t("keys.revoke.sure", { name: row.name })} busy=${busy} onYes=${() => revoke(row)} />`],
   ];
   return html`<${Card} title=${t("keys.all")} aside=${html`<button type="button" onClick=${() => setMaking(true)}>${t("keys.new")}</button>`}>
@@ -118,7 +120,7 @@ function List() {
 }
 
 function NewKey({ onMade, onClose }) {
-  const [form, setForm] = useState({ name: "", owner: "", rpm: "", tpd: "", scopes: ["inference"] });
+  const [form, setForm] = useState({ name: "", owner: "", rpm: "", tpd: "", days: "", scopes: ["inference"] });
   const set = (name) => (event) => setForm((before) => ({ ...before, [name]: event.target.value }));
   const tick = (scope) => () => setForm((before) => ({ ...before, scopes: before.scopes.includes(scope) ? before.scopes.filter((one) => one !== scope) : [...before.scopes, scope] }));
   const [make, { busy, error }] = useAct(async () => {
@@ -126,6 +128,7 @@ function NewKey({ onMade, onClose }) {
     if (form.owner) body.owner = form.owner;
     if (form.rpm) body.requests_per_minute = Number(form.rpm);
     if (form.tpd) body.tokens_per_day = Number(form.tpd);
+    if (form.days) body.expires_s = Date.now() / 1000 + Number(form.days) * 86400;
     onMade(await post("/admin/v1/keys", body));
   });
   return html`<form class="plan" onSubmit=${(event) => { event.preventDefault(); make(); }}>
@@ -134,6 +137,7 @@ function NewKey({ onMade, onClose }) {
       <${Field} label=${t("owner")} hint=${t("keys.owner.what")}><input maxlength="64" value=${form.owner} onInput=${set("owner")} /></${Field}>
       <${Field} label=${t("keys.rpm")}><input type="number" min="1" value=${form.rpm} onInput=${set("rpm")} /></${Field}>
       <${Field} label=${t("keys.tpd")}><input type="number" min="1" value=${form.tpd} onInput=${set("tpd")} /></${Field}>
+      <${Field} label=${t("keys.days")} hint=${t("keys.days.what")}><input type="number" min="1" max="36500" value=${form.days} onInput=${set("days")} /></${Field}>
     </div>
     <fieldset class="ticks"><legend>${t("keys.scopes")}</legend>${SCOPES.map((scope) => html`<label class="choice"><input type="checkbox" checked=${form.scopes.includes(scope)} onChange=${tick(scope)} /><span><b>${scope}</b><small>${t(`scope.${scope}`)}</small></span></label>`)}</fieldset>
     <div class="buttons"><button class="main" disabled=${busy || !form.scopes.length}>${t("keys.make")}</button><button type="button" onClick=${onClose}>${t("cancel")}</button></div>
