@@ -187,7 +187,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         db,
         events,
         BoxSize(floor, len(devices), config.serve.max_replicas),
-        Live(demands, job_lacks, bounded, memory.job_nodes, memory.max_asleep, job_memory.keep),
+        Live(demands, job_lacks, bounded, memory.job_nodes, memory.job_sizes, memory.max_asleep, job_memory.keep),
         signals.models_changed,
         names,
     )

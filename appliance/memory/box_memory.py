@@ -86,6 +86,12 @@ class BoxMemory:
         alike = self._nodes.alike()
         return tuple(name for name in alike if not self._lacks(name, row)) or alike
 
+    def job_sizes(self, row: JobRow) -> tuple[int, ...]:
+        """The numbers of devices on which every node that the job can run on has memory for it now."""
+        hosts = [host for name in self.job_nodes(row) if (host := self._hosts().get(name)) is not None]
+        each = [host.sizes(row) for host in hosts]
+        return tuple(size for size in each[0] if all(size in others for others in each)) if each else ()
+
     def waits_for(self, row: JobRow) -> str:
         """Why this job cannot have memory on any node now, in a sentence; "" when it can, or already has it."""
         alike = self._nodes.alike()

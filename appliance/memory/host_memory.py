@@ -33,6 +33,8 @@ from weights.memory.store import WeightStore
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
+FEWER_DEVICES_AFTER_S = 30.0
+"""How long a job that may run on fewer devices waits for the memory of most: others give back for it meanwhile."""
 WANTED_FOR_S = 3.0
 """A refused engine counts as wanted until the loop has not asked for it for this long."""
 STARTING_FOR_S = 15.0
@@ -92,11 +94,12 @@ class StoredHere:
 @dataclass(frozen=True, slots=True)
 class Means:
     """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
-    what a job takes when it starts. replicas, jobs: from the loop's status. nudge: wakes the loop. on_enough: called
-    when memory suffices again after it was short. save: starts copying snapshots to disk."""
+    what a job takes when it starts, by the numbers of devices that it may run on, ascending. replicas, jobs: from the
+    loop's status. nudge: wakes the loop. on_enough: called when memory suffices again after it was short. save: starts
+    copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
-    job_bytes: Callable[[JobRow], int]
+    job_bytes: Callable[[JobRow], Mapping[int, int]]
     loop_status: Callable[[], Mapping[str, Any]]
     parked: Parked
     nudge: Callable[[], Any]
@@ -125,6 +128,7 @@ class HostMemory:
         self._too_large: set[str] = set()
         self._starting: deque[tuple[float, int]] = deque()
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
+        self._waiting_since: dict[str, tuple[float, float]] = {}
         self._parked: frozenset[str] = frozenset()
         self._barren: dict[str, float] = {}
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
@@ -143,24 +147,41 @@ class HostMemory:
             return ""
         if self._state.short:
             return f"Memory is short{self._why()}; it starts by itself when there is enough."
-        needed = self._needs(row)
+        needs = self._needs(row)
+        needed = needs[max(needs)]
         # Parked ranks have their memory; a job once waited for as much again for as long as its own ranks held it.
         if needed <= self._room() or row.id in self._parked:
             self._waiting_jobs.pop(row.id, None)
+            self._waiting_since.pop(row.id, None)
             return ""
+        now_s = self._clock()
+        since_s = self._waiting_since.get(row.id, (now_s, now_s))[0]
+        self._waiting_since[row.id] = since_s, now_s
+        fewer = min(needs.values()) <= self._room()
+        if fewer and now_s - since_s >= FEWER_DEVICES_AFTER_S:
+            return ""
+        devices = f" on {max(needs)} devices" if len(needs) > 1 else ""
         return (
-            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be allocated now "
+            f"Needs about {gb(needed)} of host memory{devices}; {gb(max(0, self._room()))} can be allocated now "
             f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve). "
-            "It starts by itself when there is enough."
+            f"It starts by itself when there is enough{', or on fewer devices within a minute' if fewer else ''}."
         )
+
+    def sizes(self, row: JobRow) -> tuple[int, ...]:
+        """The numbers of devices that there is memory for here now, of those that the job may run on; all of them, if
+        the question is not how many. One that runs has that of its ranks."""
+        needs = self._needs(row)
+        held = max((size for size in needs if size <= len(row.devices)), default=0)
+        room = self._room() + needs.get(held, 0)
+        return tuple(size for size in needs if size <= held or needs[size] <= room) or tuple(needs)
 
     def want(self, row: JobRow) -> None:
         """No node has memory for this job: this one gives back for it what nobody computes with."""
         if row.id not in self._state.jobs and not self._state.short:
-            self._waiting_jobs[row.id] = (self._needs(row), self._clock())
+            self._waiting_jobs[row.id] = (max(self._needs(row).values()), self._clock())
 
-    def _needs(self, row: JobRow) -> int:
-        return min(self._means.job_bytes(row), self._reading.total // 2)
+    def _needs(self, row: JobRow) -> dict[int, int]:
+        return {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
 
     def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
         """The deployments, limited to as many engines as memory allows; never fewer than one each."""
@@ -321,6 +342,11 @@ class HostMemory:
     def _forget(self, now_s: float) -> None:
         self._wanted = _asked_lately(self._wanted, now_s)
         self._waiting_jobs = _asked_lately(self._waiting_jobs, now_s)
+        self._waiting_since = {
+            job_id: (since_s, asked_s)
+            for job_id, (since_s, asked_s) in self._waiting_since.items()
+            if now_s - asked_s < FEWER_DEVICES_AFTER_S
+        }
         self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
         while self._starting and now_s - self._starting[0][0] >= STARTING_FOR_S:
             self._starting.popleft()

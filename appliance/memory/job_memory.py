@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from appliance.controller.access.naming import resolve
+from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.fit import shape_of
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
@@ -20,7 +21,7 @@ class JobMemory:
     def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):
         self._db, self._store, self._facts = db, store, facts
         self._needs: dict[str, int] = {}
-        self._host_needs: dict[str, int] = {}
+        self._host_needs: dict[str, dict[int, int]] = {}
 
     def waits_for(self, row: JobRow) -> str:
         """Why this job cannot begin now, in a sentence; "" when it can, or has begun."""
@@ -40,22 +41,27 @@ class JobMemory:
         )
         return self._verdict(row, room).waits
 
-    def host_bytes(self, row: JobRow) -> int:
-        """Host memory that the job takes when it starts (`capacity.job`)."""
+    def host_bytes(self, row: JobRow) -> dict[int, int]:
+        """Host memory that the job takes when it starts (`capacity.job`), by the numbers of devices that it may run on
+        now, ascending."""
         if row.resolved is None:
-            return 0
-        if row.id not in self._host_needs:
-            self._host_needs[row.id] = self._verdict(row, self._facts).numbers["host_memory"]["job_bytes"]
-        return self._host_needs[row.id]
+            return {1: 0}
+        sizes = job_devices.bounds(row, self._facts.devices)[2] or (1,)
+        known = self._host_needs.setdefault(row.id, {})
+        for size in sizes:
+            if size not in known:
+                known[size] = self._verdict(row, self._facts, [size]).numbers["host_memory"]["job_bytes"]
+        return {size: known[size] for size in sizes if size <= self._facts.devices} or {sizes[0]: known[sizes[0]]}
 
     def keep(self, jobs: Container[str]) -> None:
         """Only these jobs are unfinished."""
         self._needs = {job_id: need for job_id, need in self._needs.items() if job_id in jobs}
         self._host_needs = {job_id: need for job_id, need in self._host_needs.items() if job_id in jobs}
 
-    def _verdict(self, row: JobRow, facts: BoxFacts) -> capacity.Verdict:
+    def _verdict(self, row: JobRow, facts: BoxFacts, sizes: Sequence[int] = ()) -> capacity.Verdict:
         base = resolve(self._db, row.model)
         if base is None:  # deleted: its start will report the error
             return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}, "host_memory": {"job_bytes": 0}})
         assert row.resolved is not None
-        return capacity.job(shape_of(base), row.resolved, row.allowed_sizes or [1], facts, method_of(row.method))
+        sizes = sizes or row.allowed_sizes or [1]
+        return capacity.job(shape_of(base), row.resolved, sizes, facts, method_of(row.method))

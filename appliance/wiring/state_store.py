@@ -44,13 +44,15 @@ class Live:
 
     demands: called once a round; what it returns tells the demand of each model. job_lacks: why a job cannot begin now,
     in a sentence; "" if it can. bounded: deployments with values learned from their traffic, within what memory allows.
-    job_nodes: nodes on which a job can run. max_asleep: by node, how many sleeping engines may stay as processes; a
-    node that it lacks has the configured number. keep_jobs: told the unfinished jobs, so that it forgets all others."""
+    job_nodes: nodes on which a job can run. job_sizes: the numbers of devices that there is memory for now; none: any.
+    max_asleep: by node, how many sleeping engines may stay as processes; a node that it lacks has the configured
+    number. keep_jobs: told the unfinished jobs, so that it forgets all others."""
 
     demands: Callable[[], Callable[[str], Demand]]
     job_lacks: Callable[[JobRow], str] = lambda row: ""
     bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
     job_nodes: Callable[[JobRow], tuple[str, ...]] = lambda row: (HOME_NODE,)
+    job_sizes: Callable[[JobRow], tuple[int, ...]] = lambda row: ()
     max_asleep: Callable[[], Mapping[str, int]] = dict
     keep_jobs: Callable[[Container[str]], None] = lambda jobs: None
 
@@ -254,6 +256,8 @@ class SqliteStateStore:
 
     def _job(self, row: JobRow) -> JobView:
         least, most, sizes = job_devices.bounds(row, self._size.devices)
+        if sizes and (possible := tuple(size for size in sizes if size in self._live.job_sizes(row))):
+            least, most, sizes = possible[0], possible[-1], possible
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(

@@ -71,7 +71,7 @@ def world() -> World:
 async def box(db, store, world: World) -> BoxMemory:
     means = Means(
         engine_bytes=lambda model: 2 * GB,
-        job_bytes=lambda row: 6 * GB,
+        job_bytes=lambda row: {1: 6 * GB},
         loop_status=world.status,
         parked=world,
         nudge=lambda: None,

@@ -107,7 +107,7 @@ def world() -> World:
 def host(db, store, world: World) -> HostMemory:
     means = Means(
         engine_bytes=lambda model: 2 * GB,
-        job_bytes=lambda row: 6 * GB,
+        job_bytes=lambda row: {1: 6 * GB},
         loop_status=world.status,
         parked=world,
         nudge=world.nudge,
@@ -177,6 +177,34 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
     assert told.endswith("It starts by itself when there is enough.")
     jobs.set_phase(db, "ftjob-1", "running")
     assert waits_for(host, jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
+
+
+async def test_a_job_that_may_run_on_fewer_devices_does_not_wait_for_the_memory_of_most(
+    host, world, db, add_model, add_job
+):
+    """It waited for the memory of eight devices' ranks for ever, beside memory for one; so it did after `max_devices`
+    was lowered."""
+    add_model()
+    row = add_job("ftjob-1")
+    host._means = replace(host._means, job_bytes=lambda row: {1: 2 * GB, 2: 4 * GB, 8: 9 * GB})
+    await looks(host, world, 20 * GB, 0.5)
+    assert waits_for(host, row) == "" and host.sizes(row) == (1, 2, 8)
+    await looks(host, world, 5 * GB, 0.5)
+    told = waits_for(host, row)
+    assert "Needs about 9.0 GB of host memory on 8 devices" in told and told.endswith(
+        "or on fewer devices within a minute."
+    )
+    for _ in range(4):
+        assert waits_for(host, row)
+        await looks(host, world, 5 * GB, 7)
+    await looks(host, world, 5 * GB, 2)
+    assert waits_for(host, row) == "" and host.sizes(row) == (1, 2)
+    # Its own ranks' memory is there for it when it grows.
+    jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
+    row = jobs.get(db, "ftjob-1")
+    assert host.sizes(row) == (1, 2)
+    await looks(host, world, 7 * GB, 0.5)
+    assert host.sizes(row) == (1, 2, 8)
 
 
 async def test_engines_that_start_count_before_their_memory_shows(host, world):

@@ -67,8 +67,8 @@ def test_what_a_job_takes_of_the_host_depends_on_where_its_tensors_lie(db, store
     add_model(params=1_000_000)
     add_job("ftjob-new", resolved=RESOLVED)
     row = jobs.get(db, "ftjob-new")
-    on_cpu = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
-    on_gpu = JobMemory(db, store, BoxFacts(8, "cuda", 80 * 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
+    on_cpu = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)[8]
+    on_gpu = JobMemory(db, store, BoxFacts(8, "cuda", 80 * 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)[8]
     assert 14 * MB + 8 * 200 * MB < on_cpu < 14 * MB + 8 * 230 * MB  # what is stored, and eight ranks
     assert on_gpu == 14 * MB + 8 * 2 * 2**30
 
@@ -79,7 +79,7 @@ def test_a_plan_names_the_memory_of_the_host_that_the_job_will_wait_for(db, stor
     add_job("ftjob-new", resolved=RESOLVED)
     row, facts = jobs.get(db, "ftjob-new"), BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB, reserve_bytes=3 * MB)
     told = JobMemory(db, store, facts)._verdict(row, facts).numbers["host_memory"]
-    assert told["job_bytes"] == JobMemory(db, store, facts).host_bytes(row) == told["ranks_bytes"] + 14 * MB
+    assert told["job_bytes"] == JobMemory(db, store, facts).host_bytes(row)[8] == told["ranks_bytes"] + 14 * MB
     assert told["reserve_bytes"] == 3 * MB
 
 
@@ -101,3 +101,17 @@ def test_of_a_cancelled_job_nothing_is_kept(db, events, store, add_model, add_jo
     jobs.set_wanted(db, "ftjob-gone", "cancel")
     states.load()
     assert room._needs.keys() == room._host_needs.keys() == {"ftjob-waits"}
+
+
+def test_what_a_job_takes_follows_the_devices_that_it_may_run_on(db, events, store, add_model, add_job):
+    add_model(params=1_000_000)
+    add_job("ftjob-new", resolved=RESOLVED)
+    memory = JobMemory(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    needs = memory.host_bytes(jobs.get(db, "ftjob-new"))
+    assert list(needs) == [1, 2, 4, 8] and needs[8] - 14 * MB == pytest.approx(8 * (needs[1] - 14 * MB), rel=0.1)
+    jobs.update(db, "ftjob-new", max_devices=2)
+    assert memory.host_bytes(jobs.get(db, "ftjob-new")) == {size: needs[size] for size in (1, 2)}
+    live = Live(lambda: lambda model: Demand(), job_sizes=lambda row: (1, 8))
+    states = SqliteStateStore(db, events, BoxSize(1, 8, 1), live, lambda: None)
+    (view,) = states.load().jobs
+    assert view.sizes == (1,) and allot([view], 8, 8, 0.0, 0.0, "").sizes == {"ftjob-new": 1}
