@@ -24,7 +24,7 @@ from appliance.backup import manifest as manifests
 from appliance.backup.encryption import make_key, opened
 from appliance.backup.errors import BackupError
 from appliance.backup.manifest import Manifest
-from appliance.backup.restore import restore, verify
+from appliance.backup.restore import live_keys, restore, verify
 from appliance.backup.take import take
 from appliance.config import BackupSettings, load_resolved
 from appliance.paths import BoxPaths
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer = _shown(verify(objects, options.name, report=_Report()))
         else:
             answer = _shown(restore(objects, options.name, paths.data_dir, report=_Report()))
+            answer["live_keys"] = live_keys(paths.database)
     except (BackupError, WeightsError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -49,6 +50,13 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
         raise
     report(found.bytes, found.bytes)
     return found
+
+
+def live_keys(database: Path) -> list[str]:
+    """Names of those with which somebody can ask, in a database that was restored."""
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        asked = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session ORDER BY seq"
+        return [name for (name,) in connection.execute(asked)]
 
 
 def verify(objects: Objects, name: str | None, *, report: Report = lambda done, of: None) -> Manifest:

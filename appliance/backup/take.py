@@ -68,9 +68,14 @@ def take(
         last, box_id = manifests.newest_readable(objects), _identity(paths)
         if last is not None and not _same_box(last.box_id, box_id):
             raise NotThisBox(
-                f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; give "
-                "each box a place of its own. If this directory was set up again, restore the backup first: taking "
-                "others would in time delete it"
+                f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; "
+                + (
+                    f"this one was restored or copied from it: move it to {last.data_dir} if that is gone, or give it "
+                    "a place of its own ([backup] url)"
+                    if _same_key(last.box_id, box_id)
+                    else "give each box a place of its own. If this directory was set up again, restore the backup "
+                    "first: taking others would in time delete it"
+                )
             )
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
         for left in reversed(range(PASSES)):
@@ -130,6 +135,11 @@ def _identity(paths: BoxPaths) -> str:
     except sqlite3.Error as error:
         raise BackupError(f"{paths.database} cannot be copied: {error}") from error
     return f"{paths.box_id}:{first[0]}" if first else paths.box_id
+
+
+def _same_key(known: str, other: str) -> bool:
+    key = known.partition(":")[2]
+    return bool(key) and key == other.partition(":")[2]
 
 
 def _same_box(known: str, other: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from appliance.cli import formats, output
 from appliance.cli.box.backup import KEY_FILE, NAME, PLACE, in_process, named, told
 from appliance.cli.box.local import CONFIG
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
@@ -31,3 +34,18 @@ def restore(
     """Bring a backup back, on this machine or another one."""
     answer = in_process("restore", place, config, data_dir, *named(name), key_file=key_file)
     told(answer, output_format, "restored", "`appliance up` with this --data-dir starts the box")
+    if output_format != "json":
+        for note in _came_back(answer):
+            output.say(f"note: {note}")
+
+
+def _came_back(answer: dict[str, Any]) -> list[str]:
+    """What a backup cannot know, which nobody would look for."""
+    since = formats.moment(answer["made_s"])
+    names = ", ".join(answer["live_keys"]) or "none"
+    return [
+        f"keys that were revoked, and people who were forgotten, after {since} are back as they were then. Keys that "
+        f"live: {names}. `appliance key revoke` and `appliance forget` end them again",
+        f"it was at {answer['data_dir']}: at another path it takes no backups at {answer['where']}, but at a place of "
+        "its own ([backup] url)",
+    ]

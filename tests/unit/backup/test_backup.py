@@ -16,7 +16,7 @@ from appliance.backup import main as backup_main
 from appliance.backup import manifest as manifests
 from appliance.backup import take as take_module
 from appliance.backup.errors import BackupDamaged, BackupError, BackupRunning, NoBackup, NotEmpty, NotThisBox
-from appliance.backup.restore import restore, verify
+from appliance.backup.restore import live_keys, restore, verify
 from appliance.backup.take import take
 from appliance.config import BackupSettings
 from appliance.paths import BoxPaths
@@ -340,6 +340,20 @@ def test_a_box_that_was_set_up_anew_does_not_push_out_the_backups_of_the_one_bef
     shutil.rmtree(paths.data_dir)
     restore(place, None, paths.data_dir)
     assert take(paths, place, clock=lambda: 3e9 + 5).box_id == made.box_id
+
+
+def test_a_box_that_is_restored_elsewhere_is_told_what_to_do_with_its_place(paths, place, tmp_path):
+    """It was told to restore the backup first, which it had."""
+    with Database(paths.database) as db:
+        keys.create(db, "first", ["admin"])
+        keys.create(db, "left", ["inference"])
+        keys.revoke(db, "left")
+    take(paths, place)
+    back = BoxPaths.of(tmp_path / "back", tmp_path / "shm")
+    restore(place, None, back.data_dir)
+    assert live_keys(back.database) == ["first"]
+    with pytest.raises(NotThisBox, match=rf"restored or copied from it: move it to {paths.data_dir} if that is gone"):
+        take(back, place)
 
 
 def test_only_who_makes_a_backup_is_told_to_make_its_place(tmp_path):
