@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,22 @@ def join_chosen(chosen: Found, folder: Path | None, target: Path, room: Callable
         return os.open(folder / name, flags | os.O_NOFOLLOW)  # the box's own, wherever it has its data
 
     return write_lines((_blocks(opened, name, int(told[0])) for name, told in chosen.items()), target, room)
+
+
+def places(joined: Path, chosen: Found, lines: Sequence[int]) -> dict[int, tuple[str, int]]:
+    """Which of the joined files, and which of its lines, each of these lines is. Raises OSError."""
+    found, before = {}, 0
+    with open(joined, "rb") as source:
+        for name, told in chosen.items():
+            left, count, last = int(told[0]), 0, b"\n"
+            while left and (block := source.read(min(left, _BLOCK))):
+                left, count, last = left - len(block), count + block.count(b"\n"), block[-1:]
+            if last != b"\n":
+                source.read(1)  # the newline that `write_lines` added
+                count += 1
+            found |= {line: (name, line - before) for line in lines if before < line <= before + count}
+            before += count
+    return found
 
 
 def write_lines(parts: Iterable[Iterator[bytes]], target: Path, room: Callable[[], None]) -> str:

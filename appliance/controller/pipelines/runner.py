@@ -8,6 +8,7 @@ step, and never makes a second file or job.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -42,6 +43,7 @@ from scheduler.loop.mode_schedule import next_firing_s
 from weights.format.errors import TierUnavailable
 
 LOOK_EVERY_S = 1.0
+_BAD_LINES_SHOWN = 3
 AGAIN_S, LONGEST_S = 60.0, 3600.0
 """A bucket that cannot be read is tried again after AGAIN_S, and given up LONGEST_S after the run began."""
 
@@ -259,6 +261,9 @@ class PipelineRunner:
         if file is None:
             raise _Failed(f"the file {run.file_id} was deleted")
         if spec.check is not False and file.status == "error" and (spec.prepare is None or not spec.prepare.drop):
+            if spec.data.elsewhere or run.data_files > 1:
+                # The joined file goes with the run: its lines and its address help nobody.
+                file = replace(file, status_details=await self._where_bad(run, spec, file))
             self._tell(run, spec, Seen(file))
             raise _Failed(f"the data was refused: {file.status_details}")
         if isinstance(spec.check, Check) and "checked" not in run.made:
@@ -267,6 +272,25 @@ class PipelineRunner:
             await self._till_cancelled(run.id, self._prepare(run, file, spec.prepare, caller))
         else:
             self._train(run, row, spec, file, caller)
+
+    async def _where_bad(self, run: PipelineRunRow, spec: PipelineSpec, file: FileRow) -> str:
+        """What is wrong with a joined file, by the files that it was joined from and their lines. Raises OSError."""
+        report = file.report or {}
+        errors = [(int(line), str(reason)) for line, reason in report.get("errors", ())][:_BAD_LINES_SHOWN]
+        chosen = await self._db.read(run.owner or BOX, pipelines.chosen, self._db, run.id)
+        joined, lines = self._context.files_dir / file.id, [line for line, _ in errors]
+        found = await self._context.file_work.run(run.owner, new_data.places, joined, chosen, lines)
+        told = []
+        for line, reason in errors:
+            name, at = found.get(line, ("", line))
+            if spec.data.folder is not None and name:
+                name = os.path.relpath(name, spec.data.folder)
+            elif spec.data.bucket is None and (row := files.find(self._db, name, viewer=None, now_s=0)) is not None:
+                name = row.filename
+            told.append(f"{name + ', ' if name else ''}line {at}: {reason}")
+        n_errors = report.get("n_errors", len(errors))
+        more = f"; and {n_errors - len(told)} more" if n_errors > len(told) else ""
+        return f"{n_errors} bad example(s): {'; '.join(told)}{more}"
 
     async def _till_cancelled(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
         self._at_data[run_id] = asyncio.create_task(work)

@@ -422,6 +422,28 @@ async def test_a_step_that_cannot_go_on_says_why(control: Control, events: JobEv
     assert "revoked" in (await rounds(control, run_id, 2)).reason
 
 
+async def test_bad_lines_of_joined_files_are_named_by_their_own_file(control: Control, folder: Path):
+    """They were those of a file that the run had joined, and deleted with its end: so was what it told to look at."""
+    await put(control, data={"folder": str(folder)})
+    put_day(folder, "a.jsonl", data=chat_lines(3).rstrip(b"\n"))
+    put_day(folder, "b.jsonl", data=b"")
+    put_day(folder, "c.jsonl", data=chat_lines(2) + b"{}\n" + "你好".encode("gbk") + b"\n" + b"{}\n{}\n")
+    run = await rounds(control, await begun(control), 4)
+    assert run.state == "failed"
+    for text in (run.reason, says(run, "check")):
+        assert "4 bad example(s): c.jsonl, line 3: " in text and "c.jsonl, line 4: is not UTF-8" in text
+        assert text.endswith("; and 1 more")
+    await control.upload(name="day-1.jsonl")
+    await control.upload(chat_lines(1) + b"{}\n", name="day-2.jsonl")
+    key = control.as_key("ann")
+    headers = {"x-appliance-key-id": key, "x-appliance-scopes": "inference,fine_tuning"}
+    await control.upload(name="day-1.jsonl")
+    await control.upload(chat_lines(1) + b"{}\n", name="day-2.jsonl")
+    await put(control, headers, data={"uploads": "day-*"})
+    run = await rounds(control, await begun(control, headers), 4)
+    assert "1 bad example(s): day-2.jsonl, line 2: " in run.reason
+
+
 CODE = "def grade(sample, item): return 1"
 
 
