@@ -130,6 +130,9 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -
     return list(views.values())
 
 
+_OF_DEVICES = ("id", "node", "index", "kind", "name", "memory_bytes", "health", "health_reason")
+
+
 def status(
     box: Box, shown: PlanInput, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
 ) -> dict[str, Any]:
@@ -148,26 +151,15 @@ def status(
         },
         "devices": [
             {
-                "id": d.id,
-                "node": d.node,
-                "index": d.index,
-                "kind": d.kind,
-                "name": d.name,
-                "memory_bytes": d.memory_bytes,
-                "health": d.health,
-                "health_reason": d.health_reason,
+                **{name: getattr(d, name) for name in _OF_DEVICES},
                 "holder": {"kind": held[d.id].kind, "id": held[d.id].id} if d.id in held else None,
             }
             for d in shown.devices
         ],
         "replicas": [
             {
-                "id": r.id,
-                "model": r.model,
-                "version": r.version,
-                "state": r.state,
+                **{name: getattr(r, name) for name in ("id", "model", "version", "state", "since_s")},
                 "devices": list(r.devices),
-                "since_s": r.since_s,
             }
             for r in box.replicas.values()
         ],

@@ -4,8 +4,8 @@ vLLM takes waiting requests in the order in which they came, so that an owner wh
 had an engine for himself until they were computed. With `--scheduling-policy priority` it takes the smallest number
 first. Here each request gets the number that start-time fair queueing gives it (Goyal, Vin and Cheng, SIGCOMM 1996):
 where its owner's earlier requests end if each took as long as it has tokens, but not before what is being served now.
-Who asks little is next, whoever has asked much before; who is alone has the whole engine; rollouts of a job that trains
-wait behind everybody. Where KV memory ends, vLLM preempts the largest number first.
+An owner who asks little is next, however much others have asked before; an owner who is alone has the whole engine;
+rollouts of a job that trains wait behind everybody. Where KV memory ends, vLLM preempts the largest number first.
 
 Before that, one thread of the frontend renders templates and makes tokens of texts, in the order in which they came,
 and of a text that is too long vLLM makes all tokens before it says so: 660,000 letters, more than a second, for 8,192
@@ -49,7 +49,7 @@ def apply() -> None:
 
 @dataclass(slots=True)
 class Turn:
-    """That of one request. tokens: of its prompt; unserved: how many of its choices have no token yet."""
+    """The turn of one request. tokens: of its prompt; unserved: how many of its choices have no token yet."""
 
     turns: Turns
     owner: str

@@ -27,11 +27,7 @@ from typing import Any
 import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from runtime.devices.kinds import of_torch
 from serve.core.errors import WrongState

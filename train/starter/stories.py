@@ -85,7 +85,7 @@ def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _problem(r: random.Random, name: str, he: str, thing: str, place: Place) -> tuple[str, str]:
+def _problem(r: random.Random, name: str, he: str, thing: str) -> tuple[str, str]:
     """What went wrong, and how the friend `{friend}` helped."""
     his = "his" if he == "he" else "her"
     him = "him" if he == "he" else "her"
@@ -167,7 +167,7 @@ def story(r: random.Random, *, animal: str | None = None, place: Place | None = 
             "",
         )
     )
-    trouble, help_ = _problem(r, name, he, thing, place)
+    trouble, help_ = _problem(r, name, he, thing)
     meets = r.choice(
         (
             f"Then {friend} came by.",

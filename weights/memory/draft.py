@@ -15,14 +15,7 @@ from weights.format.errors import DraftNotFound, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import FileRecord, Prepared
-from weights.format.names import (
-    DRAFT_FILE,
-    MANIFEST_FILE,
-    MANIFEST_ROOM_FILE,
-    PINNED_FILE,
-    WRITTEN_FILE,
-    version_path,
-)
+from weights.format.names import DRAFT_FILE, MANIFEST_FILE, MANIFEST_ROOM_FILE, PINNED_FILE, WRITTEN_FILE, version_path
 from weights.memory import segment
 from weights.memory.lease import StoredVersion
 from weights.memory.locks import DirectoryLock

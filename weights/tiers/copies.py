@@ -64,7 +64,7 @@ def persist(stored: StoredVersion, dst_dir: Path | str, *, pace: Pace | None = N
         lock = DirectoryLock.try_shared(partial)
         assert lock is not None
         try:
-            manifest = _write_copy(lease, partial, lock.fd, pace or Pace())
+            manifest = _write_copy(lease, lock.fd, pace or Pace())
             os.rename(partial, dst_dir)
         except BaseException as error:
             dismantle(partial, None)
@@ -153,7 +153,7 @@ def _already_there(stored: StoredVersion, dst_dir: Path) -> TierCopy:
     return TierCopy(dst_dir, 0, 0.0, there)
 
 
-def _write_copy(lease: Lease, partial: Path, partial_fd: int, pace: Pace) -> Manifest:
+def _write_copy(lease: Lease, partial_fd: int, pace: Pace) -> Manifest:
     digests: dict[str, str] = {}
     for file in lease.layout.files:
         fd = os.open(

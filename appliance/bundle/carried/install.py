@@ -111,12 +111,12 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
     subprocess.run(
         [python, "-I", "-P", "-m", "compileall", "-q", "-j", "0", *skip, str(packages)], stdout=subprocess.DEVNULL
     )
-    _place_gateway(bundle, python, folder, say)
+    _place_gateway(bundle, python, say)
     _name_places(folder, releases.prefix)
     _run([python, "-I", "-c", f"import {', '.join(('appliance', *manifest.imports))}"])
 
 
-def _place_gateway(bundle: Bundle, python: str, folder: Path, say: Say) -> None:
+def _place_gateway(bundle: Bundle, python: str, say: Say) -> None:
     """Where its own code looks for the compiled form, whose place depends on this very Python."""
     names = [name for name in bundle.manifest.files if name.startswith("gateway/")]
     if not names:

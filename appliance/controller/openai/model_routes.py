@@ -16,14 +16,7 @@ from appliance.controller.http import views
 from appliance.controller.http.reading import Status
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import (
-    ApiError,
-    BadRequest,
-    Forbidden,
-    InvalidValue,
-    KeyRevoked,
-    shown,
-)
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, KeyRevoked, shown
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
 from appliance.controller.jobs.pauses import pause_jobs_without_model

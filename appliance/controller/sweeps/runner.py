@@ -71,16 +71,16 @@ class SweepRunner:
             sweeps.update(self._db, row.id, spent_s=spent_s)
             if spent_s >= spec.device_hours * 3600:
                 reason = f"its {spec.device_hours:g} device-hours are spent"
-                await self._end(row, spec, "succeeded", reason, stop_first=True)
+                await self._end(row, "succeeded", reason, stop_first=True)
                 return
             await self._go_on(row, spec)
         except ApiError as error:
             if not error.passes:
-                await self._end(row, spec, "failed", error.message)
+                await self._end(row, "failed", error.message)
             elif row.reason != error.message:
                 sweeps.update(self._db, row.id, reason=error.message)
         except (_Failed, NoPart, OSError) as error:
-            await self._end(row, spec, "failed", str(error))
+            await self._end(row, "failed", str(error))
 
     async def _go_on(self, row: SweepRow, spec: SweepSpec) -> None:
         """Raises ApiError, NoPart, OSError, _Failed."""
@@ -107,7 +107,7 @@ class SweepRunner:
         if not halving.best({number: one["loss"] for number, one in losses.items()}, 1):
             raise _Failed(f"no trial of round {row.round + 1} came to a loss")
         if row.round + 1 == len(plan):
-            await self._end(row, spec, "succeeded", f"{len(plan)} rounds")
+            await self._end(row, "succeeded", f"{len(plan)} rounds")
             return
         sweeps.update(self._db, row.id, round=row.round + 1)
 
@@ -195,7 +195,7 @@ class SweepRunner:
     async def cancel(self, row: SweepRow) -> None:
         """Idempotent."""
         if row.state == "running":
-            await self._end(self._read(row), SweepSpec.model_validate(row.spec), "cancelled", "cancelled by request")
+            await self._end(self._read(row), "cancelled", "cancelled by request")
 
     async def _stop_jobs(self, row: SweepRow) -> None:
         caller, ids = caller_of(self._db, None), _job_ids(row)
@@ -207,9 +207,7 @@ class SweepRunner:
                         ask(self._context, job.id, "cancel", caller)
             await asyncio.sleep(0)
 
-    async def _end(
-        self, row: SweepRow, spec: SweepSpec, state: RunState, reason: str, *, stop_first: bool = False
-    ) -> None:
+    async def _end(self, row: SweepRow, state: RunState, reason: str, *, stop_first: bool = False) -> None:
         """Ends a sweep. Its best trial is that of the latest round in which one came to a loss. stop_first: the results
         of jobs that are stopped now count. Does nothing while the sweep is already being ended."""
         if row.id in self._ending:

@@ -323,26 +323,21 @@ class Metrics:
     def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
         """Everything. gauges: (name, help, labels, value), rows of one name adjacent."""
         found = [
-            self._family(
+            self._counter(
                 "appliance_gateway_requests_total",
-                "counter",
                 "Requests answered, by route and status.",
                 [
                     ({"route": route, "status": str(code)}, count)
                     for (route, code), count in sorted(self.requests.items())
                 ],
             ),
-            self._family(
+            self._counter(
                 "appliance_gateway_events_total",
-                "counter",
                 "Things that happened to requests, by kind.",
                 [({"event": event}, count) for event, count in sorted(self.events.items())],
             ),
-            self._family(
-                "appliance_gateway_response_bytes_total",
-                "counter",
-                "Body bytes relayed to clients.",
-                [({}, self.response_bytes)],
+            self._counter(
+                "appliance_gateway_response_bytes_total", "Body bytes relayed to clients.", [({}, self.response_bytes)]
             ),
             self._histogram(
                 "appliance_gateway_added_seconds", "From complete request to its sending upstream, unheld.", self.added
@@ -362,8 +357,8 @@ class Metrics:
         own, text = self._worker, labels(pairs)
         return f"{own},{text}" if own and text else own or text
 
-    def _family(self, name: str, kind: str, text: str, samples: list[tuple[dict[str, str], int]]) -> Family:
-        return Family(name, kind, text, [line(name, self._labels(pairs), value) for pairs, value in samples])
+    def _counter(self, name: str, text: str, samples: list[tuple[dict[str, str], int]]) -> Family:
+        return Family(name, "counter", text, [line(name, self._labels(pairs), value) for pairs, value in samples])
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Family:
         return Family(name, "histogram", text, [histogram.lines(name, self._labels({}))])

@@ -15,13 +15,7 @@ from appliance.store import chunks
 from appliance.store.database import Database, sql_list
 from appliance.store.objects import jobs
 from appliance.store.records import box, keys
-from appliance.store.rows import (
-    FINISHED_PHASES,
-    UNFINISHED_BATCH,
-    UNFINISHED_EVAL_RUN,
-    UNFINISHED_RESPONSE,
-    KeyRow,
-)
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE, KeyRow
 
 NAMELESS = "(forgotten)"
 JOB_GOES_ON = f"phase NOT IN ({sql_list(sorted(FINISHED_PHASES))})"
