@@ -102,7 +102,7 @@ class ThreadsInTurns:
         return work.done
 
     def take_over(self, other: ThreadsInTurns) -> None:
-        """What waits for the other's threads waits for these."""
+        """Has what waits for the other's threads wait for these."""
         with other._lock:
             waiting, other._waiting = other._waiting, {}
         with self._lock:
@@ -111,7 +111,7 @@ class ThreadsInTurns:
             self._begin()
 
     def cancel(self) -> None:
-        """What waits is not done."""
+        """Drops what waits."""
         with self._lock:
             for theirs in self._waiting.values():
                 for work in theirs:

@@ -1,11 +1,10 @@
 """Lets others pass a request that waits and finds no KV memory.
 
-vLLM admits no request while the next one in its queue finds none. So whoever had an answer written and asked with a
-prompt as long as the memory kept everybody from an engine that was nearly empty, until that answer ended.
+vLLM admits no request while the next one in its queue finds no memory. So an owner who had one answer written, and
+asked with a prompt as long as the memory, kept everybody from an engine that was nearly empty until that answer ended.
 
-Here other owners' requests pass such a one; where its owner has none running not all the time, or it might never find
-any. Those of its owner wait for it as before.
-Where answers fill the memory, all wait as before.
+Here other owners' requests pass such a request; if its owner has none running, they do so only part of the time, or it
+might never find memory. Other requests of its owner wait for it as before, and all do where answers fill the memory.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Candidate:
 
 
 class MaskTurns:
-    """Chooses the next request: that which waits longest, of the owner who waits longest."""
+    """Chooses the next request: the one that has waited longest, of the owner who has waited longest."""
 
     def __init__(self) -> None:
         self._step = 0

@@ -15,20 +15,20 @@ once, each row as long as the vocabulary, in float32 and in several copies: 1,70
 of 49,152, and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time,
 and the first now does it in slices too.
 
-What a stream's client does not read vLLM merges into one output, which its frontend then writes in one go: of 420,000
+vLLM merges what a stream's client does not read into one output, which its frontend then writes in one go: of 420,000
 log-probabilities it kept 280 MB, and wrote them for seconds on the loop that sends everybody's tokens.
 
-On that loop vLLM also looks for calls of tools in an answer, with each token in all that was written so far: of one of
-Llama's with 32,000 characters each token took 15 ms, with 500,000 more than a second; of a forced one of Phi's 30 ms.
-So where that takes long it is done for many tokens at once, and where it takes too long it ends its own request. How
-many tokens were reasoning vLLM counts anew with each one that usage is told of: 20 ms where 8,192 had been written,
-which is done less often too. When it reads a whole answer, each mark of reasoning or of a call made it copy what was
-left: 2 s for 32,000 marks; and Phi's parser looked for the end of a call from each beginning: 60 s for 50,000 that did
-not end.
+On that loop vLLM also looks for calls of tools in an answer: with each token it looks through all that was written so
+far. A call of Llama's with 32,000 characters took 15 ms for each token, one with 500,000 more than a second, and a
+forced one of Phi's 30 ms. So where that takes long it is done for many tokens at once, and where it takes too long it
+ends its own request. With each token that usage is told of, vLLM also counts anew how many were reasoning, 20 ms where
+8,192 had been written; that is done less often too. When it reads a whole answer, each mark of reasoning or of a call
+made it copy what was left: 2 s for 32,000 marks; and Phi's parser looked for the end of a call from each beginning: 60
+s for 50,000 that did not end.
 
-And there it makes text of tokens, together with all before them that have none yet: the whole prompt with the first
-one, and with each further one as long as they are special ones, which are not shown, or bytes of no character, as
-`logit_bias` can ask for. 64 answers to a prompt of 100,000 tokens took 0.7 s for each token of all requests.
+And there it makes text of each token together with all before it that have none yet: with the first one the whole
+prompt, and with further ones all special tokens, which are not shown, and bytes of no character, as `logit_bias` can
+ask for. 64 answers to a prompt of 100,000 tokens took 0.7 s for each token of all requests.
 
 With a `thinking_token_budget` its first runner looks for where reasoning begins and ends, at each step, in the whole
 answer, and once in the prompt: 64 answers of 32,000 tokens without reasoning took 0.8 s of each step.

@@ -73,7 +73,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"{stable.version} {stable.valid_loss:.4f}",
             )
     new, old = canary.load, stable.load
-    # Whoever asked it thousands of times what it answers well hid what failed for others.
+    # # An owner who asked it thousands of times what it answers well hid what failed for others.
     most = max(new.asked, key=lambda owner: new.asked[owner], default="")
     for mine, its, but in ((new, old, ""), (new.without(most), old.without(most), ", but for who asked it most")):
         requests, errors = as_shared(mine, its, terms.share)
@@ -192,9 +192,9 @@ def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> 
     """95th percentiles of one voter's times with both versions. None where a version has none.
 
     Where several owners ask, each counts for fewer than `ENOUGH` answers: thousands of short ones of one, to one
-    version, were all that was heard of the others. And they are compared without him who has the most of a version's
-    longest: nine of one owner had the canary rolled back, or hid that it was slow. (Of two, he who has them of the
-    canary.)"""
+    version, were all that was heard of the others. And they are compared without the owner who has the most of a
+    version's longest times: nine of one owner had the canary rolled back, or hid that it was slow. (Where only two
+    owners ask, it is the one with the canary's longest.)"""
     several = len(new) > 1
     of_new, of_old = (
         {owner: _few(of(times)) if several else of(times) for owner, times in side.items()} for side in (new, old)
@@ -222,7 +222,7 @@ def _few(counts: Mapping[int, int]) -> dict[int, int]:
 
 
 def _longest(of: Mapping[str, Mapping[int, int]]) -> str:
-    """Who has the most of the times from the 95th percentile on."""
+    """The owner who has the most of the times from the 95th percentile on."""
     slow = p95_bucket(_sum(of.values()))
     return max(of, key=lambda owner: sum(number for at, number in of[owner].items() if at >= slow), default="")
 
