@@ -447,7 +447,11 @@ def _by_name(graders: Any) -> Any:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    first = error.errors(include_url=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_input=False)
+    first = found[0]
+    if first["type"] == "missing":  # a name that is spelt wrong is missing and unknown: what was written is told
+        unknown = (one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == first["loc"][:-1])
+        first = next(unknown, first)
     # A union adds what it tried to the path.
     path = [
         str(step) for step in first["loc"] if step not in (*TYPES, "str", "_Part") and not str(step).startswith("list[")

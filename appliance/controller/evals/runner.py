@@ -29,6 +29,7 @@ from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http.bodies import check_values
+from appliance.controller.http.strict_body import meant
 from appliance.controller.interfaces.errors import ApiError, BadRequest
 from appliance.controller.responses.entries import Entry, entries
 from appliance.store.chunks import little_by_little
@@ -502,7 +503,7 @@ def _entry(number: int, line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise _Failed("invalid_data", f"Line {number} is not JSON: {error}.") from None
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = meant(error.errors(include_url=False, include_input=False))
         where = ".".join(map(str, first["loc"])) or "the line"
         raise _Failed(
             "invalid_data", f'Line {number} is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}.'

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
-from appliance.controller.http.strict_body import place_in
+from appliance.controller.http.strict_body import meant, place_in, said_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs.gate_request import RULES, GateCanary, GateRequest, GateSuite
@@ -141,9 +141,10 @@ def _parsed(source: dict[str, Any], param: str) -> Sampled:
     try:
         return _SOURCE.validate_python({**source, "model": _ASKED_LATER})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = meant(error.errors(include_url=False))
         where = ".".join([param, *place_in(source, first["loc"])])
-        raise InvalidValue(f"Invalid '{where}': {first['msg']}.", where) from None
+        message, code = said_of(where, first)
+        raise BadRequest(message, param=where, code=code) from None
 
 
 def _last_source(context: ControllerContext, of: EvalRow, caller: Principal, param: str) -> dict[str, Any]:

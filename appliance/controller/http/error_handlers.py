@@ -13,9 +13,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from appliance.controller.http.strict_body import TOO_MANY, is_branch, place_in
+from appliance.controller.http.strict_body import TOO_MANY, is_branch, meant, place_in, said_of
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
-from appliance.gateway.core.errors import JSON_TYPES, not_of_type
 from appliance.store.errors import UnknownCursor
 
 log = logging.getLogger("appliance.controller")
@@ -88,7 +87,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = _meant(error.errors())
+    first = meant(error.errors())
     place = _place(first["loc"], error.body)
     if first["type"] == TOO_MANY:
         where = ".".join(place)
@@ -98,19 +97,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         message = "The body must be a JSON object, sent with content-type application/json."
         return _answer(400, message, "invalid_request_error", None, "invalid_body")
     param = ".".join(place)
-    if first["type"] == "extra_forbidden":
-        return _answer(
-            400,
-            f"Unrecognized request argument supplied: {param}.",
-            "invalid_request_error",
-            param,
-            "unknown_parameter",
-        )
-    if first["type"] == "missing":
-        return _answer(
-            400, f"Missing required parameter: '{param}'.", "invalid_request_error", param, "missing_required_parameter"
-        )
-    message, code = _refused(param, first)
+    message, code = said_of(param, first)
     return _answer(400, message, "invalid_request_error", param, code)
 
 
@@ -118,47 +105,6 @@ def _place(loc: Sequence[str | int], body: Any) -> list[str]:
     if loc[0] == "body":
         return place_in(body, loc[1:])
     return [str(part) for part in loc if part not in ("query", "path", "header") and not is_branch(part)]
-
-
-def _meant(found: Sequence[Any]) -> dict[str, Any]:
-    """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
-    wrong object in place of true or false, what is wrong in the object."""
-    first: dict[str, Any] = found[0]
-    if not is_branch(first["loc"][-1]):
-        return first
-    union = first["loc"][:-1]
-    return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
-
-
-_BOUNDS = {
-    "greater_than_equal": ("ge", "below minimum", ">=", "below_min"),
-    "less_than_equal": ("le", "above maximum", "<=", "above_max"),
-}
-_WANTED = {
-    "string_type": "a string",
-    "bool_type": "a boolean",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "list_type": "an array",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-
-
-def _refused(param: str, first: dict[str, Any]) -> tuple[str, str]:
-    """What is said of a value that cannot be, in OpenAI's words where it has some, and its code."""
-    kind, given = first["type"], first.get("input")
-    if kind in _WANTED and type(given) in JSON_TYPES:
-        return not_of_type(param, _WANTED[kind], given), "invalid_type"
-    if kind in _BOUNDS:
-        bound, side, sign, code = _BOUNDS[kind]
-        number = "integer" if isinstance(first["ctx"][bound], int) else "decimal"
-        # A query has its numbers as texts.
-        got = given if isinstance(given, str) and given.lstrip("-").isdigit() and len(given) <= 20 else shown(given)
-        told = f"{number} {side} value. Expected a value {sign} {first['ctx'][bound]}, but got {got} instead"
-        return f"Invalid '{param}': {told}.", f"{number}_{code}_value"
-    return f"Invalid value for '{param}': {first['msg']}; {shown(given)} was given.", "invalid_value"
 
 
 async def _unknown_cursor(request: Request, error: Exception) -> JSONResponse:

@@ -8,6 +8,9 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from appliance.controller.interfaces.errors import shown
+from appliance.gateway.core.errors import JSON_TYPES, not_of_type
+
 MOST_MISTAKES, TOO_MANY = 100, "too_many_mistakes"
 """Each that is told of takes pydantic 5 µs, and there is no way to have it tell of the first alone: bodies of 26,000
 unknown fields held the loop for 0.2 s. The second is the type of an error that says how many there are."""
@@ -51,3 +54,52 @@ def is_branch(part: str | int) -> bool:
 
 
 _BRANCHES = {"bool", "int", "float", "str", "none"}
+
+
+def meant(found: Sequence[Any]) -> dict[str, Any]:
+    """The first error. Where it is one branch of a union, that of its branches into which the value got furthest: of a
+    wrong object in place of true or false, what is wrong in the object. Where a field is missing, one beside it that
+    is unknown: a name that is spelt wrong is both, and looks right to whoever is told of the missing one alone."""
+    first: dict[str, Any] = found[0]
+    if first["type"] == "missing":
+        beside = first["loc"][:-1]
+        return next((one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside), first)
+    if not is_branch(first["loc"][-1]):
+        return first
+    union = first["loc"][:-1]
+    return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
+
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", "below minimum", ">=", "below_min"),
+    "less_than_equal": ("le", "above maximum", "<=", "above_max"),
+}
+_WANTED = {
+    "string_type": "a string",
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
+    """What is said of this mistake, in OpenAI's words where it has some, and its code."""
+    kind, given = first["type"], first.get("input")
+    if kind == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
+    if kind == "missing":
+        return f"Missing required parameter: '{param}'.", "missing_required_parameter"
+    if kind in _WANTED and type(given) in JSON_TYPES:
+        return not_of_type(param, _WANTED[kind], given), "invalid_type"
+    if kind in _BOUNDS:
+        bound, side, sign, code = _BOUNDS[kind]
+        number = "integer" if isinstance(first["ctx"][bound], int) else "decimal"
+        # A query has its numbers as texts.
+        got = given if isinstance(given, str) and given.lstrip("-").isdigit() and len(given) <= 20 else shown(given)
+        told = f"{number} {side} value. Expected a value {sign} {first['ctx'][bound]}, but got {got} instead"
+        return f"Invalid '{param}': {told}.", f"{number}_{code}_value"
+    return f"Invalid value for '{param}': {first['msg']}; {shown(given)} was given.", "invalid_value"

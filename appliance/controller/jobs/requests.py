@@ -8,7 +8,7 @@ import orjson
 from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
-from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.http.strict_body import StrictBody, meant, place_in, said_of
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.jobs import devices
 from appliance.controller.jobs.gate_request import GateRequest
@@ -212,8 +212,10 @@ def job_in(train: dict[str, Any]) -> JobCreate:
     try:
         return JobCreate.model_validate(train)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise wrong(f"train.{'.'.join(map(str, first['loc']))}", f"is wrong: {first['msg']}") from None
+        first = meant(error.errors(include_url=False))
+        param = ".".join(["train", *place_in(train, first["loc"])])
+        message, code = said_of(param, first)
+        raise BadRequest(message, param=param, code=code) from None
 
 
 def wrong(param: str, why: str) -> BadRequest:

@@ -192,6 +192,9 @@ async def test_metadata_beyond_openais_bounds_is_refused_with_its_codes(control:
 
 
 async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
+    with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: training_fle") as caught:
+        await control.sdk.post("/fine_tuning/jobs", body={"model": "starter", "training_fle": "file-x"}, cast_to=object)
+    assert (caught.value.param, caught.value.code) == ("training_fle", "unknown_parameter"), "it is missing, too"
     with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'training_file'"):
         await control.sdk.post("/fine_tuning/jobs", body={"model": "starter"}, cast_to=object)
     other = await control.upload(b"x", "a", "assistants")

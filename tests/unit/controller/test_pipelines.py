@@ -476,11 +476,15 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
         ({"data": data, "prepare": {"against": "file-x"}}, "No such File"),
         ({"data": data, "prepare": {"split": 0.1}, "train": {**TRAIN, "validation_file": "file-x"}}, "split"),
         ({"data": data, "other": 1}, "other"),
+        ({"data": data, "train": {"modl": "starter"}}, "Unrecognized request argument supplied: train.modl."),
+        ({"data": data, "train": {}}, "Missing required parameter: 'train.model'"),
+        ({"data": data, "evaluate": {"evl": "eval_x"}}, "Unrecognized request argument supplied: spec.evaluate.evl"),
+        ({"dta": data, "data": ...}, "Unrecognized request argument supplied: spec.dta"),
         ({"data": data, "train": {"model": "starter", "method": {"type": "reinforcement"}}}, "reinforcement.grader'"),
         ({"data": data, "train": rewarded({"type": "python", "source": CODE})}, "grader.name"),
         ({"data": data, "train": rewarded({"type": "python", "name": "n", "source": CODE + "("})}, "is not Python"),
     ):
-        spec = {"name": "nightly", "train": TRAIN, **fields}
+        spec = {k: v for k, v in {"name": "nightly", "train": TRAIN, **fields}.items() if v is not ...}
         answer = await control.http.post("/v1/pipelines", json={"spec": spec}, headers=ADMIN)
         assert answer.status_code in (400, 404, 422) and says_ in answer.text, (fields, answer.text)
     assert (await get(control, "pipelines"))["data"] == []

@@ -216,6 +216,7 @@ REFUSED = {
     "no object": (3, "", "an object with a `type`"),
     "no kind": ({"type": "vibes", "name": "x"}, "type", "not a kind of grader"),
     "a field too many": ({**CHECK, "operation": "eq", "weight": 2}, "weight", "is not a field"),
+    "a name spelt wrong": ({**CHECK, "opration": "eq"}, "opration", "is not a field"),
     "an operation": ({**CHECK, "operation": "equals"}, "operation", "'eq', 'ne', 'like' or 'ilike'"),
     "a number": ({**CHECK, "operation": "eq", "reference": 4}, "reference", "valid string"),
     "a namespace": ({**CHECK, "operation": "eq", "input": "{{ reference }}"}, "input", "neither `item` nor `sample`"),
