@@ -36,6 +36,7 @@ from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
+from appliance.controller.grading.saying import Saying
 from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, InFlight, KnownAtGateways, ReadsInTurns, RequestIds
@@ -95,9 +96,10 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     sampling = RolloutSampling(context, metering)
     hub = Hub()
     sources = live.Sources(context, hub)
+    saying = Saying(context)
     rollouts = {
-        "grade": RolloutGrading(context, graders, answers).grade,
-        "teach": Teaching(context, answers).teach,
+        "grade": RolloutGrading(context, graders, answers, saying).grade,
+        "teach": Teaching(context, answers, saying).teach,
         "sample": sampling.sample,
     }
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.judged import all_graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.saying import ANSWER_WITHIN_S, Saying
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from train.graders.graders import parse
-from train.graders.grading import Graded
+from train.graders.grading import Graded, ModelAnswer
 from train.graders.host import WorkerBroke
 from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
-ANSWER_WITHIN_S = 300.0
-"""How long a judge may take; the job's devices stand still meanwhile."""
 MOST_REWARD = 1e9
 """The largest reward: ranks learn in float32, where the squares of gradients from larger ones overflow and the loss is
 no number any more."""
 
 
 class RolloutGrading:
-    def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers):
-        self._db, self._hosts, self._answers = context.db, hosts, answers
+    def __init__(self, context: ControllerContext, hosts: GraderHosts, answers: ModelAnswers, saying: Saying):
+        self._db, self._hosts, self._answers, self._saying = context.db, hosts, answers, saying
 
     async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"rewards", "errors"} of the question's "samples", {"text", "tools"?, "item"}, in their order. One that the
@@ -39,16 +38,32 @@ class RolloutGrading:
         if keys.is_revoked(self._db, row.key_id):
             return {"failed": "the API key of the job was revoked, and its answers are graded on behalf of it"}
         asked = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
-        ask = partial(self._answers.ask, row.key_id, within_s=ANSWER_WITHIN_S)
+
+        async def ask(body: dict[str, Any]) -> ModelAnswer:
+            with self._saying.waiting(job_id, "judge", body["model"]):
+                return await self._answers.ask(row.key_id, body, ANSWER_WITHIN_S)
+
         try:
             grader = parse(found.judge["grader"])
             told = await all_graded_with_answers(self._hosts, row.owner, grader, asked, ask, waited_for=True)
         except WorkerBroke as error:
             return {"rewards": [None] * len(samples), "errors": [str(error)] * len(samples)}
-        return {
-            "rewards": [_reward(graded) for graded, _ in told],
-            "errors": [_error(graded) for graded, _ in told],
-        }
+        rewards, errors = [_reward(graded) for graded, _ in told], [_error(graded) for graded, _ in told]
+        self._say_what_failed(job_id, [graded for graded, _ in told], rewards, errors)
+        return {"rewards": rewards, "errors": errors}
+
+    def _say_what_failed(
+        self, job_id: str, graded: list[Graded], rewards: list[float | None], errors: list[str]
+    ) -> None:
+        """The job says the first kind of failure that it has not said last: a step's event has their share alone."""
+        first = next((place for place, why in enumerate(errors) if why), None)
+        if first is None:
+            self._saying.nothing_failed(job_id)
+            return
+        counts = "counts for nothing" if rewards[first] is None else "has the reward 0"
+        flags = tuple(name for name, value in asdict(graded[first].errors).items() if value is True)
+        text = f"the grader failed at {sum(map(bool, errors))} of {len(errors)} answers, of which the first {counts}"
+        self._saying.failed(job_id, f"{text}: {errors[first]}", (rewards[first] is None, flags))
 
 
 def _reward(graded: Graded) -> float | None:

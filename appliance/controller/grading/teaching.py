@@ -10,24 +10,16 @@ from typing import Any
 from appliance.controller.batches.retry import ended_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.saying import ANSWER_WITHIN_S, Saying
 from appliance.controller.interfaces.ports import EngineAnswer
-from appliance.controller.jobs.events import add_message
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from serve.core import scoring
 
-ANSWER_WITHIN_S = 3600.0
-"""How long a teacher may take; the job's devices stand still meanwhile. Whoever sets the mode `train` may want just
-that for a while."""
-SAY_AFTER_S = 30.0
-"""How long it is without an answer before the job says that it waits."""
-
 
 class Teaching:
-    def __init__(self, context: ControllerContext, answers: ModelAnswers, say_after_s: float = SAY_AFTER_S):
-        self._db, self._engines, self._answers = context.db, context.batch_engines, answers
-        self._say_after_s = say_after_s
-        self._said: dict[str, str] = {}  # by job, of those that something was said about
+    def __init__(self, context: ControllerContext, answers: ModelAnswers, saying: Saying):
+        self._db, self._answers, self._saying = context.db, answers, saying
 
     async def teach(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
         """{"log_probs", "errors"} of the question's "samples", {"tokens", "answer": how many of the last ones}, in
@@ -40,12 +32,9 @@ class Teaching:
             return {"failed": "the API key of the job was revoked, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
         versions = set[str]()
-        waiting = asyncio.get_running_loop().call_later(self._say_after_s, self._say_that_it_waits, job_id, teacher)
-        try:
+        with self._saying.waiting(job_id, "teacher", teacher):
             asked = (self._asked(row.key_id, teacher, one, versions) for one in question["samples"])
             told = await asyncio.gather(*asked)
-        finally:
-            waiting.cancel()
         if versions.difference(found.taught_by):
             job_records.taught(self._db, job_id, versions)
         errors = [one if isinstance(one, str) else "" for one in told]
@@ -54,9 +43,10 @@ class Teaching:
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal}"}
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
-            self._say(job_id, f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}")
+            said = f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}"
+            self._saying.failed(job_id, said)
         else:
-            self._said.pop(job_id, None)
+            self._saying.nothing_failed(job_id)
         return {"log_probs": [None if isinstance(one, str) else one for one in told], "errors": errors}
 
     async def _asked(
@@ -76,16 +66,6 @@ class Teaching:
         if answer.version:
             versions.add(answer.version)
         return found
-
-    def _say_that_it_waits(self, job_id: str, teacher: str) -> None:
-        why = self._engines.room(teacher).why or "its engines are busy"
-        self._say(job_id, f"the job waits for its teacher {teacher}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}")
-
-    def _say(self, job_id: str, text: str) -> None:
-        """Says it once, until there is something else to say."""
-        if self._said.get(job_id) != text:
-            self._said[job_id] = text
-            add_message(self._db, job_id, text, level="warn")
 
 
 def _message(answer: EngineAnswer) -> str:

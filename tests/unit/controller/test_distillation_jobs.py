@@ -17,6 +17,7 @@ import pytest
 from appliance.controller.batches.metering import Metering
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.sampling import RolloutSampling
+from appliance.controller.grading.saying import Saying
 from appliance.controller.grading.teaching import Teaching
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.controller.jobs.events import JobEvents
@@ -235,7 +236,7 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
     engines(taught).lines, engines(taught).rule = 0, scored
     context = taught.context
     answers = ModelAnswers(context, Metering(taught.db, context.publish_keys))
-    asking = asyncio.create_task(Teaching(context, answers, say_after_s=0.01).teach(job_id, question([3])))
+    asking = asyncio.create_task(Teaching(context, answers, Saying(context, after_s=0.01)).teach(job_id, question([3])))
     async with asyncio.timeout(10):
         while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
             await asyncio.sleep(0)

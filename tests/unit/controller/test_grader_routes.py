@@ -12,16 +12,22 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.batches.metering import Metering
 from appliance.controller.grading import grader_routes, model_answers
 from appliance.controller.grading import judged as judged_module
+from appliance.controller.grading.model_answers import ModelAnswers
+from appliance.controller.grading.rollouts import RolloutGrading
+from appliance.controller.grading.saying import Saying
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.records import usage
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_evals import CHECK
+from tests.unit.controller.test_jobs import prompts
 from train.graders import host as host_module
 from train.graders import sandbox
+from train.graders.hosts import GraderHosts
 
 JUDGE: Any = {
     "type": "score_model",
@@ -193,6 +199,50 @@ async def test_a_judge_without_engines_says_so_in_time(control: Control, monkeyp
     engines(control).lines = 0
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
     assert "no answer within" in (found.metadata.errors.api_model_grader_server_error_details or "")
+
+
+async def judged_job(control: Control) -> str:
+    method = {"type": "reinforcement", "reinforcement": {"grader": JUDGE}}
+    return await control.job(training_file=await control.upload(prompts()), method=method)
+
+
+def answers_of(*texts: str) -> dict[str, Any]:
+    return {"samples": [{"text": text, "item": {"q": ""}} for text in texts]}
+
+
+async def test_a_job_says_that_it_waits_for_its_judge_and_goes_on(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """It stood still for 74 s while its judge's engines were started again, and its events had not a word of it; after
+    five minutes without one (a mode `train`) it failed."""
+    monkeypatch.setattr(model_answers, "LOOK_EVERY_S", 0.01)
+    job_id, context = await judged_job(control), control.context
+    judged(control, '{"result": 1}')
+    engines(control).lines, hosts = 0, GraderHosts()
+    answers = ModelAnswers(context, Metering(control.db, context.publish_keys))
+    grading = RolloutGrading(context, hosts, answers, Saying(context, after_s=0.01))
+    asking = asyncio.create_task(grading.grade(job_id, answers_of("good")))
+    try:
+        async with asyncio.timeout(10):
+            while not (said := [text for text in await control.messages(job_id) if "waits for its judge" in text]):
+                await asyncio.sleep(0)
+        assert said == ["the job waits for its judge starter, up to 60 minutes: no engine of the model is awake"]
+        engines(control).lines = 4
+        assert (await asking)["rewards"] == [1.0]
+    finally:
+        await hosts.stop()
+
+
+async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothing(control: Control):
+    """Of some answers of each step: the events had their share alone, whatever it was."""
+    job_id = await judged_job(control)
+    bad, good = "it is good", '{"result": 1}'
+    judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
+    for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
+        told = await control.app.state.rollouts["grade"](job_id, answers_of(*texts))
+        assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
+    said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
+    assert ["too long" in text for text in said] == [False, True, False]
+    assert said[0].startswith("the grader failed at 1 of 2 answers, of which the first counts for nothing: ")
+    assert "it is good" in said[0] and "it is good" in said[2]
 
 
 async def test_a_judge_that_is_not_ones_own_does_not_exist(control: Control):

@@ -1,0 +1,56 @@
+"""What a job says of those whom it asks about its answers: that it waits for them, and what they failed at."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.jobs.events import add_message
+
+ANSWER_WITHIN_S = 3600.0
+"""How long a model that judges or teaches may take; the job's devices stand still meanwhile. Whoever sets the mode
+`train` may want just that for a while."""
+SAY_AFTER_S = 30.0
+"""How long it is without an answer before the job says that it waits."""
+SAY_AGAIN_S = 600.0
+"""A job whose every step waits so long says it this often."""
+
+
+class Saying:
+    """Invariant: of each job `_waited` has what it has said of waiting, and since when that has been so; `_failed` what
+    was said last of failures, until nothing failed."""
+
+    def __init__(self, context: ControllerContext, after_s: float = SAY_AFTER_S):
+        self._db, self._engines, self._after_s = context.db, context.batch_engines, after_s
+        self._waited: dict[str, tuple[str, float]] = {}
+        self._failed: dict[str, Hashable] = {}
+
+    @contextmanager
+    def waiting(self, job_id: str, whom: str, model: str) -> Iterator[None]:
+        """Says that the job waits, and why, if this takes long. whom: what the model is to it."""
+        timer = asyncio.get_running_loop().call_later(self._after_s, self._waits, job_id, whom, model)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def failed(self, job_id: str, text: str, kind: Hashable = None) -> None:
+        """Says it once, until nothing fails or something else does. kind: of what failed, where it is told in many
+        words."""
+        if self._failed.get(job_id) != (kind or text):
+            self._failed[job_id] = kind or text
+            add_message(self._db, job_id, text, level="warn")
+
+    def nothing_failed(self, job_id: str) -> None:
+        self._failed.pop(job_id, None)
+
+    def _waits(self, job_id: str, whom: str, model: str) -> None:
+        why = self._engines.room(model).why or "its engines are busy"
+        text = f"the job waits for its {whom} {model}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}"
+        said, at_s = self._waited.get(job_id, ("", 0.0))
+        if said != text or time.monotonic() - at_s > SAY_AGAIN_S:
+            self._waited[job_id] = text, time.monotonic()
+            add_message(self._db, job_id, text, level="warn")
