@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.errors import AuthFailed, BadUsage
+from appliance.cli.errors import AuthFailed, BadUsage, CliError, Conflict, NotFound
 
 if TYPE_CHECKING:
     from appliance.cli.client import Client
@@ -55,6 +55,25 @@ class Session:
     def show(self, answer: Any, render: Callable[[Any], Any]) -> None:
         """Print an answer of the box, as it is or drawn."""
         output.print_json(answer) if self.as_json else output.draw(render(answer))
+
+    def post_each(
+        self, path_of: Callable[[str], str], ids: Sequence[str], verb: str, render: Callable[[dict[str, Any]], str]
+    ) -> None:
+        """Asks this of each, whatever becomes of the others; shows the answers, and raises the first refusal."""
+        answers, refusals = list[dict[str, Any]](), list[CliError]()
+        for one in ids:
+            try:
+                answers.append(self.client.post(f"{path_of(one)}/{verb}"))
+            except (NotFound, Conflict) as error:
+                refusals.append(error)
+        if len(ids) > 1:
+            self.show({"data": answers}, lambda all_: "\n".join(map(render, all_["data"])))
+        elif answers:
+            self.show(answers[0], render)
+        for refusal in refusals[1:]:
+            output.say(f"error: {refusal}")
+        if refusals:
+            raise refusals[0]
 
     def own_unless_all(self, everything: Callable[[], Any], own: Callable[[], Any]) -> Any:
         """What an operator sees; with a key that may not, what its owner has. Raises CliError."""

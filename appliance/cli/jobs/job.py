@@ -9,7 +9,7 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import EVERY, WATCH, Session, box_command, group
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
-from appliance.cli.jobs.queue import JOB
+from appliance.cli.jobs.queue import JOB, JOBS
 from appliance.cli.jobs.queue import app as queue
 from appliance.cli.jobs.submit import app as submit
 from appliance.cli.mode.power import energy_line
@@ -93,22 +93,22 @@ def wait(
     end_well(job)
 
 
-@box_command(app, "appliance job pause ftjob-abc123")
-def pause(session: Session, job_id: JOB) -> None:
-    """Suspend a job at its next step; it gives its devices back and keeps its state."""
-    _ask(session, job_id, "pause")
+@box_command(app, "appliance job pause ftjob-abc123", "appliance job pause ftjob-abc123 ftjob-def456")
+def pause(session: Session, job_ids: JOBS) -> None:
+    """Suspend jobs at their next step; they give their devices back and keep their state."""
+    _ask(session, job_ids, "pause")
 
 
-@box_command(app, "appliance job resume ftjob-abc123")
-def resume(session: Session, job_id: JOB) -> None:
-    """Resume a paused job at the step where it stopped, on the devices there are."""
-    _ask(session, job_id, "resume")
+@box_command(app, "appliance job resume ftjob-abc123", "appliance job resume ftjob-abc123 ftjob-def456")
+def resume(session: Session, job_ids: JOBS) -> None:
+    """Resume paused jobs at the steps where they stopped, on the devices there are."""
+    _ask(session, job_ids, "resume")
 
 
-@box_command(app, "appliance job cancel ftjob-abc123")
-def cancel(session: Session, job_id: JOB) -> None:
-    """Cancel a job for good. Exit code 5 if it has ended already."""
-    _ask(session, job_id, "cancel")
+@box_command(app, "appliance job cancel ftjob-abc123", "appliance job cancel ftjob-abc123 ftjob-def456")
+def cancel(session: Session, job_ids: JOBS) -> None:
+    """Cancel jobs for good. Exit code 5 if one of them has ended already."""
+    _ask(session, job_ids, "cancel")
 
 
 def jobs_table(answer: dict[str, Any]) -> Any:
@@ -151,9 +151,8 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= _REASON_CHARACTERS else f"{reason[: _REASON_CHARACTERS - 1]}…"
 
 
-def _ask(session: Session, job_id: str, verb: str) -> None:
-    answer = session.client.post(f"{paths.job(job_id)}/{verb}")
-    session.show(answer, lambda job: f"{job['id']}: {verb} accepted, status {job['status']}")
+def _ask(session: Session, job_ids: list[str], verb: str) -> None:
+    session.post_each(paths.job, job_ids, verb, lambda job: f"{job['id']}: {verb} accepted, status {job['status']}")
 
 
 def _is_own(job: dict[str, Any]) -> bool:

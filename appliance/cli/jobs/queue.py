@@ -13,6 +13,7 @@ from appliance.cli.errors import BadUsage
 from appliance.cli.jobs.request import DEVICES, NO_FIELDS, device_changes
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
+JOBS = Annotated[list[str], typer.Argument(metavar="JOB_ID...", autocompletion=complete_jobs)]
 
 app = group("The queue of fine-tuning jobs; `appliance job` takes these commands in.")
 
@@ -38,20 +39,20 @@ def update(session: Session, job_id: JOB, changes: dict[str, Any] = NO_FIELDS) -
     session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(changes))}")
 
 
-@box_command(app, "appliance job hold ftjob-abc123")
-def hold(session: Session, job_id: JOB) -> None:
-    """Keep a job in the queue: it gets no devices, and one that runs is suspended at its next step."""
-    _set_held(session, job_id, "hold", "is held")
+@box_command(app, "appliance job hold ftjob-abc123", "appliance job hold ftjob-abc123 ftjob-def456")
+def hold(session: Session, job_ids: JOBS) -> None:
+    """Keep jobs in the queue: they get no devices, and one that runs is suspended at its next step."""
+    _set_held(session, job_ids, "hold", "is held")
 
 
-@box_command(app, "appliance job release ftjob-abc123")
-def release(session: Session, job_id: JOB) -> None:
-    """Release a held job: it gets devices again in its turn."""
-    _set_held(session, job_id, "release", "is released")
+@box_command(app, "appliance job release ftjob-abc123", "appliance job release ftjob-abc123 ftjob-def456")
+def release(session: Session, job_ids: JOBS) -> None:
+    """Release held jobs: they get devices again in their turn."""
+    _set_held(session, job_ids, "release", "is released")
 
 
-def _set_held(session: Session, job_id: str, verb: str, said: str) -> None:
-    session.show(session.client.post(f"{paths.admin_job(job_id)}/{verb}"), lambda job: f"{job['id']} {said}")
+def _set_held(session: Session, job_ids: list[str], verb: str, said: str) -> None:
+    session.post_each(paths.admin_job, job_ids, verb, lambda job: f"{job['id']} {said}")
 
 
 def queue_table(answer: dict[str, Any]) -> Any:

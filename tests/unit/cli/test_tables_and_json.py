@@ -337,6 +337,17 @@ def test_pause_resume_cancel(box, tmp_path):
     assert again.exit_code == 5 and "cancelled" in again.stderr
 
 
+def test_several_jobs_are_asked_whatever_becomes_of_the_others(box, tmp_path):
+    """One that had ended was in the way of the rest, and each took a command of its own."""
+    jobs = [make_job(box, tmp_path) for _ in range(3)]
+    assert box.run("job", "hold", *jobs).stdout.splitlines() == [f"{job} is held" for job in jobs]
+    assert box.run("job", "cancel", jobs[0]).exit_code == 0
+    several = box.run("job", "pause", jobs[0], "ftjob-none", jobs[1], jobs[2], "-o", "json")
+    assert several.exit_code == 5 and jobs[0] in several.stderr and "ftjob-none" in several.stderr
+    assert [one["id"] for one in json.loads(several.stdout)["data"]] == jobs[1:]
+    assert box.run("job", "cancel", *jobs[1:]).exit_code == 0
+
+
 def test_files(box, tmp_path):
     path = tmp_path / 'my "data".jsonl'
     path.write_bytes(chat_lines(3))
@@ -371,7 +382,9 @@ def test_bad_training_data_is_named_by_line(box, tmp_path):
     path.write_bytes(chat_lines(2) + b"not json\n")
     refused = box.run("file", "upload", str(path))
     assert refused.exit_code == 1
-    assert "line 3" in refused.stderr
+    assert "line 3" in refused.stderr and "line 3" not in refused.stdout, "they stood on a terminal twice"
+    (sent,) = box.json("file", "list")["data"]
+    assert lines(refused.stdout)[-1] == ["status", "error"] and "line 3" in box.run("file", "get", sent["id"]).stdout
     submitted = box.run("job", "submit", "--model", "starter", "--file", str(path))
     assert submitted.exit_code == 1 and "line 3" in submitted.stderr
     assert box.json("job", "list")["data"] == [], "no job is made of data that cannot be trained on"
