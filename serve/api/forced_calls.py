@@ -7,8 +7,9 @@ client forces the call ("required", or one function by name), the gateway has me
 
 A call that is cut has no end, and vLLM's parsers of whole answers then find none: what the model wrote of it became the
 `content`, where OpenAI gives the call with the arguments as far as they go, and the finish reason "length" (Responses:
-an item that is `incomplete`). Parsers of streams take calls without an end, so a cut answer is read by them. One that a
-stop sequence cuts stays as it is: its reason would be the tools, and a client would run what is not whole.
+an item that is `incomplete`). Parsers of streams take calls without an end, so a cut answer is read by them. One whose
+name is cut is neither a call nor content, as in a stream. One that a stop sequence cuts stays as it is: its reason
+would be the tools, and a client would run what is not whole.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from vllm.tool_parsers import structural_tag_registry
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 _CUT = "length"
+_MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
+"""As vLLM's parsers call what begins a call, where it is one text."""
 _PIECES, _MOST_CALLS = 16, 128
 """In how many pieces a parser of streams reads a cut answer again (each look takes as long as the answer is), and how
 many calls it may find: OpenAI's limit of tools, after which a parser that never says None is left."""
@@ -81,9 +84,15 @@ def _with_cut_calls(extract: Callable[..., Any]) -> Callable[..., Any]:
         if calls or not content or not called or not _is_cut.get() or self._tool_parser is None:
             return calls, text
         begun, beside = _begun_calls(self, content, request)
-        return (begun, beside) if begun or forced else (calls, text)
+        return (begun, beside) if begun or forced or _begins_call(self._tool_parser, content) else (calls, text)
 
     return run
+
+
+def _begins_call(tool_parser: Any, written: str) -> bool:
+    """Whether it has the whole mark of a call: what follows is no text, in a stream neither, also where the call's name
+    is cut. A part of the mark, at the end, may be text."""
+    return any(isinstance(mark := getattr(tool_parser, name, None), str) and mark in written for name in _MARKS)
 
 
 def _begun_calls(parser: DelegatingParser, written: str, request: Any) -> tuple[list[FunctionCall], str | None]:

@@ -73,6 +73,14 @@ def test_what_is_forced_is_no_content_and_what_is_not_cut_stays_it():
     assert read("Hello", "auto") == ("Hello", [])
 
 
+def test_a_call_that_is_cut_before_its_name_is_no_content_as_in_a_stream():
+    """Clients showed `<tool_call>` and half a name as what the model had said."""
+    assert read('<tool_call>\n{"na', "auto") == (None, [])
+    assert read('Let me look.<tool_call>\n{"na', "auto") == ("Let me look.", [])
+    assert read("2 <tool", "auto") == ("2 <tool", []), "it may be text"
+    assert read('<tool_call>\n{"na', "auto", cut=False)[0] == '<tool_call>\n{"na'
+
+
 async def test_a_cut_answer_ends_by_its_limit_whatever_it_called():
     ends = ("length", "cut"), ("length", "both"), ("stop", "both")
     outputs = [SimpleNamespace(index=n, finish_reason=why, text=text) for n, (why, text) in enumerate(ends)]
