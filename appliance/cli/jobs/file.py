@@ -157,7 +157,7 @@ def refuse_bad(answer: dict[str, Any]) -> None:
         reasons = _details(answer).replace("\n", "\n  ") if details else "no reason given"
         raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {reasons}")
     if details:
-        output.say(f"note: {details}")
+        output.say(f"note: {answer['filename']}: {details}")
 
 
 def _fields(answer: dict[str, Any]) -> Any:

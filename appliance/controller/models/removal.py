@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from appliance.controller.access.model_access import base_of, known_model
+from appliance.controller.access.model_access import base_of, known_model, why_not_asked
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, NotFound, OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
@@ -170,11 +170,19 @@ def refuse_if_in_use(
     context: ControllerContext, found: Doomed, caller: Principal, leaving: Collection[str] = ()
 ) -> None:
     """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
-    for job in jobs.list_unfinished_with(context.db, {found.name, found.model.id}, found.model.id):
-        # One whose key may not use the model any more never starts again, and its owner cannot keep it from others.
+    db, model, one = context.db, found.model.id, found.version.version if found.version is not None else None
+    names = {found.name, model if one is None else f"{model}@{one}"}
+    trained = jobs.list_unfinished_with(db, {found.name, model}, model)
+    judged = jobs.list_unfinished_judged_by(db, model, names, one is None)
+    for job in [*trained, *judged]:
         if job.wanted == "cancel" or job.id in leaving:
             continue
-        if job.phase == "running" or base_of(context.db, job) is not None:
+        # One whose key may not use the model any more never starts again, and its owner cannot keep it from others.
+        if job.phase == "running" or (
+            base_of(db, job) is not None
+            if job in trained
+            else not why_not_asked(db, job.key_id, found.name, chats=False)
+        ):
             own = caller.viewer in (None, job.owner)
             raise Conflict(
                 f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end."
@@ -183,7 +191,6 @@ def refuse_if_in_use(
                 param="model",
                 code="model_in_use",
             )
-    one = found.version.version if found.version is not None else None
     for adapter in adapters.list_on(context.db, found.model.id):
         if one in (None, adapter.base_version) and adapter.model not in leaving:
             on = f"an adapter on {adapter.base} {adapter.base_version} and cannot answer without it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -76,12 +77,27 @@ def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> l
     return _unfinished(db, _IN_SHORT, f" AND (model IN ({marks}) OR output_model = ?)", [*trained, made])
 
 
+def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], whole: bool) -> list[JobRow]:
+    """Of `list_unfinished`, those whose teacher, or a judge of whose grader, has one of these names. whole: or names a
+    version of the model."""
+    marks, at, checkpoint = ", ".join("?" * len(names)), f"{model}@", f"{model}:ckpt-"
+    # A grader may have megabytes: it is parsed only where the model stands in it, as JSON has its name.
+    also = (
+        " AND EXISTS (SELECT 1 FROM job_judges, json_tree(judge) AS said WHERE job_id = jobs.id"
+        " AND (instr(judge, ?) OR instr(judge, ?)) AND said.key IN ('model', 'teacher') AND said.type = 'text'"
+        f" AND (said.value IN ({marks}) OR ? AND (substr(said.value, 1, ?) = ? OR substr(said.value, 1, ?) = ?)))"
+    )
+    as_json = [json.dumps(model, ensure_ascii=escaped)[1:-1] for escaped in (False, True)]
+    versions = [whole, len(at), at, len(checkpoint), checkpoint]
+    return _unfinished(db, _IN_SHORT, also, [*as_json, *names, *versions])
+
+
 def list_unfinished_whole(db: Database) -> list[JobRow]:
     """As `list_unfinished`, with all that the rows have: to be shown, on a thread."""
     return _unfinished(db, "*")
 
 
-def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[str] = ()) -> list[JobRow]:
+def _unfinished(db: Database, columns: str, also: str = "", parameters: Sequence[Any] = ()) -> list[JobRow]:
     # By an index, because two thousand jobs of each owner have ended.
     which = f"phase IN ({sql_list(UNFINISHED_PHASES)}){also}"
     return db.all(JobRow, f"SELECT {columns} FROM jobs WHERE {which} ORDER BY seq", parameters)

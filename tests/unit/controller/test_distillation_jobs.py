@@ -26,7 +26,7 @@ from appliance.store.records import keys
 from serve.core import scoring
 from tests.simulator.control_plane import SimulatedEngines
 from tests.train_support.tiny import tokenizer
-from tests.unit.controller.conftest import Control, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_batch_metering import spent
 from tests.unit.controller.test_jobs import prompts
 
@@ -261,3 +261,18 @@ def test_an_answer_has_a_number_for_each_of_its_tokens():
     for broken in ({}, {"choices": []}, {"choices": [{"prompt_logprobs": places[:2]}]}, {"choices": [{}]}):
         with pytest.raises(ValueError, match="log-prob|without|choices|unpack"):
             scoring.read(broken, [7, 8, 3], 2)
+
+
+async def test_a_model_that_teaches_or_judges_a_job_stays_until_the_job_has_ended(taught: Control):
+    """It was deleted, and the job failed at its next step."""
+    judge = {"type": "score_model", "name": "j", "model": "teacher@v1", "input": [{"role": "user", "content": "x"}]}
+    several = {"type": "multi", "name": "m", "calculate_output": "j", "graders": {"j": judge}}
+    learnt = {"type": "reinforcement", "reinforcement": {"grader": several}}
+    for chosen in (method(), method("teacher@v1"), learnt):
+        job_id = await made(taught, chosen)
+        refused = await taught.http.delete("/v1/models/teacher", headers=ADMIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), refused.text
+        assert job_id in refused.json()["error"]["message"]
+        assert (await taught.http.delete("/v1/models/stranger", headers=ADMIN)).status_code in (200, 404), "it is not"
+        (await taught.http.post(f"/v1/fine_tuning/jobs/{job_id}/cancel")).raise_for_status()
+    assert (await taught.http.delete("/v1/models/teacher", headers=ADMIN)).status_code == 200
