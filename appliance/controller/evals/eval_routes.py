@@ -26,7 +26,7 @@ from appliance.controller.evals.requests import (
     check_variables,
 )
 from appliance.controller.evals.runner import EvalRunner, check_items
-from appliance.controller.grading.given import check_code, grader_of, not_looked_at
+from appliance.controller.grading.given import check_code, check_form, check_schema, grader_of
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Order, WholeLimit, list_object
 from appliance.controller.http.reading import answer
@@ -39,7 +39,6 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
-from train.graders.host import ForkBroke, WorkerBroke
 from train.graders.hosts import GraderHosts
 
 ROUTE, RUNS_ROUTE = "evals", "evals.runs"
@@ -145,6 +144,10 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         check_metadata(body.metadata)
         # On a thread: the schema of its answers may have 25,000 parts.
         await db.read(caller.viewer, check_given, context, of, body.data_source, caller)
+        if isinstance(body.data_source, Sampled) and (said := body.data_source.sampling_params) is not None:
+            await check_form(hosts, said.response_format, caller, "data_source.sampling_params.response_format")
+            if said.text is not None:
+                await check_form(hosts, said.text.format, caller, "data_source.sampling_params.text.format")
         if isinstance(body.data_source, Sampled) and body.data_source.model is not None:
             check_may_ask(db, caller, body.data_source.model)
         check_judges(context, of, caller)
@@ -239,15 +242,9 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:
     """Raises BadRequest for what no item can follow, ApiError where the box could not look."""
     param, kinds = "data_source_config.item_schema", schema.get("type", "object")
-    try:
-        refused = await hosts.refused_schema(caller.owner, schema)
-    except ForkBroke as error:
-        refused = str(error)
-    except WorkerBroke as error:
-        raise not_looked_at(f"The schema of {param!r}", error) from error
-    if not refused and kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+    await check_schema(hosts, schema, caller, param)
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         refused = f"is of type {kinds!r}, and an item is an object"
-    if refused:
         raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
 
 

@@ -71,6 +71,28 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
         raise BadRequest(f"Invalid '{param}.{path}': {why}.", param=f"{param}.{path}", code="invalid_grader")
 
 
+async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Principal, param: str) -> None:
+    """Raises BadRequest for what is no JSON schema, ApiError where the box could not look."""
+    try:
+        refused = await hosts.refused_schema(caller.owner, schema)
+    except ForkBroke as error:
+        refused = str(error)
+    except WorkerBroke as error:
+        raise not_looked_at(f"The schema of {param!r}", error) from error
+    if refused:
+        raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
+
+
+async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
+    """Of a `response_format` whose kind and shape are checked elsewhere its schema: engines and ranks read it only when
+    they write the first answer. Raises as `check_schema` does."""
+    if isinstance(given, Mapping) and given.get("type") == "json_schema":
+        inside = "json_schema.schema" if "json_schema" in given else "schema"  # as Responses write it
+        named = given.get("json_schema", given)
+        if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
+            await check_schema(hosts, named["schema"], caller, f"{param}.{inside}")
+
+
 def not_looked_at(what: str, error: WorkerBroke) -> ApiError:
     """The worker broke of itself, which is no fault of what it was asked."""
     return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")

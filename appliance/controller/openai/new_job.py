@@ -10,7 +10,7 @@ from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import new_gate
-from appliance.controller.grading.given import check_code, form_of, grader_of
+from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Principal, allow
@@ -69,6 +69,7 @@ async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -
     except InvalidGrader:
         return
     await check_code(hosts, grader, caller, f"method.{requests.method(body).name}.grader")
+    await _check_form(hosts, body, caller)
 
 
 async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
@@ -78,6 +79,12 @@ async def check_judging(context: ControllerContext, hosts: GraderHosts, body: Jo
     if requests.method(body).judged_by == "grader":
         given, param = _who_judges(body)
         await check_code(hosts, grader_of(context, given, caller, param), caller, param)
+        await _check_form(hosts, body, caller)
+
+
+async def _check_form(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
+    given = requests.beside_hyperparameters(body).get("response_format")
+    await check_form(hosts, given, caller, f"method.{requests.method(body).name}.response_format")
 
 
 def _of_wandb(mode: str | None) -> str:

@@ -607,6 +607,15 @@ async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_it
         source = asked(sampling_params={"response_format": form})
         await control.sdk.evals.runs.create(eval_id, data_source=source)
     assert caught.value.param == "data_source.sampling_params"
+    named = {"name": "n", "schema": {"type": "nope"}}
+    for said, inside in (
+        ({"response_format": {"type": "json_schema", "json_schema": named}}, "response_format.json_schema.schema"),
+        ({"text": {"format": {"type": "json_schema", **named}}}, "text.format.schema"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="it is no JSON schema at type: 'nope'") as caught:
+            await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params=said))
+        assert caught.value.param == f"data_source.sampling_params.{inside}"
+        assert caught.value.code == "invalid_json_schema"
 
 
 async def test_many_judges_are_looked_at_one_grader_after_the_other_and_once(

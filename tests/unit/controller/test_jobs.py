@@ -731,6 +731,12 @@ async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(cont
             "too",
         ),
         (
+            # Its ranks were started, and the job failed with words of xgrammar.
+            {"grader": GRADER, "response_format": form({"properties": {"a": {"type": "nope"}}})},
+            "method.reinforcement.response_format.json_schema.schema",
+            "it is no JSON schema at properties.a.type: 'nope'",
+        ),
+        (
             {"grader": GRADER, "hyperparameters": {"reasoning_effort": "much"}},
             "method.reinforcement.hyperparameters.reasoning_effort",
             "one of default",
