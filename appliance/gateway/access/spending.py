@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
-from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
+from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse, Refused
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import Meter
@@ -82,7 +82,7 @@ class Spending:
             request.rate_headers = allowance.headers()
             if refused is not None:
                 self._events["rate_limited"] += 1
-                raise errors.rate_limited(*refused)
+                raise self._rate_limited(caller, refused)
 
     def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
         """Count a request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
@@ -153,7 +153,7 @@ class Spending:
             request.rate_headers = allowance.headers()
             if refused is not None:
                 self._events["rate_limited"] += 1
-                raise errors.rate_limited(*refused)
+                raise self._rate_limited(caller, refused)
             request.estimated_tokens = checked.tokens
 
     def opened(self, request: Request, checked: Checked) -> None:
@@ -178,6 +178,15 @@ class Spending:
         use.under_way -= request.under_way
         if request.streams:
             use.owner.streams -= 1
+
+    def _rate_limited(self, caller: Caller | None, refused: Refused) -> errors.HttpError:
+        """Names the key's own limit: a worker's part of it is a number that nobody has set."""
+        assert caller is not None
+        whole = caller.requests_per_minute if refused.what == "requests" else caller.tokens_per_minute
+        if whole is None or whole == refused.limit:
+            return errors.rate_limited(*refused)
+        part = f", {refused.limit} of them at this one of the box's {self._workers} gateway processes"
+        return errors.rate_limited(refused.what, whole, refused.wait_s, part)
 
     def _allowance(self, caller: Caller, use: KeyUse) -> Allowance | None:
         requests, tokens = caller.requests_per_minute, caller.tokens_per_minute

@@ -246,10 +246,10 @@ def engines_died_of_it() -> HttpError:
     )
 
 
-def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
+def rate_limited(what: str, limit: int, wait_s: float, part: str = "") -> HttpError:
     return HttpError(
         429,
-        f"Rate limit reached for this API key: {limit} {what} per minute. Please try again in {wait_s:.3g}s.",
+        f"Rate limit reached for this API key: {limit} {what} per minute{part}. Please try again in {wait_s:.3g}s.",
         kind=what,
         code="rate_limit_exceeded",
         retry_after_s=math.ceil(wait_s),

@@ -41,6 +41,21 @@ def test_a_minutes_worth_at_once_then_as_it_refills():
     assert allowance.take(1, 0.5) is not None and allowance.take(1, 1.0) is None
 
 
+def test_a_refusal_names_the_limit_that_was_set_and_not_a_workers_part_alone():
+    """A key of 5 requests a minute was told of 2, which nobody had set."""
+    spending, refused = Spending(defaultdict(int), 2), []
+    caller = Caller("key_a", "", frozenset(), b"", requests_per_minute=5)
+    for _ in range(3):
+        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request.caller = caller
+        try:
+            spending.admit(request, spending.use_of(caller), Limits())
+        except HttpError as error:
+            refused.append(error.message)
+    (told,) = refused
+    assert "5 requests per minute, 2 of them at this one of the box's 2 gateway processes" in told
+
+
 def test_what_is_refused_costs_nothing():
     allowance = Allowance(10, 100, 0.0)
     assert allowance.take(90, 0.0) is None
