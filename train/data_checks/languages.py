@@ -7,12 +7,14 @@ downloads a larger model.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 LEAST_CHARACTERS, MOST_CHARACTERS = 20, 200
 SURE = 0.5
 UNSURE = "unsure"
 _LABEL = "__label__"
+_KANA = re.compile("[\u3040-\u30ff\uff66-\uff9d]")
 
 
 class Languages:
@@ -29,7 +31,10 @@ class Languages:
         if len(begin) < LEAST_CHARACTERS:
             return None
         labels, shares = self._model.predict(begin, k=1)
-        return str(labels[0]).removeprefix(_LABEL) if len(labels) and shares[0] >= SURE else UNSURE
+        language = str(labels[0]).removeprefix(_LABEL) if len(labels) else UNSURE
+        if language in ("ja", "zh") and not _KANA.search(begin):
+            return "zh"  # the model takes every second short Chinese sentence for Japanese, which is not written so
+        return language if language != UNSURE and shares[0] >= SURE else UNSURE
 
 
 def _model_file() -> Path:

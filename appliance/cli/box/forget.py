@@ -56,7 +56,12 @@ def forget(
 def _there(answer: dict[str, Any], models: bool) -> str:
     counted = ", ".join(f"{answer[kind]} {kind}" for kind in ("files", "uploads", "batches", "responses", "jobs"))
     done = answer["done"]
-    lines = [f"{'forgotten' if done else 'there are'}: {counted}; keys: {', '.join(answer['keys']) or 'none'}"]
+    kinds = ("files", "uploads", "batches", "responses", "jobs", "keys", "unfinished", "models")
+    if not any(answer[kind] for kind in kinds) and not answer.get("evals"):
+        # Of a name that is written wrong as of one that was forgotten before.
+        lines = ["nothing here is of this owner: is the name right? `appliance key list --all` shows owners"]
+    else:
+        lines = [f"{'forgotten' if done else 'there are'}: {counted}; keys: {', '.join(answer['keys']) or 'none'}"]
     if answer["unfinished"]:
         lines.append(f"{'cancelled' if done else 'not ended yet'}: {', '.join(answer['unfinished'])}")
     if answer["models"]:

@@ -26,6 +26,9 @@ def test_a_person_is_forgotten(box: ControlledBox, tmp_path):
     assert "models trained on their files (kept; --models deletes them): starter" in done.stdout
     assert box.do(lambda: keys.list_live(box.context.db)) == [] and list(box.context.files_dir.iterdir()) == []
     assert box.json("forget", "--owner", "ann", "--yes")["files"] == 0
+    wrong = box.run("forget", "--owner", "anna", "--yes")
+    assert wrong.exit_code == 0 and "nothing here is of this owner: is the name right?" in wrong.stdout
+    assert "forgotten:" not in wrong.stdout, "it looked like done"
 
 
 def test_what_has_not_ended_is_named(prepared):

@@ -9,6 +9,7 @@ import pytest
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, checked, scanned, write
 from train.data_checks import likeness
+from train.data_checks.languages import Languages
 from train.data_checks.lengths import curve
 from train.data_checks.options import BadOption, CheckOptions
 from train.data_checks.process import CheckFailed, answer_of, command_of
@@ -113,6 +114,17 @@ def test_languages(tmp_path):
     )
     report = checked(path)
     assert report["languages"]["en"] >= 95 and report["languages"]["de"] == 1 and lines(report, "language") == [100]
+
+
+def test_chinese_without_kana_is_not_taken_for_japanese():
+    languages = Languages()
+    for text in (
+        "摄像头的保修期是两年,从购买之日算起,保修期内免费维修。",
+        "路由器的保修期是两年,从购买之日算起,请妥善保管发票。",
+    ):
+        assert languages.of(text) == "zh"
+    assert languages.of("保証期間は購入日から二年間ですので、領収書を大切に保管してください。") == "ja"
+    assert languages.of("The warranty is two years from the day of purchase.") == "en"
 
 
 def test_an_insult_in_one_language_is_a_word_of_another(tmp_path):
