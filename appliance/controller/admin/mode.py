@@ -34,7 +34,7 @@ from appliance.store.records import handovers, windows
 from appliance.store.rows import WindowRow, columns
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
-from scheduler.loop.mode_schedule import Window, preview
+from scheduler.loop.mode_schedule import InForce, Window, preview
 
 ROUTE = "mode.schedule"
 MAX_WINDOWS = 64
@@ -70,7 +70,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         holds, by_hand = mode_in_force(db, now["serving_floor"], time.time()), read_mode(db)
         return {
             **_policy(holds.policy),
-            "since_s": holds.since_s,
+            "since_s": _since_s(holds, by_hand.since_s),
             "until_s": holds.until_s,
             "set_by": "window" if holds.window else "hand",
             "window": holds.window and _window(holds.window),
@@ -79,6 +79,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "bounds": now["bounds"],
             "notes": floor_notes(holds.policy, len(now["devices"])),
         }
+
+    def _since_s(holds: InForce, set_s: float) -> float:
+        """A window that was added in the midst of its time has held since it was added, and one that had ended before
+        it was added has changed nothing."""
+        made = {row.id: row.created_s for row in windows.list_all(db)}
+        if holds.window is not None:
+            return max(holds.since_s, made.get(holds.window.id, 0.0))
+        return holds.since_s if any(holds.since_s >= made_s for made_s in made.values()) else set_s
 
     @router.get("/mode")
     async def get_mode() -> dict[str, Any]:

@@ -74,6 +74,21 @@ async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_b
     assert status["mode"] == {"policy": "serve", "train_devices": None}
 
 
+async def test_no_mode_holds_since_before_its_window_was_made(control: Control):
+    """It was told since the last New Year, when there was no box yet."""
+    before_s = time.time()
+    await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *", "until": "59 23 31 12 *"})
+    held = await ask(control, "GET", "/mode")
+    assert held["set_by"] == "window" and held["since_s"] >= before_s
+    (window,) = (await ask(control, "GET", "/mode/schedule"))["data"]
+    await ask(control, "DELETE", f"/mode/schedule/{window['id']}")
+    set_s = (await ask(control, "PUT", "/mode", json={"policy": "serve"}))["since_s"]
+    control.db.execute("UPDATE box SET value = json_set(value, '$.since_s', 5.0) WHERE name = 'mode'")
+    await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *", "until": "1 0 1 1 *"})
+    held = await ask(control, "GET", "/mode")
+    assert held["set_by"] == "hand" and held["since_s"] == 5.0 < set_s, "its end of last January changed nothing"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
