@@ -13,7 +13,26 @@ from appliance.cli.errors import BadUsage
 from appliance.cli.jobs.request import moment_to_come
 from appliance.cli.paths import segment
 
-Number = int | None
+NONE = "none"
+
+
+def number(help_: str, least: int, most: int | None = None) -> Any:
+    """An option for a whole number, or `none`, which takes the limit away."""
+
+    def parsed(text: str) -> int | str:
+        if text == NONE:
+            return NONE
+        sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
+        if not (digits.isascii() and digits.isdigit()) or not least <= (value := int(sign + digits)) <= (
+            most or 10**15
+        ):
+            bound = f"at least {least}" if most is None else f"from {least} to {most}"
+            raise typer.BadParameter(f"{text} was given, expected a whole number of {bound}, or none for no limit")
+        return value
+
+    return Annotated[Any, typer.Option(metavar="N", help=help_, parser=parsed)]
+
+
 # What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
 # others, and what its owner may keep; an operator's key has no such bounds.
 LIMITS: dict[str, Any] = {
@@ -25,20 +44,14 @@ LIMITS: dict[str, Any] = {
             "Default: all.",
         ),
     ],
-    "requests_per_minute": Annotated[Number, typer.Option(min=1, metavar="N")],
-    "tokens_per_minute": Annotated[Number, typer.Option(min=1, metavar="N", help="Prompts and completions together.")],
-    "tokens_per_day": Annotated[Number, typer.Option(min=1, metavar="N", help="Days of UTC.")],
-    "tokens_per_month": Annotated[Number, typer.Option(min=1, metavar="N", help="Months of UTC.")],
-    "max_priority": Annotated[
-        Number, typer.Option(min=-1000, max=1000, metavar="N", help="The highest priority of its jobs. Default: 0.")
-    ],
-    "max_non_preemptible": Annotated[
-        Number, typer.Option(min=0, metavar="N", help="How many unfinished jobs may be so. Default: 0.")
-    ],
-    "max_deadlines": Annotated[
-        Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that have a deadline. Default: 0.")
-    ],
-    "max_held": Annotated[Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that are held. Default: 16.")],
+    "requests_per_minute": number("At least 1.", 1),
+    "tokens_per_minute": number("Prompts and completions together.", 1),
+    "tokens_per_day": number("Days of UTC.", 1),
+    "tokens_per_month": number("Months of UTC.", 1),
+    "max_priority": number("The highest priority of its jobs, -1000 to 1000. Default: 0.", -1000, 1000),
+    "max_non_preemptible": number("How many unfinished jobs may be so. Default: 0.", 0),
+    "max_deadlines": number("Unfinished jobs that have a deadline. Default: 0.", 0),
+    "max_held": number("Unfinished jobs that are held. Default: 16.", 0),
     "expires": Annotated[
         str | None,
         typer.Option(
@@ -104,7 +117,9 @@ def create(
     limits: dict[str, Any] = NO_LIMITS,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
-    body = given(name=name, scopes=scope or None, owner=owner) | limits
+    body = given(name=name, scopes=scope or None, owner=owner) | {
+        name: value for name, value in limits.items() if value != NONE
+    }
     answer = session.client.post("/admin/v1/keys", body)
     if not session.as_json:
         output.say(f"Key {answer['name']} ({', '.join(answer['scopes'])}){_until(answer)}. It is not shown again:")
@@ -125,7 +140,11 @@ def limit(
     key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")],
     lift: Annotated[
         list[str] | None,
-        typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
+        typer.Option(
+            "--lift",
+            metavar="LIMIT",
+            help="Take a limit away, by its name with underscores; repeatable. `--tokens-per-day none` does so too.",
+        ),
     ] = None,
     limits: dict[str, Any] = NO_LIMITS,
 ) -> None:
@@ -133,7 +152,9 @@ def limit(
     unknown = [name for name in lift or () if name not in LIMITS]
     if unknown:
         raise BadUsage(f"--lift {unknown[0]} is not a limit; they are {', '.join(LIMITS)}")
-    body = limits | dict.fromkeys("expires_s" if name == "expires" else name for name in lift or ())
+    body = {name: None if value == NONE else value for name, value in limits.items()} | dict.fromkeys(
+        "expires_s" if name == "expires" else name for name in lift or ()
+    )
     answer = session.client.send("PATCH", f"/admin/v1/keys/{segment(key)}", body=body)
     session.show(answer, lambda row: f"{row['name']}: {_limits(row)}{_until(row)}")
 
@@ -213,10 +234,10 @@ def _limits(key: dict[str, Any]) -> str:
     return "; ".join(shown) or "none"
 
 
-def _expires(text: str | None) -> float | None:
+def _expires(text: str | None) -> float | str | None:
     """A date alone is the key's last day. Raises BadUsage."""
-    if text is None:
-        return None
+    if text is None or text == NONE:
+        return text
     try:
         last_day = date.fromisoformat(text)
     except ValueError:

@@ -424,6 +424,10 @@ def test_limits_of_keys_and_what_was_spent(box):
     assert "; 5 priority; 2 deadlines" in raised
     assert "priority" not in box.run("key", "limit", "trial", "--lift", "max_priority").stdout
     assert box.run("key", "limit", "trial", "--lift", "patience").exit_code == 2
+    assert "tokens/day" not in box.run("key", "limit", "trial", "--tokens-per-day", "none").stdout
+    wrong = box.run("key", "limit", "trial", "--tokens-per-day", "0")
+    assert wrong.exit_code == 2 and "expected a whole number of at least 1, or none for no limit" in wrong.stderr
+    assert box.json("key", "limit", "trial", "--max-priority", "-3", "--expires", "none")["max_priority"] == -3
     assert "nothing was spent" in box.run("usage", "--by", "model", "--since", "7d").stdout
     assert box.json("usage", "--by", "owner")["by"] == "owner"
     assert box.run("usage", "--by", "colour").exit_code == 2
