@@ -310,7 +310,8 @@ def _doctor(findings: list[dict[str, Any]], looked_s: float | None) -> str:
         return "has not looked yet: it does so a minute after the start (`appliance doctor` looks now)"
     if not findings:
         return f"nothing was wrong that it saw {formats.duration(max(0.0, time.time() - looked_s))} ago"
-    return f"{', '.join(finding['check'] for finding in findings)} (`appliance doctor` says what to do)"
+    ago = formats.duration(max(0.0, time.time() - looked_s))
+    return f"{', '.join(finding['check'] for finding in findings)}, {ago} ago (`appliance doctor` says what to do)"
 
 
 def _trouble(degraded: dict[str, Any]) -> str:

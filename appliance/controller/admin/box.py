@@ -89,7 +89,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
-            "doctor": doctor,
+            "doctor": _still_so(doctor, context.doctor_looked_s(), last),
             "degraded": degraded,
             "troubles": now["troubles"],
             "notes": [
@@ -182,3 +182,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         names = {row.id: row.name for row in keys.list_all(db)}
         page = audit.page(db, after=after, limit=limit)
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
+
+
+def _still_so(
+    findings: list[dict[str, Any]], looked_s: float | None, backup: LastBackup | None
+) -> list[dict[str, Any]]:
+    """Without what the doctor, who looks once a day, said of backups before the newest was taken."""
+    if backup is None or looked_s is None or backup.made_s <= looked_s:
+        return findings
+    return [finding for finding in findings if finding["check"] != "backup"]
