@@ -30,19 +30,19 @@ _HOST_ROW, _DEVICE_ROW = 1024, 8192
 
 
 MOST_STALE = 4
-"""Each is a model in training more in shared memory, and in the slots that an engine has for adapters."""
+"""Each update behind keeps one more version in shared memory, and takes one more slot for adapters of an engine."""
 
 ANSWER_OPTIONS = (
     Option("eval_samples", 1, 64, 1, "answers of each prompt of the validation file"),
     Option("max_completion_tokens", 1, 131072, 256, "tokens that an answer may have"),
 )
-"""Those that all of these methods have."""
+"""Options that all of these methods have."""
 
 
 class OwnAnswers(Method, ABC):
-    """rate_share: of the learning rate that suits supervised tuning. token_bytes: of a sampled token in a rank, once in
-    what was sampled, once in what one rank adds, and once in what is learnt from, which a validation finds there.
-    further_fields: what those of a prompt are for, in the words of a refusal."""
+    """rate_share: part of the learning rate that suits supervised tuning. token_bytes: what a sampled token takes in a
+    rank, once in what was sampled, once in what one rank adds, and once in what is learnt from, which a validation
+    finds there. further_fields: what those of a prompt are for, in the words of a refusal."""
 
     metric_names = ("mismatch_kl", "mismatch_mean", "clipped")
     peak_names = ("mismatch_max",)
@@ -53,7 +53,7 @@ class OwnAnswers(Method, ABC):
 
     @abstractmethod
     def group(self, options: Mapping[str, Any]) -> int:
-        """Answers of each prompt in a step, by `options` of the request."""
+        """How many answers each prompt gets in a step, by `options` of the request."""
 
     def resolve(
         self, hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int
@@ -143,7 +143,7 @@ class OwnAnswers(Method, ABC):
         return [(ids, ids < 0)]  # nothing is learnt of it
 
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens]:
-        """Raises BadRecord: a prompt without its end is another one."""
+        """Raises BadRecord instead of cutting: a prompt without its end is another one."""
         ((ids, _),) = sequences
         if len(ids) > max_length:
             raise BadRecord(
@@ -178,8 +178,8 @@ def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
 
 
 def _staleness(given: Given, rollouts: str) -> int:
-    """Updates that may lie between the weights that write an answer and those that learn from it. One has hidden nearly
-    all that engines and graders take (benchmarks/rollouts_waiting.py), and is the least that can."""
+    """How many updates may lie between the weights that write an answer and those that learn from it. One has hidden
+    nearly all the time that engines and graders take (benchmarks/rollouts_waiting.py), and is the least that can."""
     asked = given.integer("staleness", 0, MOST_STALE, auto=1 if rollouts == "engine" else 0)
     if asked and rollouts != "engine":
         raise InvalidHyperparameter(
@@ -191,7 +191,7 @@ def _staleness(given: Given, rollouts: str) -> int:
 
 
 def _in_flight(given: Given, staleness: int) -> bool:
-    """Whether an answer that is being written goes on by newer weights."""
+    """Whether an answer that is being written goes on with newer weights."""
     asked = given.flag("in_flight", auto=False)
     if asked and not staleness:
         raise InvalidHyperparameter("in_flight", asked, "false or 'auto' without staleness")
@@ -199,12 +199,12 @@ def _in_flight(given: Given, staleness: int) -> bool:
 
 
 def _shares(group: int, rows: int) -> int:
-    """Answers in each of this many rows."""
+    """How many answers each of this many rows has."""
     return math.ceil(group / rows)
 
 
 def _length(given: Given, options: dict[str, Any], longest: int, most: int) -> int:
-    """Tokens of a prompt with its answer."""
+    """How many tokens a prompt may have with its answer."""
     answer = options["max_completion_tokens"]
     if not given.is_set("max_length"):
         # Tokens of the longest prompt may be an estimate, which is off by a third at times.

@@ -262,7 +262,7 @@ class Run:
         return agreed
 
     def _forget_measured(self) -> None:
-        """A step that was left may have left some."""
+        """Forgets what a step that was left may have counted."""
         for forget in (self.method.hits, self.method.metrics, self.method.peaks):
             forget(self.engine.module)
 

@@ -94,7 +94,7 @@ async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: s
 
 
 def not_looked_at(what: str, error: WorkerBroke) -> ApiError:
-    """The worker broke of itself, which is no fault of what it was asked."""
+    """The worker broke by itself, which is no fault of what it was asked."""
     return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
