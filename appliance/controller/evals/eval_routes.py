@@ -12,6 +12,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 
 from appliance.controller.access.model_access import check_may_ask
+from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
 from appliance.controller.evals.new_run import check_given, check_judges, checked_source, insert_run
@@ -149,7 +150,8 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
             if said.text is not None:
                 await check_form(hosts, said.text.format, caller, "data_source.sampling_params.text.format")
         if isinstance(body.data_source, Sampled) and body.data_source.model is not None:
-            check_may_ask(db, caller, body.data_source.model)
+            check_may_ask(db, caller, body.data_source.model, param="data_source.model")
+            _check_room(context, body.data_source, body.data_source.model)
         check_judges(context, of, caller)
         try:
             await asyncio.to_thread(check_items, context.files_dir, of.criteria, body.data_source)
@@ -246,6 +248,23 @@ async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Prin
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         refused = f"is of type {kinds!r}, and an item is an object"
         raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
+
+
+def _check_room(context: ControllerContext, source: Sampled, model: str) -> None:
+    """Raises BadRequest where an answer may have more tokens than the model's context: an engine takes no such request,
+    and each item would be an error."""
+    found, said = resolve(context.db, model), source.sampling_params
+    longest = context.sizes.context(found.model, found.version) if found is not None else None
+    for name in ("max_completion_tokens", "max_completions_tokens"):
+        asked = getattr(said, name, None)
+        if asked is not None and longest is not None and asked > longest:
+            param = f"data_source.sampling_params.{name}"
+            raise BadRequest(
+                f"Invalid '{param}': integer above maximum value. Expected a value <= {longest}, the context of "
+                f"{shown(model)}, but got {asked} instead.",
+                param=param,
+                code="integer_above_max_value",
+            )
 
 
 async def _criteria(

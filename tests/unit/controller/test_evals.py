@@ -618,6 +618,22 @@ async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_it
         assert caught.value.code == "invalid_json_schema"
 
 
+async def test_an_answer_longer_than_the_models_context_is_refused_with_the_run(control: Control):
+    models.update(control.db, "starter", max_model_len=512)
+    eval_id = await made(control)
+    for name in ("max_completion_tokens", "max_completions_tokens"):
+        with pytest.raises(openai.BadRequestError, match="<= 512, the context of 'starter', but got 513") as caught:
+            await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params={name: 513}))
+        assert (caught.value.param, caught.value.code) == (
+            f"data_source.sampling_params.{name}",
+            "integer_above_max_value",
+        )
+    await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params={"max_completion_tokens": 512}))
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await control.sdk.evals.runs.create(eval_id, data_source=asked("nobody"))
+    assert unknown.value.param == "data_source.model"
+
+
 async def test_many_judges_are_looked_at_one_grader_after_the_other_and_once(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
