@@ -73,7 +73,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"{stable.version} {stable.valid_loss:.4f}",
             )
     new, old = canary.load, stable.load
-    # # An owner who asked it thousands of times what it answers well hid what failed for others.
+    # An owner who asked it thousands of times what it answers well hid what failed for others.
     most = max(new.asked, key=lambda owner: new.asked[owner], default="")
     for mine, its, but in ((new, old, ""), (new.without(most), old.without(most), ", but for who asked it most")):
         requests, errors = as_shared(mine, its, terms.share)
