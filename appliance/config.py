@@ -451,8 +451,21 @@ def _message(errors: list[Any], layers: list[_Layer]) -> str:
         close = difflib.get_close_matches(location[-1], known, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
         return f"{layer.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
-    expected = " or ".join(dict.fromkeys(e["msg"] for e in errors if _place(e, layers) == location))
+    expected = " or ".join(dict.fromkeys(_expected(e) for e in errors if _place(e, layers) == location))
     return f"{layer.source}: {name} is {error['input']!r}: {expected}"
+
+
+FORMS = {
+    r"^[a-z0-9][a-z0-9-]{0,31}$": "1 to 32 of a to z, 0 to 9 and '-', the first of them no '-'",
+    r"^https?://\S+$": "a URL that begins with http:// or https://",
+    r"^s3://[^/]": "a URL such as s3://bucket/prefix",
+    r"^([01]\d|2[0-3]):[0-5]\d$": "a time of day such as 03:30",
+}
+
+
+def _expected(error: Any) -> str:
+    form = FORMS.get(error["ctx"]["pattern"]) if error["type"] == "string_pattern_mismatch" else None
+    return f"expected {form}" if form else str(error["msg"])
 
 
 def _place(error: Any, layers: list[_Layer]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+REASON_CHARACTERS = 160
+
 
 def size(count_bytes: float | None) -> str:
     """Decimal units, as disks and model files are sold: 1,234,567 bytes are "1.2 MB"."""
@@ -84,3 +86,9 @@ def cells(row: Mapping[str, Any], names: str) -> list[str]:
 def printable(text: object) -> str:
     """The text without control characters: a terminal shows what others wrote and must not obey it."""
     return "".join(char for char in str(text) if char.isprintable() or char in "\n\t")
+
+
+def short(reason: object) -> str:
+    """A reason, cut so that a table can show it; what shows one thing alone has all of it."""
+    told = or_dash(reason)
+    return told if len(told) <= REASON_CHARACTERS else f"{told[: REASON_CHARACTERS - 1]}…"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from appliance import DEFAULT_DATA_DIR
-from appliance.config import BoxConfig, ConfigError, load_config, load_resolved
+from appliance.config import FORMS, BoxConfig, ConfigError, load_config, load_resolved
 from appliance.gateway.core.config import GatewayConfig
 
 
@@ -230,3 +231,11 @@ def test_what_is_no_url_is_said(tmp_path):
 
 def test_ports_of_a_box_alone_are_free_to_choose(tmp_path):
     assert load(tmp_path, "[box]\nnode_port = 12000", {}).box.node_port == 12000
+
+
+def test_a_form_is_told_in_words():
+    """A Chinese name of the organization was answered with a regular expression."""
+    told = re.findall(r'"pattern": ("(?:[^"\\]|\\.)*")', json.dumps(BoxConfig.model_json_schema()))
+    assert {json.loads(one) for one in told} == FORMS.keys()
+    with pytest.raises(ConfigError, match="ORGANIZATION is '客服公司': expected 1 to 32 of a to z"):
+        load_config(None, {}, {"APPLIANCE_CONTROLLER__ORGANIZATION": "客服公司"})

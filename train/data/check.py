@@ -227,6 +227,6 @@ def _summarise(report: DataReport) -> None:
     if report.n_examples == 0 and report.n_errors == 0:
         report.add_error(1, "the file has no examples")
     if report.ok and report.n_examples < MIN_EXAMPLES:
-        report.warnings.append(f"only {report.n_examples} examples; fine-tuning wants at least {MIN_EXAMPLES}")
+        report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
     if report.ok and report.shape not in ("chat", "preference", "prompt"):
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")

@@ -63,7 +63,8 @@ def _why_no_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
         return f"is not UTF-8 ({byte}); save the file as UTF-8, or convert it: {_conversion(raw)}"
     if raw.lstrip()[:1] not in (b"{", b"[", b'"'):
         return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
-    return f"is not valid JSON ({error})"
+    # Its own words name a line of the example, which is the first of many lines to who reads them.
+    return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
 
 
 def _conversion(raw: bytes) -> str:

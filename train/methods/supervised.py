@@ -18,7 +18,7 @@ class Supervised(Method):
 
     def refuses(self, shape: str) -> str | None:
         if shape == "preference":
-            return f"has preference pairs; the method {self.name!r} wants conversations; a method of pairs takes it"
+            return f"has preference pairs; the method {self.name!r} wants conversations; the method 'dpo' takes pairs"
         if shape == "prompt":
             return f"ends with a message from the user; the method {self.name!r} wants the answer that is to be learnt"
         return None

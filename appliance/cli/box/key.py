@@ -187,6 +187,8 @@ def _revoked(answer: dict[str, Any]) -> str:
         )
         if stopped[kind]
     ]
+    if "admin" in answer["scopes"] and not answer["admin_keys"]:
+        told.append("no key of scope admin is left: until one is made, only commands on the box itself administer it")
     return f"revoked {answer['name']} ({answer['id']})" + "".join(f"; {text}" for text in told)
 
 

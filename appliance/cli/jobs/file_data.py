@@ -282,7 +282,7 @@ def _fail_beyond(report: dict[str, Any], limits: dict[str, float]) -> None:
         if found["share"] > most:
             told.append(f"{_TITLES[name]}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
     if not report["usable"]:
-        told.append("a job would refuse the file")
+        told.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
     if told:
         raise CommandFailed("; ".join(told))
 

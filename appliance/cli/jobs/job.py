@@ -15,8 +15,6 @@ from appliance.cli.jobs.submit import app as submit
 from appliance.cli.mode.power import energy_line
 from appliance.cli.tensorboard import app as tensorboard
 
-_REASON_CHARACTERS = 160
-
 app = group("Fine-tuning jobs.")
 app.registered_commands += [*submit.registered_commands, *queue.registered_commands, *tensorboard.registered_commands]
 
@@ -121,7 +119,7 @@ def jobs_table(answer: dict[str, Any]) -> Any:
                     j["status"],
                     j["fine_tuned_model"] or j["model"],
                     formats.moment(j["created_at"]),
-                    _short(formats.or_dash((j["error"] or {}).get("message"))),
+                    formats.short((j["error"] or {}).get("message")),
                 )
                 for j in answer["data"]
             ),
@@ -138,17 +136,12 @@ def jobs_table(answer: dict[str, Any]) -> Any:
                 formats.loss(j["loss"]),
                 formats.count(j["tokens_per_s"]),
                 _eta(j),
-                _short(formats.or_dash(j["reason"])),
+                formats.short(j["reason"]),
             )
             for j in answer["data"]
         ),
         empty="no jobs; `appliance job submit --help` shows how to make one",
     )
-
-
-def _short(reason: str) -> str:
-    """The reason, cut so that a table can show it; `job get` has all of it."""
-    return reason if len(reason) <= _REASON_CHARACTERS else f"{reason[: _REASON_CHARACTERS - 1]}…"
 
 
 def _ask(session: Session, job_ids: list[str], verb: str) -> None:

@@ -178,7 +178,7 @@ def _one(found: dict[str, Any]) -> Any:
                 *formats.cells(run, "id trigger state"),
                 formats.or_dash((run["outcome"] or "").replace("_", " ")),
                 formats.moment(run["created_at"]),
-                formats.or_dash(run["reason"]),
+                formats.short(run["reason"]),
             )
             for run in found["runs"]
         ),
@@ -206,7 +206,7 @@ def _table(answer: dict[str, Any]) -> Any:
                 formats.moment(last["created_at"]) if (last := row["last_run"]) else "-",
                 last["state"] if last else "-",
                 formats.or_dash((last["outcome"] or "").replace("_", " ") if last else None),
-                formats.or_dash(row["note"] or (last["reason"] if last else None)),
+                formats.short(row["note"] or (last["reason"] if last else None)),
             )
             for row in answer["data"]
         ),

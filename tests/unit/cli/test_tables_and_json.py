@@ -449,6 +449,8 @@ def test_keys(box):
     assert [k["name"] for k in box.json("key", "list")["data"]] == ["ops"]
     assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3
+    assert "no key of scope admin is left" in box.run("key", "revoke", "ops").stdout
+    box.run("key", "create", "--name", "ops")
     assert box.run("key", "create", "--name", "ops").exit_code == 5
     assert box.run("key", "create", "--name", "bad*name").exit_code == 2
 

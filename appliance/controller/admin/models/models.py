@@ -291,6 +291,14 @@ async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFou
     return None
 
 
+_VERSIONS_NAMED = 5
+
+
+def _others(db: Database, row: ModelRow) -> str:
+    names = [name for name in models.names_of_versions(db, row.id, _VERSIONS_NAMED + 1) if name != row.active_version]
+    return f"; `--version` takes another: {', '.join(names[:_VERSIONS_NAMED])}" if names else ""
+
+
 def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
     if asked is not None:
         if models.find_version(db, row.id, asked) is None:
@@ -299,6 +307,8 @@ def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
         raise Conflict(
-            f"{row.id} has no version before {row.active_version}.", param="version", code="no_older_version"
+            f"{row.id} has no version before {row.active_version} that has answered{_others(db, row)}.",
+            param="version",
+            code="no_older_version",
         )
     return older.version

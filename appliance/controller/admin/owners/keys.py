@@ -192,7 +192,11 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
         stopped = ends.revoke(caller, before.id)
         await background.revoked_ended()
         row = keys.find(db, before.id) or before
-        return views.key(row) | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
+        return (
+            views.key(row)
+            | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
+            | {"admin_keys": sum(ADMIN in one.scopes and not one.session for one in keys.list_live(db))}
+        )
 
 
 def _refuse_past(expires_s: float | None) -> None:
