@@ -29,11 +29,10 @@ export function bytes(value) {
 
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return DASH;
-  if (seconds < 1) return `${number(seconds * 1000)} ms`;
-  if (seconds < 10) return `${number(seconds, 1)} s`;
-  if (seconds < 120) return `${number(seconds)} s`;
-  if (seconds < 7200) return `${number(seconds / 60)} min`;
-  if (seconds < 172800) return `${number(seconds / 3600, 1)} h`;
+  if (seconds < 1) return t("time.ms", { n: number(seconds * 1000) });
+  if (seconds < 120) return t("time.s", { n: number(seconds, seconds < 10 ? 1 : 0) });
+  if (seconds < 7200) return t("time.min", { n: number(seconds / 60) });
+  if (seconds < 172800) return t("time.h", { n: number(seconds / 3600, 1) });
   return t("time.days", { n: number(seconds / 86400) });
 }
 
