@@ -74,8 +74,8 @@ async def test_a_stream_that_ends_for_its_requests_own_fault_counts_for_no_versi
 async def test_what_others_wait_for_beside_a_crowd_is_not_timed(
     start_box: Start, number: int, pending: int, timed: bool
 ) -> None:
-    """Two dozen long answers of one owner to the canary had a good one rolled back: its engine was slow for all. So did
-    three prompts of 9,000 words at a time."""
+    """Two dozen long answers of one owner to the canary had a good one rolled back: its engine was slow for all. Beside
+    four prompts of 3,000 words at a time others waited 10 s there, and 4 s at the other version's."""
     box = await start_box()
     await split(box, 1.0)
     for _ in range(number):
