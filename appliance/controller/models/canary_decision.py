@@ -23,8 +23,10 @@ ERROR_CHANCE = 0.001
 SLOWER_FACTOR = 1.5
 SLOWER_SLACK_S = 0.005
 """How much longer 95 of 100 requests may take than with the other version: a factor, and seconds of tolerance."""
+SLOWER_CHANCE = 0.01
+"""It is slower for sure when chance would make as many of its answers late as those less often than this."""
 PATIENCE = 3
-"""Times that it is watched for, after which the requests of one owner alone are enough."""
+"""Times that it is watched for, after which the requests of one owner alone, and a few late answers, are enough."""
 ENOUGH = 10
 """Answers of each version to an owner whose times are compared."""
 LOSS_BOUND_NATS = 0.05
@@ -97,9 +99,17 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
     for what, of in (("time to first byte", attrgetter("first_byte")), ("duration", attrgetter("duration"))):
         heard = [(new_of, told) for new_of, old_of in compared if (told := p95s(new_of, old_of, of)) is not None]
         found = [told for _, told in heard]
-        slower = [(slow, usual) for slow, usual in found if slow > SLOWER_FACTOR * usual + SLOWER_SLACK_S]
+        slower = [told for told in found if told.slow_s > told.late_s]
         if 2 * len(slower) > len(found):
-            slow, usual = min(slower, key=lambda pair: pair[0] / pair[1])
+            least = min(slower, key=lambda told: told.slow_s / told.usual_s)
+            slow, usual = least.slow_s, least.usual_s
+            if waits_for_others and 2 * sum(told.sure for told in slower) <= len(found):
+                # Of ten answers one alone is the 95th percentile: beside a flood of refusals a good version went.
+                return Decision(
+                    "wait",
+                    f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, that of {stable.version} "
+                    f"{usual:.3g} s, by so few that chance may have made them late",
+                )
             one = heard[0][0] if len(heard) == 1 else {}
             if len(one) == 1 and any(owner not in one for owner in new.asked):
                 # What others wait for beside his own crowd is not timed: he would decide alone.
@@ -188,8 +198,19 @@ def voters(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Own
     return [*(({owner: new[owner]}, {owner: old[owner]}) for owner in enough), *([rest] if heard else [])]
 
 
-def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> tuple[float, float] | None:
-    """95th percentiles of one voter's times with both versions. None where a version has none.
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One voter's 95th percentiles of times with the canary and with the other version (s). late_s: beyond it an answer
+    is late; sure: chance would hardly make so many of the canary's late."""
+
+    slow_s: float
+    usual_s: float
+    late_s: float
+    sure: bool
+
+
+def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> Compared | None:
+    """None where a version has no times.
 
     Where several owners ask, each counts for fewer than `ENOUGH` answers: thousands of short ones of one, to one
     version, were all that was heard of the others. And they are compared without the owner who has the most of a
@@ -203,8 +224,14 @@ def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> 
         for owner in {_longest(of_new), _longest(of_old)} if len(of_new) > 2 else {_longest(of_new)}:
             of_new.pop(owner, None)
             of_old.pop(owner, None)
-    mine, usual = p95_s(_sum(of_new.values())), p95_s(_sum(of_old.values()))
-    return None if mine is None or usual is None else (mine, usual)
+    all_new, all_old = _sum(of_new.values()), _sum(of_old.values())
+    mine, usual = p95_s(all_new), p95_s(all_old)
+    if mine is None or usual is None:
+        return None
+    late_s, unit = SLOWER_FACTOR * usual + SLOWER_SLACK_S, 1000 if several else 1
+    (new_late, answers), (old_late, old_answers) = (_late(counts, late_s, unit) for counts in (all_new, all_old))
+    chance = chance_of_errors(new_late, answers, old_late, old_answers)
+    return Compared(mine, usual, late_s, chance < SLOWER_CHANCE)
 
 
 def _answers(times: Times | None) -> int:
@@ -235,6 +262,16 @@ def _sum(of: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return total
 
 
+def _late(counts: Mapping[int, int], late_s: float, unit: int) -> tuple[int, int]:
+    """(late, all) answers."""
+    late = sum(number for index, number in counts.items() if _upper_s(index) > late_s)
+    return round(late / unit), round(sum(counts.values()) / unit)
+
+
+def _upper_s(bucket: int) -> float:
+    return SHORTEST_S * 2 ** (bucket / BUCKETS_PER_DOUBLING)
+
+
 def p95_bucket(counts: Mapping[int, int]) -> int:
     """The bucket of the 95th percentile; 0 without any."""
     total, seen = sum(counts.values()), 0
@@ -247,7 +284,7 @@ def p95_bucket(counts: Mapping[int, int]) -> int:
 
 def p95_s(counts: Mapping[int, int]) -> float | None:
     """95th percentile of times counted in buckets (s): the upper end of its bucket. None without any."""
-    return SHORTEST_S * 2 ** (p95_bucket(counts) / BUCKETS_PER_DOUBLING) if any(counts.values()) else None
+    return _upper_s(p95_bucket(counts)) if any(counts.values()) else None
 
 
 def chance_of_errors(new_errors: int, new_requests: int, old_errors: int, old_requests: int) -> float:

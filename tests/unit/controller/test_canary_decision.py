@@ -220,6 +220,23 @@ def test_nobody_decides_by_times_among_many_who_have_few_answers() -> None:
     assert verdict({**late, "m": times(9, 1.0)}, {**few, "m": times(10_000, 60.0)}) == "roll back"
 
 
+def test_few_late_answers_are_waited_beyond_and_not_for_ever() -> None:
+    """Two of fourteen answers were late beside a flood of requests that were refused, and a good version went."""
+    terms = replace(TERMS, min_requests=8)
+
+    def verdict(now_s: float, late: int, answers: int) -> Decision:
+        new = Times({bucket(0.1): answers}, {bucket(1.0): answers - late, bucket(9.0): late})
+        old = Times({bucket(0.1): 33}, {bucket(1.0): 33})
+        sides = (Side(name, VersionLoad({"a": of}, {"a": (40, 0)})) for name, of in (("v2", new), ("v1", old)))
+        return decide(*sides, terms, now_s)
+
+    few = verdict(OVER_S, 2, 14)
+    assert few.verdict == "wait" and "chance" in few.reason
+    assert verdict(OVER_S, 12, 14).verdict == "roll back"
+    assert verdict(OVER_S, 2, 60).verdict == "promote"
+    assert verdict(OVER_S + 2 * TERMS.watch_s, 2, 14).verdict == "roll back", "three times as long were not enough"
+
+
 def test_times_of_all_owners_are_shown_together() -> None:
     load = VersionLoad({"a": Times({1: 2}, {3: 2}), "b": Times({1: 1, 2: 3}, {9: 4})})
     assert load.times == Times({1: 3, 2: 3}, {3: 2, 9: 4})
