@@ -171,6 +171,8 @@ class HostMemory:
         """The numbers of devices that there is memory for here now, of those that the job may run on; all of them, if
         the question is not how many. One that runs has that of its ranks."""
         needs = self._needs(row)
+        if row.id in self._parked and not row.devices:
+            return tuple(needs)  # its ranks have their memory
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
         return tuple(size for size in needs if size <= held or needs[size] <= room) or tuple(needs)

@@ -196,7 +196,7 @@ class Readers:
 
     def carry_over(self) -> None:
         """Carries over the part of the log that no reading keeps. It never holds the writer up."""
-        # # On a full disk the writer says so; readers need no room.
+        # On a full disk the writer says so; readers need no room.
         with (
             suppress(sqlite3.OperationalError),
             closing(sqlite3.connect(self._path, isolation_level=None, timeout=self._timeout_s)) as connection,

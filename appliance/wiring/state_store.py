@@ -256,7 +256,8 @@ class SqliteStateStore:
 
     def _job(self, row: JobRow) -> JobView:
         least, most, sizes = job_devices.bounds(row, self._size.devices)
-        if sizes and (possible := tuple(size for size in sizes if size in self._live.job_sizes(row))):
+        there = self._live.job_sizes(row) if sizes else ()
+        if possible := tuple(size for size in sizes if size in there):
             least, most, sizes = possible[0], possible[-1], possible
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)

@@ -241,10 +241,12 @@ def _expires(text: str | None) -> float | str | None:
     if text is None or text == NONE:
         return text
     try:
-        last_day = date.fromisoformat(text)
+        day_after = date.fromisoformat(text) + timedelta(days=1)
     except ValueError:
         return moment_to_come("--expires", text)
-    return moment_to_come("--expires", (last_day + timedelta(days=1)).isoformat())
+    except OverflowError:
+        raise BadUsage(f"--expires is {text}, later than a calendar goes; a key without it never ends") from None
+    return moment_to_come("--expires", day_after.isoformat())
 
 
 def _until(key: dict[str, Any]) -> str:

@@ -108,6 +108,8 @@ def moment_of(option: str, text: str) -> float:
     """Seconds since 1970 of a time from now (8h) or of a date with a time, local unless it says otherwise."""
     try:
         return datetime.fromisoformat(text).timestamp()
+    except OverflowError:
+        raise BadUsage(f"{option} is {text!r}, later than a calendar goes; leave it out where it is never") from None
     except ValueError:
         pass
     seconds = seconds_of(text)

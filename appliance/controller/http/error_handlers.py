@@ -89,16 +89,12 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = meant(error.errors())
     place = _place(first["loc"], error.body)
-    if first["type"] == TOO_MANY:
-        where = ".".join(place)
-        message = f"In {shown(where) if where else 'the body'} {first['msg']}."
-        return _answer(400, message, "invalid_request_error", where or None, "invalid_body")
-    if not place:
+    if not place and first["type"] != TOO_MANY:
         message = "The body must be a JSON object, sent with content-type application/json."
         return _answer(400, message, "invalid_request_error", None, "invalid_body")
     param = ".".join(place)
     message, code = said_of(param, first)
-    return _answer(400, message, "invalid_request_error", param, code)
+    return _answer(400, message, "invalid_request_error", param or None, code)
 
 
 def _place(loc: Sequence[str | int], body: Any) -> list[str]:

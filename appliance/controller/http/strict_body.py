@@ -64,7 +64,7 @@ def meant(found: Sequence[Any]) -> dict[str, Any]:
     if first["type"] == "missing":
         beside = first["loc"][:-1]
         return next((one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == beside), first)
-    if not is_branch(first["loc"][-1]):
+    if not first["loc"] or not is_branch(first["loc"][-1]):  # none of what is no object at all
         return first
     union = first["loc"][:-1]
     return max((one for one in found if one["loc"][: len(union)] == union), key=lambda one: len(one["loc"]))
@@ -89,6 +89,8 @@ _WANTED = {
 def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
     """What is said of this mistake, in OpenAI's words where it has some, and its code."""
     kind, given = first["type"], first.get("input")
+    if kind == TOO_MANY:
+        return f"In {shown(param) if param else 'the body'} {first['msg']}.", "invalid_body"
     if kind == "extra_forbidden":
         return f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     if kind == "missing":

@@ -80,16 +80,24 @@ def forget_texts(db: Database, job_id: str) -> None:
 
 def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
     """{name: what it is called from now on}, of models of the owner's jobs that are not there: the owner wrote them, or
-    a suffix in them. (Names of models that are there stay, since others call them by these.)"""
+    a suffix in them. (Names of models that are there stay, since others call them by these; so do those that another
+    owner's job is to make, or made.) Names of checkpoints follow their model's. It reads all usage: a thread does."""
+    mine = _mine(db, "jobs")
     gone = db.column(
-        f"SELECT DISTINCT output_model FROM jobs WHERE {_mine(db, 'jobs')}"
-        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = output_model)",
+        f"SELECT DISTINCT output_model FROM jobs WHERE {mine}"
+        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = output_model)"
+        f" AND output_model NOT IN (SELECT output_model FROM jobs WHERE NOT coalesce({mine}, 0))",
         [owner],
     )
     renamed = {}
     for number, name in enumerate(gone, 1):
         base, *suffix = name.rsplit(":", 2)
         renamed[name] = f"{base}::{suffix[1]}" if len(suffix) == 2 else f"{pseudonym}-model-{number}"
+    for table, column in (("jobs", "model"), *_COSTS, ("energy", "name")):
+        for name in db.column(f"SELECT DISTINCT {column} FROM {table} WHERE instr({column}, '{_CHECKPOINT}')"):
+            model, _, which = name.partition(_CHECKPOINT)
+            if model in renamed:
+                renamed[name] = f"{renamed[model]}{_CHECKPOINT}{which}"
     return {name: new for name, new in renamed.items() if new != name}
 
 
@@ -107,6 +115,7 @@ def rows_with(db: Database, names: Mapping[str, str]) -> list[tuple[str, str, in
 
 
 _COSTS = (("usage", "model"), ("device_time", "model"))
+_CHECKPOINT = ":ckpt-"
 
 
 def handovers_asked_by(db: Database, owner: str) -> list[str]:

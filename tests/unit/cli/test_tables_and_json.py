@@ -471,6 +471,8 @@ def test_keys_that_expire(box):
     assert box.json("key", "limit", "guest", "--lift", "expires")["expires_s"] is None
     assert box.run("key", "create", "--name", "late", "--expires", "2020-01-01").exit_code == 2
     assert box.run("key", "create", "--name", "odd", "--expires", "soon").exit_code == 2
+    for never in ("9999-12-31", "9999-12-31T23:59-12:00"):
+        assert box.run("key", "create", "--name", "odd", "--expires", never).exit_code == 2, never
 
 
 def test_a_model_is_shared_and_no_longer(box):

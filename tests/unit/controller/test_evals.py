@@ -1168,3 +1168,10 @@ async def test_a_runs_report_opens_where_browsers_see_the_box(tmp_path: Path, db
         eval_id = (await http.post("/evals", json=body)).json()["id"]
         run = (await http.post(f"/evals/{eval_id}/runs", json={"data_source": given(("yes", "yes"))})).json()
         assert run["report_url"] == f"https://box.example.org/ui#/evals/{eval_id}/{run['id']}"
+
+
+@pytest.mark.parametrize("line", [b"[1]", b'"a"', b"null", b"1"])
+def test_a_line_that_is_no_object_is_told_with_its_number(line: bytes) -> None:
+    with pytest.raises(runner._Failed) as told:
+        runner._entry(3, line)
+    assert "Line 3 is not" in str(told.value)

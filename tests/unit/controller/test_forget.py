@@ -364,7 +364,16 @@ async def test_names_of_models_that_are_gone_lose_what_their_owner_wrote(control
         db.execute("INSERT INTO energy VALUES ('model', ?, 0, 1.0, 1.0)", [name])
         record(control.context, Principal(None, frozenset({"admin"}), "req_1", ""), "model.delete", name, was=[name])
     insert_model(db, there, kind="fine-tuned", base="starter")
+    # A job of somebody else's makes what ann's did not.
+    others = replace(made, id="ftjob-bob", output_model="support-bot", owner="bob", key_id=None, suffix=None)
+    jobs.insert(db, others)
+    jobs.insert(db, replace(made, id="ftjob-support-bot", output_model="support-bot", suffix=suffix))
+    checkpoint = f"{gone}:ckpt-step-10"
+    usage.add(db, [{"key": ann.rows[0].id, "model": checkpoint, "version": "v", **spent}], 5.0)
     done = await ask(control, cancel=True)
+    assert jobs.get(db, "ftjob-bob").output_model == "support-bot"
+    assert "ft:starter:local::abcdefgh:ckpt-step-10" in (used := db.column("SELECT model FROM usage"))
+    assert checkpoint not in used
     named = {gone: "ft:starter:local::abcdefgh", there: there}
     named[called] = jobs.get(db, f"ftjob-{called}").output_model
     assert named[called].startswith(done["pseudonym"])

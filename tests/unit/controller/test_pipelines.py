@@ -477,6 +477,7 @@ async def test_what_cannot_be_a_pipeline_is_refused_in_words(control: Control, f
         ({"data": data, "prepare": {"split": 0.1}, "train": {**TRAIN, "validation_file": "file-x"}}, "split"),
         ({"data": data, "other": 1}, "other"),
         ({"data": data, "train": {"modl": "starter"}}, "Unrecognized request argument supplied: train.modl."),
+        ({"data": data, "train": {f"f{n}": 1 for n in range(150)}}, "151 fields or values are not what is expected"),
         ({"data": data, "train": {}}, "Missing required parameter: 'train.model'"),
         ({"data": data, "evaluate": {"evl": "eval_x"}}, "Unrecognized request argument supplied: spec.evaluate.evl"),
         ({"dta": data, "data": ...}, "Unrecognized request argument supplied: spec.dta"),

@@ -199,6 +199,9 @@ async def test_a_job_that_may_run_on_fewer_devices_does_not_wait_for_the_memory_
         await looks(host, world, 5 * GB, 7)
     await looks(host, world, 5 * GB, 2)
     assert waits_for(host, row) == "" and host.sizes(row) == (1, 2)
+    host._parked = frozenset({"ftjob-1"})
+    assert host.sizes(row) == (1, 2, 8), "parked ranks have theirs: they were ended for a start on fewer"
+    host._parked = frozenset()
     # Its own ranks' memory is there for it when it grows.
     jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
     row = jobs.get(db, "ftjob-1")

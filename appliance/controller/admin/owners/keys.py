@@ -3,9 +3,11 @@ gateways at once. One that expires is revoked by the box."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import fields
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -93,8 +95,29 @@ class KeyEnds:
     def __init__(self, context: ControllerContext, runner: BatchRunner, background: BackgroundResponses):
         self._context, self._runner, self._background = context, runner, background
 
-    def revoke(self, caller: Principal, key_id: str, action: str = "key.revoke") -> dict[str, list[str]]:
+    def revoke(self, caller: Principal, key_id: str) -> dict[str, list[str]]:
         """Returns what was stopped, nothing of a key that was revoked before."""
+        stopped = self._stop(caller, key_id, "key.revoke")
+        self._tell(f"{key_id} was revoked")
+        return stopped
+
+    async def look(self) -> None:
+        """Revoke the keys whose time is over. The gateways refuse them by themselves from then on, so the table of all
+        keys is written once for all of them: a course's three hundred end in the same second."""
+        ended = keys.list_ending(self._context.db, time.time())
+        try:
+            for row in ended:
+                self._stop(Principal(None, frozenset({ADMIN}), new_id("req_"), ""), row.id, "key.expire")
+                await asyncio.sleep(0)
+        finally:
+            if ended:
+                self._tell(f"{len(ended)} keys have expired")
+
+    def _tell(self, what: str) -> None:
+        self._context.publish_keys()
+        self._context.scheduler.nudge(what)
+
+    def _stop(self, caller: Principal, key_id: str, action: str) -> dict[str, list[str]]:
         context = self._context
         stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}
         with context.db.transaction():
@@ -107,16 +130,9 @@ class KeyEnds:
             record(
                 context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
             )
-        context.publish_keys()
         for batch_id in stopped["batches"]:
             self._runner.poke(batch_id)  # it checks itself that its key is revoked
-        context.scheduler.nudge(f"{row.id} was revoked")
         return stopped
-
-    async def look(self) -> None:
-        """Revoke the keys whose time is over."""
-        for row in keys.list_ending(self._context.db, time.time()):
-            self.revoke(Principal(None, frozenset({ADMIN}), new_id("req_"), ""), row.id, "key.expire")
 
 
 def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, background: BackgroundResponses) -> None:
@@ -202,8 +218,10 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
 def _refuse_past(expires_s: float | None) -> None:
     """Raises InvalidValue."""
     if expires_s is not None and expires_s <= time.time():
+        end = f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"
         raise InvalidValue(
-            f"expires_s is {expires_s:g}, which is past; a key that shall end now is revoked instead.", "expires_s"
+            f"expires_s is {expires_s:.0f}, {end}, which is past; a key that shall end now is revoked instead.",
+            "expires_s",
         )
 
 
