@@ -87,7 +87,7 @@ class RetentionSettings(BaseModel):
     usage_days: float | None = Field(400.0, gt=0)
     """Tokens and energy by the hour, and devices held by jobs."""
     handovers_days: float | None = Field(90.0, gt=0)
-    """Hand-overs that have ended, with their steps."""
+    """Hand-overs that have ended, with their steps; the newest stays."""
     operations_days: float | None = Field(90.0, gt=0)
     """Imports, checks and other long operations that have ended."""
 

@@ -47,7 +47,8 @@ def _past(query: str) -> Past:
 
 
 audit = _oldest("audit", "created_s")
-handovers = _oldest("handovers", "ended_s")
+# The newest stays however old: hand-overs are numbered on from it.
+handovers = _oldest("handovers", "ended_s", "seq < (SELECT max(seq) FROM handovers)")
 operations = _oldest("operations", "ended_s", "state != 'running'")
 device_time = _oldest("device_time", "to_s")
 batches = _oldest("batches", "created_s", f"status NOT IN ({_LIVE})")

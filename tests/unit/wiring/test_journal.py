@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from appliance.store.database import Database
+from appliance.store.upkeep import retention
 from appliance.wiring.journal import SqliteJournal, measured_swap
 from scheduler.handover.journal import HandoverRecord, StepRecord
 
@@ -40,6 +41,17 @@ def test_what_was_begun_is_found_after_a_restart(tmp_path):
         assert journal.unfinished() == ()
         assert (journal.get(3).state, journal.get(3).error) == ("undone", "the engine died")
         assert [record.id for record in journal.since(0)] == [3]
+
+
+def test_numbers_go_on_where_every_handover_was_kept_long_enough(tmp_path):
+    """A box that was quiet for as long as they are kept began again at 1, which an earlier one had been told by."""
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        for number in (1, 2):
+            journal.begin(replace(RECORD, id=number))
+            journal.end(number, "done", 12.0)
+        assert retention.handovers(db, 1e9, 100) == 1
+        assert journal.last_id() == 2 and retention.handovers(db, 1e9, 100) == 0
 
 
 def test_undo_steps_are_added_and_details_become_plain(tmp_path):
