@@ -26,11 +26,13 @@ def list_recent(db: Database, limit: int) -> list[HandoverRow]:
 
 
 def totals(db: Database) -> list[HandoverTotal]:
-    """Hand-overs that have ended, by outcome, since the box was made."""
+    """Hand-overs that have ended, by outcome, since the box was made, deleted ones too."""
     return db.all(
         HandoverTotal,
-        "SELECT state, count(*) AS count, sum(ended_s - started_s) AS seconds FROM handovers "
-        "WHERE ended_s IS NOT NULL GROUP BY state ORDER BY state",
+        "SELECT state, sum(number) AS count, sum(milliseconds) / 1000.0 AS seconds FROM"
+        " (SELECT state, 1 AS number, CAST(round(1000 * (ended_s - started_s)) AS INTEGER) AS milliseconds"
+        "  FROM handovers WHERE ended_s IS NOT NULL UNION ALL SELECT state, number, milliseconds FROM handovers_gone)"
+        " GROUP BY state ORDER BY state",
     )
 
 

@@ -609,6 +609,7 @@ NOT_KEPT = {
     "held": "counters, which triggers keep",
     "spent": "sums of days, which triggers keep; a year of them is 365",
     "box": "facts about the box, by name",
+    "handovers_gone": "a sum for each outcome, which a trigger keeps",
     "folder_trials": "one for each set of a model's settings and tokenizer, which its versions share; found by its key",
     "migrations": "one for each script",
     "reserve": "space for a full disk",
