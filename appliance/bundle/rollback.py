@@ -54,7 +54,7 @@ def as_owner(data_dir: Path) -> Iterator[None]:
 class WayBack:
     """copy: the database that comes back; None: the one there stays, and nothing is lost. lost: what was made since, in
     words, with how many. back: the same of what was deleted since. revoked: keys that stay revoked, by id. forgotten:
-    people who are named again."""
+    people who are named again. endless: names of keys whose end the older release does not know."""
 
     version: str
     copy: Kept | None
@@ -62,6 +62,7 @@ class WayBack:
     back: dict[str, int]
     revoked: dict[str, float]
     forgotten: tuple[str, ...] = ()
+    endless: tuple[str, ...] = ()
 
     def words(self) -> str:
         if self.copy is None:
@@ -77,6 +78,11 @@ class WayBack:
         if self.forgotten:
             lines.append(
                 f"  named again, though forgotten since: {', '.join(self.forgotten)} (`appliance forget` again)"
+            )
+        if self.endless:
+            lines.append(
+                f"  last for ever, though given an end since: {', '.join(self.endless)}"
+                " (`appliance key revoke` when it has come)"
             )
         return "\n".join(lines)
 
@@ -107,7 +113,8 @@ def _way(version: str, known: int, database: Path) -> WayBack:
         )
     _check(copies[-1].path)
     lost, back, revoked = _compared(database, copies[-1].path)
-    return WayBack(version, copies[-1], lost, back, revoked, _forgotten(database, copies[-1].path))
+    copy = copies[-1].path
+    return WayBack(version, copies[-1], lost, back, revoked, _forgotten(database, copy), _endless(database, copy))
 
 
 def restore(way: WayBack, data_dir: Path) -> Path | None:
@@ -201,9 +208,23 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
         return tuple(owner for (owner,) in found.fetchall())
 
 
+def _endless(database: Path, copy: Path) -> tuple[str, ...]:
+    """Keys that have an end by now, which the copy has no place for."""
+    with _read(database) as connection:
+        connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        if _has(connection, "before", "keys", "expires_s") or not _has(connection, "main", "keys", "expires_s"):
+            return ()
+        found = connection.execute(
+            "SELECT old.name FROM before.keys AS old JOIN main.keys AS now USING (id)"
+            " WHERE old.revoked_s IS NULL AND now.revoked_s IS NULL AND now.expires_s > ? ORDER BY 1",
+            (time.time(),),
+        )
+        return tuple(name for (name,) in found.fetchall())
+
+
 def _stays_so(copy: Path, database: Path) -> None:
-    """Deletes in the copy what its owners have deleted since, and lets nobody do more in it than he may now. The copy
-    may be of a release that had less in it."""
+    """Deletes in the copy what its owners have deleted since, and lets nobody do other things in it than he may now,
+    nor for longer. The copy may be of a release that had less in it."""
     with closing(sqlite3.connect(f"file:{copy}", uri=True)) as connection, connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
@@ -223,6 +244,18 @@ def _stays_so(copy: Path, database: Path) -> None:
             connection.execute(
                 "UPDATE main.keys SET models = (SELECT models FROM now.keys WHERE now.keys.id = main.keys.id)"
                 " WHERE id IN (SELECT id FROM now.keys)"
+            )
+        if all(_has(connection, of, "keys", "expires_s") for of in ("main", "now")):
+            connection.execute(
+                "UPDATE main.keys SET expires_s = (SELECT expires_s FROM now.keys WHERE now.keys.id = main.keys.id)"
+                " WHERE id IN (SELECT id FROM now.keys)"
+            )
+        elif _has(connection, "now", "keys", "expires_s"):
+            # The box revokes them when they end; these ended while it was stopped.
+            connection.execute(
+                "UPDATE main.keys SET revoked_s = ?1 WHERE revoked_s IS NULL"
+                " AND id IN (SELECT id FROM now.keys WHERE expires_s <= ?1)",
+                (time.time(),),
             )
         if all(_has(connection, of, "keys", "subject") for of in ("main", "now")):
             _shut_out(connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -167,6 +168,36 @@ def test_a_copy_of_a_release_that_had_less_in_it_comes_back_too(releases, data_d
         connection.execute("ALTER TABLE keys DROP COLUMN models")
     assert restore(way_back(releases, data_dir), data_dir) is not None
     assert rows(data_dir / DATABASE, "SELECT count(*) FROM keys") == [(2,)]
+
+
+def test_a_key_that_was_given_an_end_since_keeps_it_or_is_named(releases, data_dir, monkeypatch):
+    """It lasted for ever again, or until the end that it had before."""
+    migrated(data_dir, monkeypatch)
+    until_s = time.time() + 99
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute("UPDATE keys SET expires_s = ? WHERE id = 'kept'", (until_s,))
+    (kept,) = kept_copies(data_dir / DATABASE)
+    older = kept.path.read_bytes()
+    way = way_back(releases, data_dir)
+    assert way.endless == () and "--expires" not in way.words()
+    aside = restore(way, data_dir)
+    assert rows(data_dir / DATABASE, "SELECT expires_s FROM keys WHERE id = 'kept'") == [(until_s,)]
+
+    aside.replace(data_dir / DATABASE)
+    kept.path.write_bytes(older)
+    with closing(sqlite3.connect(kept.path)) as connection, connection:
+        connection.execute("DROP INDEX keys_expiring")
+        connection.execute("DROP INDEX keys_expired")
+        connection.execute("ALTER TABLE keys DROP COLUMN expires_s")
+        key(connection, "over")
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        key(connection, "over")
+        connection.execute("UPDATE keys SET expires_s = 5 WHERE id = 'over'")
+    way = way_back(releases, data_dir)
+    assert way.endless == ("kept",) and "last for ever, though given an end since: kept" in way.words()
+    restore(way, data_dir)
+    live = rows(data_dir / DATABASE, "SELECT id FROM keys WHERE revoked_s IS NULL")
+    assert live == [("kept",)], "what has ended stays so"
 
 
 def test_without_a_copy_or_with_a_damaged_one_it_refuses(releases, data_dir, monkeypatch):
