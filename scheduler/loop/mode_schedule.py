@@ -70,6 +70,12 @@ class Window:
             return began_s + self.for_s
         return None if self.until is None else next_firing_s(self.until, self.tz, began_s)
 
+    def edge_s(self, now_s: float) -> float | None:
+        """The latest beginning or end at or before now; None if it has not begun for a year."""
+        last_s = self.last_s(now_s)
+        end_s = None if last_s is None else self.end_s(last_s)
+        return last_s if end_s is None or end_s > now_s else end_s
+
 
 @dataclass(frozen=True, slots=True)
 class InForce:

@@ -67,10 +67,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     def mode_view() -> dict[str, Any]:
         now = context.scheduler.status()
-        holds, by_hand = mode_in_force(db, now["serving_floor"], time.time()), read_mode(db)
+        now_s = time.time()
+        holds, by_hand = mode_in_force(db, now["serving_floor"], now_s), read_mode(db)
         return {
             **_policy(holds.policy),
-            "since_s": _since_s(holds, by_hand.since_s),
+            "since_s": _since_s(holds, by_hand.since_s, now_s),
             "until_s": holds.until_s,
             "set_by": "window" if holds.window else "hand",
             "window": holds.window and _window(holds.window),
@@ -80,13 +81,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "notes": floor_notes(holds.policy, len(now["devices"])),
         }
 
-    def _since_s(holds: InForce, set_s: float) -> float:
+    def _since_s(holds: InForce, set_s: float, now_s: float) -> float:
         """A window that was added in the midst of its time has held since it was added, and one that had ended before
         it was added has changed nothing."""
         made = {row.id: row.created_s for row in windows.list_all(db)}
         if holds.window is not None:
             return max(holds.since_s, made.get(holds.window.id, 0.0))
-        return holds.since_s if any(holds.since_s >= made_s for made_s in made.values()) else set_s
+        edges = ((window.edge_s(now_s), made[window.id]) for window in mode_windows(db, floor()))
+        return max([set_s, *(edge_s for edge_s, made_s in edges if edge_s is not None and edge_s >= made_s)])
 
     @router.get("/mode")
     async def get_mode() -> dict[str, Any]:

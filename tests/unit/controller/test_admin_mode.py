@@ -87,6 +87,12 @@ async def test_no_mode_holds_since_before_its_window_was_made(control: Control):
     await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *", "until": "1 0 1 1 *"})
     held = await ask(control, "GET", "/mode")
     assert held["set_by"] == "hand" and held["since_s"] == 5.0 < set_s, "its end of last January changed nothing"
+    control.db.execute("UPDATE windows SET created_s = 1")
+    year_s = (await ask(control, "GET", "/mode"))["since_s"]
+    assert year_s > 5.0, "of a window that was there already it did"
+    hour = time.gmtime(time.time() - 7200).tm_hour
+    await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": f"0 {hour} * * *", "until": f"1 {hour} * * *"})
+    assert (await ask(control, "GET", "/mode"))["since_s"] == year_s, "nor did that of one made after its own"
 
 
 @pytest.mark.parametrize(
