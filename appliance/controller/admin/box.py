@@ -25,7 +25,7 @@ from appliance.controller.http.paging import After, RecentLimit, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
 from appliance.controller.interfaces.ports import SchedulerStatus
-from appliance.controller.interfaces.principal import ADMIN, Caller, needs
+from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import unknown_job
 from appliance.last_backup import LastBackup
 from appliance.store.objects import gates, job_records, jobs
@@ -57,9 +57,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         degraded = [*context.background.degraded(), *context.main_troubles()]
         readings, doctor = context.device_readings(), context.doctor_findings()
         power = context.power_status()
-        return await answer(db, caller.viewer, lambda: shown_status(now, load, last, readings, doctor, degraded, power))
+        return await answer(
+            db, caller.viewer, lambda: shown_status(caller, now, load, last, readings, doctor, degraded, power)
+        )
 
     def shown_status(
+        caller: Principal,
         now: SchedulerStatus,
         load: Load,
         last: LastBackup | None,
@@ -89,14 +92,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             },
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
-            "doctor": _still_so(doctor, context.doctor_looked_s(), last),
+            "doctor": _seen_by(caller, _still_so(doctor, context.doctor_looked_s(), last)),
             "degraded": degraded,
             "troubles": now["troubles"],
             "notes": [
                 *now["notes"],
                 *floor_notes(holds, len(now["devices"])),
                 *load.notes,
-                *ending_soon(db, time.time()),
+                *(ending_soon(db, time.time()) if caller.is_admin else ()),
             ],
         }
 
@@ -117,12 +120,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return await answer(db, caller.viewer, lambda: {"object": "list", "data": listed()})
 
     @router.get("/doctor")
-    async def doctor() -> dict[str, Any]:
+    async def doctor(caller: Caller) -> dict[str, Any]:
         """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
         try:
-            return {"object": "list", **await context.doctor()}
+            found = await context.doctor()
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
+        return {"object": "list", **found, "data": _seen_by(caller, found["data"])}
 
     @router.get("/handovers")
     def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
@@ -182,6 +186,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         names = {row.id: row.name for row in keys.list_all(db)}
         page = audit.page(db, after=after, limit=limit)
         return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
+
+
+def _seen_by(caller: Principal, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the names of keys, which `read` does not see."""
+    return findings if caller.is_admin else [finding for finding in findings if finding["check"] != "keys"]
 
 
 def _still_so(
