@@ -187,6 +187,11 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
         _refuse_unknown(context, body.models, known=row.models or ())
         _refuse_past(body.expires_s)
+        if row.subject and body.expires_s is not None:
+            raise InvalidValue(
+                f"{row.name} comes by the login provider, whose groups say who may still come: that key has no end.",
+                "expires_s",
+            )
         limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
