@@ -46,8 +46,8 @@ def repeated_head(data: bytes, request: Request, table: int) -> RepeatedHead | N
     route = request.route
     if route is None or route.kind is not Kind.INFERENCE or request.refusal is not None or request.caller is None:
         return None
-    if request.more_headers or request.session:
-        return None  # they name the request; a login ends by the clock
+    if request.more_headers or request.session or request.caller.expires_s is not None:
+        return None  # they name the request; a login and such a key end by the clock
     if request.content_length is None or b"expect" in request.headers or b"x-request-id" in request.headers:
         return None
     end = data.find(b"\r\n\r\n") + 4

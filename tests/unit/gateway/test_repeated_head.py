@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import time
 
 import pytest
 
@@ -51,6 +53,22 @@ async def test_a_revoked_key_is_refused_in_the_next_request(box: Box, parsed: li
     box.apply()
     await wire.send(ask("a"))
     assert (await wire.response()).error["code"] == "invalid_api_key"
+
+
+async def test_a_key_that_ends_is_refused_from_its_end_on_a_kept_connection(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No new table says so while the controller is away: the key was served until it came back."""
+    box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["expires_s"] = time.time() + 60
+    box.apply()
+    wire = await box.connect()
+    await wire.send(ask("a"))
+    assert (await wire.response()).status == 200
+    later_s = time.time() + 61
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    await wire.send(ask("a"))
+    response = await wire.response()
+    assert response.status == 401 and "This API key expired at " in response.error["message"]
 
 
 @pytest.mark.parametrize(
