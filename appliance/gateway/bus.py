@@ -91,7 +91,9 @@ class BusClient:
         """The loop is free after every few rows; the old table is in force until all are read. Raises TableInvalid."""
         table: Table | None = None
         if type(message.get("generation")) is int and isinstance(keys := message.get("keys"), dict):
-            self._gateway.end_removed(keys)
+            self._gateway.end_removed(
+                {digest for digest, row in keys.items() if not (isinstance(row, dict) and row.get("expired_s"))}
+            )
         for table in parsing(message, default_hold_s=self._gateway.config.holds.hold_s):
             if table is None:
                 await asyncio.sleep(0)

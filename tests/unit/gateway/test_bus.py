@@ -222,9 +222,11 @@ async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: Dum
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
-async def test_a_revoked_key_ends_before_the_models_beside_it_are_read(
-    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("left", [None, {"expired_s": 1_787_224_000.0}], ids=["revoked", "expired"])
+async def test_a_key_that_was_ended_ends_before_the_models_beside_it_are_read(
+    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch, left: dict[str, float] | None
 ) -> None:
+    """left: what the new table says of it."""
     await box.engine("e1")
     first, revoked = box.table(), hashlib.sha256(b"sk-revoked").hexdigest()
     await bus.push(
@@ -241,7 +243,8 @@ async def test_a_revoked_key_ends_before_the_models_beside_it_are_read(
 
     monkeypatch.setattr(bus_module, "parsing", heard)
     models = {**first["models"], **{f"m{n}": {} for n in range(2 * ROWS_AT_ONCE)}}
-    await bus.push({**first, "generation": 61, "models": models})
+    keys = {**first["keys"], **({} if left is None else {revoked: left})}
+    await bus.push({**first, "generation": 61, "models": models, "keys": keys})
     await bus.report(generation=61)
     assert known == [False] * 3 and "m" in box.state.router.models
     for status, key in ((401, "sk-revoked"), (200, "sk-test-all")):
