@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.routing.holds import Ticket
 from appliance.gateway.routing.router import Choice
@@ -19,7 +20,7 @@ class Attempt:
     off under them; echoes: how many broke off at one that had done so before; unreached: how many reached none. alone:
     it goes where no other request stands trial, and stands trial itself. continues: it generates the rest of a stream.
     moved_from: the replica that it was taken from, empty if from none. refused_by: the version that
-    refused it, a canary's.
+    refused it, a canary's; refusal: what that answered, until another version's answer has begun.
 
     ticket: while it waits, since held_since_s (0: it never waited) until hold_deadline_s; comment_s: when it is told
     so next. choice, connecting, conn: its replica, and the connection there. reconnects: a connection that was there
@@ -40,6 +41,7 @@ class Attempt:
     continues: bool = False
     moved_from: str = ""
     refused_by: str = ""
+    refusal: HttpError | None = None
     held_since_s: float = 0.0
     hold_deadline_s: float = 0.0
     comment_s: float = 0.0
@@ -66,7 +68,7 @@ class Attempt:
         again = Attempt(self.row, self.path, self.body)
         again.number, again.deaths, again.alone, again.continues = self.number, self.deaths, self.alone, self.continues
         again.lost, again.echoes, again.unreached = self.lost, self.echoes, self.unreached
-        again.moved_from, again.refused_by = self.moved_from, self.refused_by
+        again.moved_from, again.refused_by, again.refusal = self.moved_from, self.refused_by, self.refusal
         again.held_since_s, again.hold_deadline_s = self.held_since_s, self.hold_deadline_s
         again.comment_s = self.comment_s
         return again

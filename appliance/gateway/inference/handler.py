@@ -270,7 +270,7 @@ class InferenceHandler(Placement):
             error = errors.engine_failed()
         elif status == 404 and error.message == "Not Found":
             error = errors.wrong_task(self.checked.model, self.request.route_name)
-        if status < 500 and self.asks_the_other_version():
+        if status < 500 and self.asks_the_other_version(error):
             return
         self._end_dispatch(failed=True if status >= 500 else None)
         self._fail(error)
@@ -281,7 +281,7 @@ class InferenceHandler(Placement):
             return False
         error = event_error(body)
         if not _engine_dead(error):
-            return error.status < 500 and self.asks_the_other_version()
+            return error.status < 500 and self.asks_the_other_version(error)
         self._failed(error)
         return True
 

@@ -21,7 +21,7 @@ from appliance.gateway.inference.attempt import Attempt
 from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.router import Choice
+from appliance.gateway.routing.router import OPEN, Choice
 from appliance.gateway.routing.table import cache_salt, salt_field
 from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.state import State
@@ -171,16 +171,19 @@ class Placement(Placeable):
             checked.model, checked.tokens, checked.stream, checked.prefix, now, pending, avoid, alone, owner
         )
 
-    def asks_the_other_version(self) -> bool:
+    def asks_the_other_version(self, refusal: HttpError) -> bool:
         """A canary has refused it: only the version that answers can tell whether the request is at fault, or that
-        canary. False where none did."""
-        attempt = self._attempt
+        canary. False where none did, and where that version has no engine: what may be the client's mistake wakes
+        none."""
+        attempt, model = self._attempt, self.state.router.models.get(self.checked.model)
         if attempt.row == self.checked.model or attempt.continues:
+            return False
+        if model is None or all(replica.state != OPEN for replica in model.replicas):
             return False
         version = self.request.model_version
         self._drop_upstream()
         self._attempt = attempt.after_failure(attempt.deaths, alone=False)
-        self._attempt.refused_by = version
+        self._attempt.refused_by, self._attempt.refusal = version, refusal
         self.place()
         return True
 
@@ -272,7 +275,7 @@ class Placement(Placeable):
         self._attempt.ticket = None
         self.state.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra=self.request.ids)
-        self._fail(self._not_ready(refusal))
+        self._fail(self._attempt.refusal or self._not_ready(refusal))
 
     def _not_ready(self, refusal: Refusal) -> HttpError:
         state, name = self.state, self.checked.model

@@ -32,6 +32,10 @@ def asked(i: int) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": f"conversation {i}"}]}
 
 
+async def refuses_all(request: UpstreamRequest, reply: Reply) -> None:
+    await reply.json({"error": {"message": "no", "type": "x", "code": 400}}, 400)
+
+
 async def test_conversations_keep_their_version_and_the_header_names_it(start_box: Start) -> None:
     box = await start_box()
     await split(box, 0.3)
@@ -135,13 +139,13 @@ async def test_what_the_canary_alone_refuses_is_answered_by_the_other_version(st
     await split(box, 1.0)
 
     async def refuses(request: UpstreamRequest, reply: Reply) -> None:
-        error = {"error": {"message": "no", "type": "x", "code": 400}}
         if how == "first event":
+            error = {"error": {"message": "no", "type": "x", "code": 400}}
             await sends(b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(error, separators=(",", ":")).encode())(
                 request, reply
             )
         else:
-            await reply.json(error, 400)
+            await refuses_all(request, reply)
 
     box.engines["e1"].script = refuses
     if how != "whole":
@@ -155,6 +159,31 @@ async def test_what_the_canary_alone_refuses_is_answered_by_the_other_version(st
         'appliance_gateway_canary_requests{model="m",version="v2"} 0'
         in (await box.ask("GET", "/metrics")).body.decode()
     )
+
+
+async def test_what_the_canary_refuses_does_not_wait_for_the_other_versions_engine(start_box: Start) -> None:
+    """The client's own mistake waited for an engine that was asleep, and was answered "not ready"."""
+    box = await start_box()
+    await split(box, 1.0)
+    box.serve("m", e0="draining")
+    box.models["m"]["canary"] = {"name": "m@v2", "version": "v2", "share": 1.0, "since_s": 5.0}
+    box.apply()
+    box.engines["e1"].script = refuses_all
+    answer = await box.ask("POST", "/v1/chat/completions", asked(1))
+    assert answer.status == 400 and box.state.metrics.events["held"] == 0
+    assert load_report(box.state)["canaries"]["m"]["versions"] == {}
+
+
+async def test_who_was_refused_by_the_canary_hears_that_if_the_other_version_has_no_room_in_time(
+    start_box: Start,
+) -> None:
+    box = await start_box()
+    await split(box, 1.0, hold_s=0.05)
+    box.engines["e1"].script = refuses_all
+    for n in range(box.state.router.max_inflight):
+        assert box.state.router.choose("m", 1, False, lambda: b"", 0.0, owner=f"o{n}")
+    answer = await box.ask("POST", "/v1/chat/completions", asked(1))
+    assert answer.status == 400 and box.state.metrics.events["hold_refused"] == 1
 
 
 async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: Start) -> None:
