@@ -84,6 +84,7 @@ class Attempt:
         rest = Attempt(self.row, path, body)
         rest.number, rest.deaths, rest.continues = self.number + 1, deaths, True
         rest.lost, rest.echoes, rest.unreached = self.lost, self.echoes, self.unreached
+        rest.refused_by = self.refused_by
         return rest
 
     def broke_off(self, replica_id: str) -> bool:

@@ -12,6 +12,7 @@ from appliance.gateway.routing.router import Canary, Model, Replica, Router
 from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat
+from .test_continuation import greedy_engine
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends
 
 
@@ -159,6 +160,19 @@ async def test_what_the_canary_alone_refuses_is_answered_by_the_other_version(st
         'appliance_gateway_canary_requests{model="m",version="v2"} 0'
         in (await box.ask("GET", "/metrics")).body.decode()
     )
+
+
+async def test_what_a_canary_refused_counts_also_where_the_others_stream_is_continued(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 1.0)
+    box.engines["e1"].script = refuses_all
+    box.engines["e0"].script = greedy_engine({"tokens": 2})
+    answer = await box.ask(
+        "POST", "/v1/chat/completions", asked(1) | {"stream": True, "temperature": 0, "max_tokens": 9}
+    )
+    assert answer.status == 200 and b"error" not in answer.body and box.state.metrics.events["continued"] == 1
+    versions = load_report(box.state)["canaries"]["m"]["versions"]
+    assert list(versions["v2"]["refused"].values()) == [1]
 
 
 async def test_what_the_canary_refuses_does_not_wait_for_the_other_versions_engine(start_box: Start) -> None:
