@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from appliance.controller.access.model_access import base_of, known_model, why_not_asked
+from appliance.controller.access.naming import CHALLENGER, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, NotFound, OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
@@ -112,10 +113,10 @@ def drop_older_checkpoints(db: Database, job: JobRow) -> list[VersionRow]:
 
 def _rests_on(db: Database, row: VersionRow) -> bool:
     """Whether anything would miss this checkpoint: it answers or is compared, somebody pinned it or permitted it to a
-    project, or what was made of it, or is being made, needs it."""
+    project, or what was made of it, or is being made or judged by it, needs it."""
     model, name = models.find(db, row.model), job_records.checkpoint_of(db, row.model, row.version)
     running = canaries.find_running(db, row.model)
-    names = {f"{row.model}@{row.version}", *([name] if name is not None else [])}
+    names = _names(db, row.model, row.version)
     return (
         bool(row.pinned)
         or (model is not None and model.active_version == row.version)
@@ -123,8 +124,20 @@ def _rests_on(db: Database, row: VersionRow) -> bool:
         or models.challengers(db, row.model).get(row.model) == row.version
         or (name is not None and job_records.is_permitted(db, name))
         or bool(jobs.list_unfinished_with(db, names, ""))
+        or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))
         or any(adapter.base_version == row.version for adapter in adapters.list_on(db, row.model))
     )
+
+
+def _names(db: Database, model: str, version: str) -> set[str]:
+    """All by which a job may have this version, but for its model's and the alias of the one that answers."""
+    names = {f"{model}@{version}"}
+    if (checkpoint := job_records.checkpoint_of(db, model, version)) is not None:
+        names.add(checkpoint)
+    challenger = resolve(db, f"{model}@{CHALLENGER}")
+    if challenger is not None and challenger.version.version == version:
+        names.add(challenger.name)
+    return names
 
 
 class _Leaving(NamedTuple):
@@ -171,8 +184,8 @@ def refuse_if_in_use(
 ) -> None:
     """Raises Conflict, whose message does not name another owner's objects. leaving: jobs and models that go first."""
     db, model, one = context.db, found.model.id, found.version.version if found.version is not None else None
-    names = {found.name, model if one is None else f"{model}@{one}"}
-    trained = jobs.list_unfinished_with(db, {found.name, model}, model)
+    names = {found.name, *([model] if one is None else _names(db, model, one))}
+    trained = jobs.list_unfinished_with(db, {*names, model}, model)
     judged = jobs.list_unfinished_judged_by(db, model, names, one is None)
     for job in [*trained, *judged]:
         if job.wanted == "cancel" or job.id in leaving:
@@ -181,7 +194,7 @@ def refuse_if_in_use(
         if job.phase == "running" or (
             base_of(db, job) is not None
             if job in trained
-            else not why_not_asked(db, job.key_id, found.name, chats=False)
+            else not all(why_not_asked(db, job.key_id, name, chats=False) for name in names)
         ):
             own = caller.viewer in (None, job.owner)
             raise Conflict(

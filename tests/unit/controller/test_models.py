@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from urllib.parse import quote
 
 import openai
@@ -13,8 +14,9 @@ from appliance.controller.access.naming import fine_tuned_name, is_model_name, r
 from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.models import removal
 from appliance.store import chunks
-from appliance.store.objects import job_records, jobs, models
-from appliance.store.rows import CheckpointRow, JobRow, VersionRow
+from appliance.store.objects import gates, job_records, jobs, models
+from appliance.store.records import keys
+from appliance.store.rows import CheckpointRow, GateRow, JobJudgeRow, JobRow, KeyRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 TUNED = "ft:starter:local:maths:AbCd1234"
@@ -180,6 +182,29 @@ async def test_a_model_that_a_job_uses_stays(control: Control):
     assert job_id in answer.json()["error"]["message"] and answer.headers["x-should-retry"] == "false"
     await control.sdk.fine_tuning.jobs.cancel(job_id)
     assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
+
+
+async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_deleted_and_used(control: Control):
+    """A job that was judged by `MODEL@challenger` failed at its next step, after that version had been deleted."""
+    insert_tuned(control)
+    db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30", f"{TUNED}@challenger"]
+    models.insert_version(db, VersionRow(TUNED, "step-30", "test", 10, time.time(), disk_path="/models/step-30"))
+    job_records.insert_checkpoint(db, CheckpointRow("ftckpt_3", "ftjob-1", names[1], TUNED, "step-30", 30, time.time()))
+    gates.insert(db, GateRow("gate_1", time.time(), "ftjob-1", TUNED, version="step-30"))
+    for number, used in enumerate(2 * names):
+        job = JobRow(f"ftjob-u{number}", used, "distillation", "f", 1, f"made-{number}", 1.0, phase="running")
+        key = KeyRow(f"key_{number}", f"k{number}", f"{number}", "", 0.0, scopes=["admin"], models=["starter", used])
+        keys.insert(db, key)
+        judged = replace(job, model="starter", phase="queued", key_id=key.id)
+        jobs.insert(db, job if number < len(names) else judged)
+        if number >= len(names):
+            job_records.insert_judge(db, JobJudgeRow(job.id, {"teacher": used}))
+        for name in names:
+            refused = await control.http.delete(f"/v1/models/{quote(name, safe='')}", headers=ADMIN)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), (name, job.id)
+            assert job.id in refused.json()["error"]["message"]
+        jobs.set_phase(db, job.id, "failed")
+    assert (await control.http.delete(f"/v1/models/{quote(names[0], safe='')}", headers=ADMIN)).status_code == 200
 
 
 async def test_permissions_are_granted_once_listed_and_taken_back(control: Control):

@@ -335,6 +335,9 @@ async def test_of_the_checkpoints_of_a_jobs_epochs_the_last_three_stay_and_those
     runs.on_event("ftjob-1", published(4))  # a world that went back to before it
     await runs.tidy()
     assert [one.step for one in job_records.list_checkpoints(db)] == [2, 8, 10, 12] and removed[1:] == ["step-4"]
+    job_records.insert_judge(db, JobJudgeRow(add_job("ftjob-2").id, {"teacher": f"{name}:ckpt-step-8"}))
+    runs.on_event("ftjob-1", published(14))
+    assert [one.step for one in job_records.list_checkpoints(db)] == [2, 8, 10, 12, 14]
 
 
 RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
