@@ -59,21 +59,24 @@ class Session:
     def post_each(
         self, path_of: Callable[[str], str], ids: Sequence[str], verb: str, render: Callable[[dict[str, Any]], str]
     ) -> None:
-        """Asks this of each, whatever becomes of the others; shows the answers, and raises the first refusal."""
+        """Asks this of each, whatever becomes of the others; shows the answers, and then the refusals, of which the
+        first is the command's. Raises CliError of what concerns all of them, the key or the box, behind these."""
         answers, refusals = list[dict[str, Any]](), list[CliError]()
-        for one in ids:
-            try:
-                answers.append(self.client.post(f"{path_of(one)}/{verb}"))
-            except (NotFound, Conflict) as error:
-                refusals.append(error)
-        if len(ids) > 1:
-            self.show({"data": answers}, lambda all_: "\n".join(map(render, all_["data"])))
-        elif answers:
-            self.show(answers[0], render)
-        for refusal in refusals[1:]:
-            output.say(f"error: {refusal}")
+        try:
+            for one in ids:
+                try:
+                    answers.append(self.client.post(f"{path_of(one)}/{verb}"))
+                except (NotFound, Conflict) as error:
+                    refusals.append(error)
+        finally:
+            if len(ids) > 1 and (answers or refusals):
+                self.show({"data": answers}, lambda all_: "\n".join(map(render, all_["data"])))
+            elif answers:
+                self.show(answers[0], render)
+            for refusal in refusals:
+                output.say(f"error: {refusal}")
         if refusals:
-            raise refusals[0]
+            raise typer.Exit(refusals[0].exit_code) from refusals[0]
 
     def own_unless_all(self, everything: Callable[[], Any], own: Callable[[], Any]) -> Any:
         """What an operator sees; with a key that may not, what its owner has. Raises CliError."""

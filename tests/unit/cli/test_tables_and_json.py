@@ -14,7 +14,7 @@ from appliance.store import database
 from appliance.store.objects import jobs
 from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
-from tests.unit.cli.conftest import ControlledBox
+from tests.unit.cli.conftest import ControlledBox, openai_error
 from tests.unit.controller.conftest import chat_lines
 
 MODE_KEYS = {
@@ -350,6 +350,22 @@ def test_several_jobs_are_asked_whatever_becomes_of_the_others(box, tmp_path):
     assert several.exit_code == 5 and jobs[0] in several.stderr and "ftjob-none" in several.stderr
     assert [one["id"] for one in json.loads(several.stdout)["data"]] == jobs[1:]
     assert box.run("job", "cancel", *jobs[1:]).exit_code == 0
+
+
+def test_what_a_box_has_done_of_several_jobs_is_told_where_it_fails_at_the_next(prepared):
+    """It had cancelled the first, and said only that the last could not be reached."""
+    named = dict.fromkeys(("a", "b", "c", "d"), (200, {"id": "a", "status": "cancelled"}))
+    named |= {"b": (404, openai_error("no b", None)), "c": (409, openai_error("not c", None))}
+    named["d"] = (503, openai_error("no box", "controller_unavailable"))
+    for job, answer in named.items():
+        prepared.prepare("POST", f"/v1/fine_tuning/jobs/{job}/cancel", answer)
+    told = prepared.run("job", "cancel", "a", "b", "c")
+    assert (told.exit_code, told.stdout) == (3, "a: cancel accepted, status cancelled\n")
+    assert told.stderr.splitlines() == ["error: no b", "error: not c"]
+    failed = prepared.run("job", "cancel", *named, "e")
+    assert (failed.exit_code, failed.stdout) == (6, told.stdout)
+    assert failed.stderr.splitlines() == ["error: no b", "error: not c", "error: no box"]
+    assert prepared.run("job", "cancel", "d", "a").stdout == ""
 
 
 def test_files(box, tmp_path):
