@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from weights.format.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
 from weights.format.layout import Layout, TensorSpec
+from weights.memory.lease import pin, unpin
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 
@@ -119,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.committed)))
         stored, size, pinned = self.committed[key]
         assert self.store.seal(stored).sealed
-        (self.store.unpin if pinned else self.store.pin)(stored)
+        (unpin if pinned else pin)(stored)
         self.committed[key] = (stored, size, not pinned)
 
     @rule(nbytes=st.sampled_from([1, 100_000, 1 << 40]))

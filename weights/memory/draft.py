@@ -114,7 +114,7 @@ class Draft(Mapped):
         """Makes the version visible atomically and closes the draft.
 
         `checksums=False` keeps the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
-        version is not evicted until `copies.persist` or `WeightStore.unpin`: eviction never takes a last copy.
+        version is not evicted until `copies.persist` or `lease.unpin`: eviction never takes a last copy.
         With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; the error
         names `source`, where the bytes came from.
         Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
