@@ -234,8 +234,9 @@ def slots(
         if d.model in open_since:
             return (1 if now_s - open_since[d.model] < config.turn_s else 3), open_since[d.model], d.model
         if waiting_s is not None and now_s - waiting_s >= config.turn_s:
-            # Its model has had its turn where another version of it is open.
-            return (3, 0.0, d.model) if d.family in families else (2, waiting_s, d.model)
+            # Its model has had its turn where another version of it is open. Negative, so before the open one; the
+            # version that has waited longest comes first.
+            return (3, waiting_s - now_s, d.model) if d.family in families else (2, waiting_s, d.model)
         return 4, now_s if waiting_s is None else waiting_s, d.model
 
     def later_rank(d: DeploymentView) -> tuple[bool, str]:
