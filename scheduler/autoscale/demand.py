@@ -260,6 +260,7 @@ def slots(
 
 
 def _models_first(ranked: Sequence[DeploymentView]) -> list[DeploymentView]:
-    """The first of each model's versions, then their others."""
+    """The first of each model's versions, then their others; all of them before models that nobody asks."""
     first = {deployment.family: deployment for deployment in reversed(ranked)}
-    return sorted(ranked, key=lambda deployment: first[deployment.family] is not deployment)
+    # A request for a model's second version waited for ever behind another model's minimum that nobody asked for.
+    return sorted(ranked, key=lambda d: (not (d.pinned or d.demand.requests), first[d.family] is not d))

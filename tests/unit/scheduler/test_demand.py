@@ -172,3 +172,23 @@ def test_each_of_a_models_versions_gets_its_turn_whatever_its_name() -> None:
             opened, opened_s = first, float(now_s)
         had_s[opened] += 1
     assert set(had_s.values()) == {300}
+
+
+def test_a_models_second_version_that_is_asked_comes_before_models_that_nobody_asks() -> None:
+    """It held a request for ever, beside a device that only a minimum kept."""
+    asked = [
+        replace(MODEL, model="a:ck", beside="a", min_replicas=0, demand=Demand(inflight=1)),
+        replace(MODEL, model="a", min_replicas=0, demand=Demand(inflight=1)),
+    ]
+    least = replace(MODEL, model="b", min_replicas=1)
+    opened = [ReplicaView(name, name, "v1", "open", (f"n0/{n}",), 1000.0) for n, name in enumerate(("a:ck", "b"))]
+    hysteresis = {d.model: Hysteresis(replicas=1) for d in (*asked, least)}
+    hysteresis["a"] = Hysteresis(replicas=1, waiting_since_s=1001.0)
+
+    def order(*deployments: DeploymentView) -> list[str]:
+        found = demand_.slots([*asked, *deployments], opened, hysteresis, 1005.0, CONFIG)
+        return [slot.model for slot in found if slot.wanted]
+
+    assert order(least) == ["a:ck", "a", "b"]
+    assert order(replace(least, pinned=True)) == ["b", "a:ck", "a"]
+    assert order(replace(least, demand=Demand(inflight=1))) == ["a:ck", "b", "a"], "asked itself, it comes first"
