@@ -91,8 +91,9 @@ def _with_cut_calls(extract: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begins_call(tool_parser: Any, written: str) -> bool:
     """Whether it has the whole mark of a call: what follows is no text, in a stream neither, also where the call's name
-    is cut. A part of the mark, at the end, may be text."""
-    return any(isinstance(mark := getattr(tool_parser, name, None), str) and mark in written for name in _MARKS)
+    is cut. A part of the mark, at the end, may be text. One that is a word (Phi's "functools") is, but before "["."""
+    marks = (getattr(tool_parser, name, None) for name in _MARKS)
+    return any(isinstance(m, str) and (f"{m}[" if m.isalpha() else m) in written for m in marks)
 
 
 def _begun_calls(parser: DelegatingParser, written: str, request: Any) -> tuple[list[FunctionCall], str | None]:

@@ -81,6 +81,12 @@ def test_a_call_that_is_cut_before_its_name_is_no_content_as_in_a_stream():
     assert read('<tool_call>\n{"na', "auto", cut=False)[0] == '<tool_call>\n{"na'
 
 
+def test_a_word_that_begins_calls_is_text_where_no_call_follows_it():
+    """Of a cut answer about Python's `functools` nothing was left."""
+    assert read("use functools.cache", "auto", parser="phi4_mini_json") == ("use functools.cache", [])
+    assert read('functools[{"na', "auto", parser="phi4_mini_json") == (None, [])
+
+
 async def test_a_cut_answer_ends_by_its_limit_whatever_it_called():
     ends = ("length", "cut"), ("length", "both"), ("stop", "both")
     outputs = [SimpleNamespace(index=n, finish_reason=why, text=text) for n, (why, text) in enumerate(ends)]
