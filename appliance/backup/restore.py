@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,10 +54,15 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
 
 
 def live_keys(database: Path) -> list[str]:
-    """Names of those with which somebody can ask, in a database that was restored."""
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        asked = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session ORDER BY seq"
-        return [name for (name,) in connection.execute(asked)]
+    """Names of those with which somebody can ask, in a database that was restored and may be of an older release."""
+    uri = f"{database.absolute().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(uri, uri=True)) as connection:
+        asked = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session"
+        values = list[float]()
+        if any(column[1] == "expires_s" for column in connection.execute("PRAGMA table_info(keys)")):
+            asked += " AND (expires_s IS NULL OR expires_s > ?)"
+            values.append(time.time())
+        return [name for (name,) in connection.execute(f"{asked} ORDER BY seq", values)]
 
 
 def verify(objects: Objects, name: str | None, *, report: Report = lambda done, of: None) -> Manifest:

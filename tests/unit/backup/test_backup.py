@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,6 +355,21 @@ def test_a_box_that_is_restored_elsewhere_is_told_what_to_do_with_its_place(path
     assert live_keys(back.database) == ["first"]
     with pytest.raises(NotThisBox, match=rf"restored or copied from it: move it to {paths.data_dir} if that is gone"):
         take(back, place)
+
+
+def test_a_restored_box_tells_its_living_keys_wherever_it_is_and_whatever_made_it(paths, place, tmp_path):
+    """A directory with a ? or # in its name failed after it was restored; keys past their end were told as living."""
+    with Database(paths.database) as db:
+        keys.create(db, "first", ["admin"])
+        keys.create(db, "next", ["inference"], expires_s=3e9)
+        keys.create(db, "past", ["inference"], expires_s=1.0)
+    take(paths, place)
+    back = BoxPaths.of(tmp_path / "back?a#b%20", tmp_path / "shm")
+    restore(place, None, back.data_dir)
+    assert live_keys(back.database) == ["first", "next"]
+    with closing(sqlite3.connect(back.database)) as older:  # as before keys could end
+        older.executescript("DROP INDEX keys_expiring; DROP INDEX keys_expired; ALTER TABLE keys DROP COLUMN expires_s")
+    assert live_keys(back.database) == ["first", "next", "past"]
 
 
 def test_only_who_makes_a_backup_is_told_to_make_its_place(tmp_path):
