@@ -14,6 +14,7 @@ LEAST_CHARACTERS, MOST_CHARACTERS = 20, 200
 SURE = 0.5
 UNSURE = "unsure"
 _LABEL = "__label__"
+_HAN = re.compile("[\u3400-\u9fff]")
 _KANA = re.compile("[\u3040-\u30ff\uff66-\uff9d]")
 
 
@@ -33,7 +34,9 @@ class Languages:
         labels, shares = self._model.predict(begin, k=1)
         language = str(labels[0]).removeprefix(_LABEL) if len(labels) else UNSURE
         if language in ("ja", "zh") and not _KANA.search(begin):
-            return "zh"  # the model takes every second short Chinese sentence for Japanese, which is not written so
+            # The model takes every second short Chinese sentence for Japanese, which is not written so, and some hashes
+            # and tables of numbers for either.
+            return "zh" if _HAN.search(begin) else UNSURE
         return language if language != UNSURE and shares[0] >= SURE else UNSURE
 
 

@@ -127,6 +127,18 @@ def test_chinese_without_kana_is_not_taken_for_japanese():
     assert languages.of("The warranty is two years from the day of purchase.") == "en"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "68f2ca8425c9abe96d550b9144859afa26476fb7d839fbfb99b4f6e1c3981ebc",
+        "500130 9690 761 948692 61177 45248 99 4927 402523 350 903 73 7 5 3995",
+        "669 | 604 | 528 | 311 | 679 | 793 | 54 | 788 | 201 | 276 | 417 | 268 | 850 | 749 | 32",
+    ],
+)
+def test_what_is_no_language_is_not_taken_for_chinese(text):
+    assert Languages().of(text) == "unsure"
+
+
 def test_an_insult_in_one_language_is_a_word_of_another(tmp_path):
     """Swedish `hora`, Spanish hour."""
     path = write(
