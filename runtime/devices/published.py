@@ -64,6 +64,8 @@ def _products(accelerator: str) -> dict[str, float]:
     return {"products": _PRODUCTS * ACCELERATORS[accelerator].peak_flops}
 
 
+_A100_SXM_80GB = _copies(21) | {"memory": 1_173 * GB, "all-reduce of 8": 228 * GB} | _products("a100")
+
 # Bytes/s of copies and memory, FLOP/s of products, all-reduce over 8 devices.
 _RATES: dict[str, dict[str, float]] = {
     "h200-nvl": _copies(48) | {"memory": 2_212 * GB},
@@ -71,7 +73,8 @@ _RATES: dict[str, dict[str, float]] = {
     "h100-nvl": _copies(48),
     "h100-pcie": _copies(48),
     "h100-80gb": _copies(48) | {"memory": 1_905 * GB, "all-reduce of 8": 460 * GB} | _products("h100"),
-    "a100-sxm4-80gb": _copies(21) | {"memory": 1_173 * GB, "all-reduce of 8": 228 * GB} | _products("a100"),
+    "a100-sxm4-80gb": _A100_SXM_80GB,
+    "a100-sxm-80gb": _A100_SXM_80GB,  # as older drivers call it
     "a100": _copies(21) | _products("a100"),
     "b200": {"memory": 4_072 * GB} | _products("b200"),
 }

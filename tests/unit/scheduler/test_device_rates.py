@@ -63,3 +63,8 @@ def test_a_device_of_the_host_is_never_taken_out_of_use_for_what_its_neighbours_
 def test_published_figures_go_by_the_narrowest_name(name, to_host, products):
     assert published(name).get("to host") == to_host
     assert published(name).get("products") == (None if products is None else pytest.approx(products))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM-80GB"])
+def test_both_names_that_drivers_give_one_form_have_its_figures(name):
+    assert published(name)["memory"] == 1_173e9 and published(name)["all-reduce of 8"] == 228e9
