@@ -36,7 +36,7 @@ def copy_database(source: Path, target: Path) -> int:
 
     `sqlite3.Connection.backup` in one step: the writer of a WAL database goes on (https://www.sqlite.org/backup.html).
     Raises sqlite3.Error."""
-    with closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as read:
+    with closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)) as read:
         return _copied(read, target)
 
 

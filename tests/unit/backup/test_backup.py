@@ -367,6 +367,7 @@ def test_a_restored_box_tells_its_living_keys_wherever_it_is_and_whatever_made_i
     back = BoxPaths.of(tmp_path / "back?a#b%20", tmp_path / "shm")
     restore(place, None, back.data_dir)
     assert live_keys(back.database) == ["first", "next"]
+    assert take(back, DirectoryObjects(tmp_path / "its own", create=True)).bytes
     with closing(sqlite3.connect(back.database)) as older:  # as before keys could end
         older.executescript("DROP INDEX keys_expiring; DROP INDEX keys_expired; ALTER TABLE keys DROP COLUMN expires_s")
     assert live_keys(back.database) == ["first", "next", "past"]
