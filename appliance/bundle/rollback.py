@@ -176,7 +176,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
     lost: dict[str, int] = {}
     back: dict[str, int] = {}
     with _read(database) as connection:
-        connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        connection.execute("ATTACH ? AS before", (f"{copy.absolute().as_uri()}?mode=ro",))
         for table, (told, words) in _COUNTED.items():
             if not connection.execute("SELECT 1 FROM before.sqlite_master WHERE name = ?", (table,)).fetchone():
                 continue
@@ -198,7 +198,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
 def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
     """Owners who have a pseudonym by now."""
     with _read(database) as connection:
-        connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        connection.execute("ATTACH ? AS before", (f"{copy.absolute().as_uri()}?mode=ro",))
         if not all(_has(connection, of, "keys", "owner") for of in ("before", "main")):
             return ()
         found = connection.execute(
@@ -211,7 +211,7 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
 def _endless(database: Path, copy: Path) -> tuple[str, ...]:
     """Keys that have an end by now, which the copy has no place for."""
     with _read(database) as connection:
-        connection.execute("ATTACH ? AS before", (f"file:{copy}?mode=ro",))
+        connection.execute("ATTACH ? AS before", (f"{copy.absolute().as_uri()}?mode=ro",))
         if _has(connection, "before", "keys", "expires_s") or not _has(connection, "main", "keys", "expires_s"):
             return ()
         found = connection.execute(
@@ -225,10 +225,10 @@ def _endless(database: Path, copy: Path) -> tuple[str, ...]:
 def _stays_so(copy: Path, database: Path) -> None:
     """Deletes in the copy what its owners have deleted since, and lets nobody do other things in it than he may now,
     nor for longer. The copy may be of a release that had less in it."""
-    with closing(sqlite3.connect(f"file:{copy}", uri=True)) as connection, connection:
+    with closing(sqlite3.connect(copy.absolute().as_uri(), uri=True)) as connection, connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
-        connection.execute("ATTACH ? AS now", (f"file:{database}?mode=ro",))
+        connection.execute("ATTACH ? AS now", (f"{database.absolute().as_uri()}?mode=ro",))
         told = {**dict.fromkeys(_ALL_IN_ROWS, "id"), **_MAY_USE}
         for table, rows in told.items():
             if all(_has(connection, of, table, rows) for of in ("main", "now")):
@@ -280,7 +280,7 @@ def _columns(connection: sqlite3.Connection, schema: str, table: str) -> set[str
 
 
 def _read(database: Path) -> closing[sqlite3.Connection]:
-    return closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True))
+    return closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True))
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -39,7 +39,7 @@ def releases(tmp_path):
 
 @pytest.fixture
 def data_dir(tmp_path):
-    folder = tmp_path / "box"
+    folder = tmp_path / "box?of #1"  # addresses of databases have them in quotes
     (folder / "files").mkdir(parents=True)
     with Database(folder / DATABASE) as db:
         key(db, "kept")
