@@ -319,8 +319,8 @@ class HostMemory:
         )
 
     async def _look_at_parked(self) -> None:
-        """Only while a job waits: whether it is one whose ranks are there already."""
-        if not self._waiting_jobs:
+        """Only while a job waits, or one's ranks were seen: whether it is one whose ranks are there already."""
+        if not self._waiting_jobs and not self._parked:
             return
         self._parked = frozenset(await self._means.parked.parked(self._node))
         for job_id in self._parked & self._waiting_jobs.keys():

@@ -208,8 +208,8 @@ def slots(
     now_s: float,
     config: SchedulerConfig,
 ) -> list[Slot]:
-    """Every requested replica, most urgent first: the first of each model before the second of any. Versions that are
-    asked by names of their own are further ones of their model, and share its turn: it had as many turns as names.
+    """Every requested replica, most urgent first: the first of each asked model before the second of any. Versions that
+    are asked by names of their own are further ones of their model, and share its turn: it had as many turns as names.
 
     Among first replicas: pinned; models whose turn it is; models that waited longer than a turn (longest first); models
     whose turn is over; models that began to wait; models that want only their minimum. Among later ones: pinned, then
@@ -245,7 +245,7 @@ def slots(
         return not d.pinned, d.model
 
     most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
-    able = _models_first(sorted((d for d in deployments if most[d.model]), key=first_rank))
+    able = _models_first(sorted((d for d in deployments if most[d.model]), key=first_rank), now_s - config.turn_s)
     out: list[Slot] = []
     for nth in range(max(most.values(), default=0)):
         if nth == 1:
@@ -259,8 +259,13 @@ def slots(
     return out
 
 
-def _models_first(ranked: Sequence[DeploymentView]) -> list[DeploymentView]:
-    """The first of each model's versions, then their others; all of them before models that nobody asks."""
+def _models_first(ranked: Sequence[DeploymentView], since_s: float) -> list[DeploymentView]:
+    """The first of each model's versions, then their others; all of them before models that nobody has asked since."""
     first = {deployment.family: deployment for deployment in reversed(ranked)}
+
+    def asked(d: DeploymentView) -> bool:
+        # A moment's pause is no end: each short request to a model beside two asked versions cost two hand-overs.
+        return d.pinned or d.demand.requests > 0 or (d.demand.last_request_s or 0.0) > since_s
+
     # A request for a model's second version waited for ever behind another model's minimum that nobody asked for.
-    return sorted(ranked, key=lambda d: (not (d.pinned or d.demand.requests), first[d.family] is not d))
+    return sorted(ranked, key=lambda d: (not asked(d), first[d.family] is not d))

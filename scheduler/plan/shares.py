@@ -145,6 +145,11 @@ class Shares:
         self.reviews += [
             r.since_s + self._config.turn_s for r in self._plan_input.replicas if r.state == "open" and left <= 0
         ]
+        self.reviews += [
+            last_s + self._config.turn_s
+            for d in self.deployments.values()
+            if left <= 0 and (last_s := d.demand.last_request_s) is not None
+        ]
         for slot in wishes:
             if slot.nth < counts.get(slot.model, 0) or not (slot.wanted or eager):
                 continue

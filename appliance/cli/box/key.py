@@ -245,7 +245,9 @@ def _expires(text: str | None) -> float | str | None:
     except ValueError:
         return moment_to_come("--expires", text)
     except OverflowError:
-        raise BadUsage(f"--expires is {text}, later than a calendar goes; a key without it never ends") from None
+        raise BadUsage(
+            f"--expires is {text}, later than a calendar goes; for a key that never ends give none"
+        ) from None
     return moment_to_come("--expires", day_after.isoformat())
 
 

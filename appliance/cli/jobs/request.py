@@ -109,7 +109,7 @@ def moment_of(option: str, text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except OverflowError:
-        raise BadUsage(f"{option} is {text!r}, later than a calendar goes; leave it out where it is never") from None
+        raise BadUsage(f"{option} is {text!r}, later than a calendar goes") from None
     except ValueError:
         pass
     seconds = seconds_of(text)

@@ -48,9 +48,9 @@ class OwnerBounds(BaseModel):
 
 
 class RetentionSettings(BaseModel):
-    """Days after which housekeeping deletes (no default: never, unless set; a large number is as good as never), and
-    counts beyond which it deletes the oldest, whatever their age. Stored responses and chat completions have
-    `responses_kept_days`."""
+    """Days after which housekeeping deletes (those without a default: never, unless set; for never, set a large
+    number), and counts beyond which it deletes the oldest, whatever their age. Stored responses and chat completions
+    have `responses_kept_days`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

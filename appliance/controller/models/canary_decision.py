@@ -95,7 +95,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
         return Decision("wait", "; ".join(few))
     if left_s > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    compared = voters(new.owners, old.owners)
+    compared, unsure = voters(new.owners, old.owners), None
     for what, of in (("time to first byte", attrgetter("first_byte")), ("duration", attrgetter("duration"))):
         heard = [(new_of, told) for new_of, old_of in compared if (told := p95s(new_of, old_of, of)) is not None]
         found = [told for _, told in heard]
@@ -105,11 +105,12 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
             slow, usual = least.slow_s, least.usual_s
             if waits_for_others and 2 * sum(told.sure for told in slower) <= len(found):
                 # Of ten answers one alone is the 95th percentile: beside a flood of refusals a good version went.
-                return Decision(
+                unsure = unsure or Decision(
                     "wait",
                     f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, that of {stable.version} "
                     f"{usual:.3g} s, by so few that chance may have made them late",
                 )
+                continue
             one = heard[0][0] if len(heard) == 1 else {}
             if len(one) == 1 and any(owner not in one for owner in new.asked):
                 # What others wait for beside his own crowd is not timed: he would decide alone.
@@ -124,7 +125,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, "
                 f"that of {stable.version} {usual:.3g} s{whose}",
             )
-    return Decision(
+    return unsure or Decision(
         "promote",
         f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
         f"requests failed, with {stable.version} {old.errors} of {old.requests}",

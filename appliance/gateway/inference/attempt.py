@@ -19,8 +19,8 @@ class Attempt:
     many were sent and failed before it. deaths: engines that died of those (retry.py counts). lost: replicas that broke
     off under them; echoes: how many broke off at one that had done so before; unreached: how many reached none. alone:
     it goes where no other request stands trial, and stands trial itself. continues: it generates the rest of a stream.
-    moved_from: the replica that it was taken from, empty if from none. refused_by: the version that
-    refused it, a canary's; refusal: what that answered, until another version's answer has begun.
+    moved_from: the replica that it was taken from, empty if from none. refused_by: a canary
+    version that refused it; refusal: its answer, which the client gets if no other version has room.
 
     ticket: while it waits, since held_since_s (0: it never waited) until hold_deadline_s; comment_s: when it is told
     so next. choice, connecting, conn: its replica, and the connection there. reconnects: a connection that was there

@@ -81,7 +81,8 @@ def forget_texts(db: Database, job_id: str) -> None:
 def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
     """{name: what it is called from now on}, of models of the owner's jobs that are not there: the owner wrote them, or
     a suffix in them. (Names of models that are there stay, since others call them by these; so do those that another
-    owner's job is to make, or made.) Names of checkpoints follow their model's. It reads all usage: a thread does."""
+    owner's job is to make, or made.) Names of checkpoints and versions follow their model's. It reads all usage: a
+    thread does."""
     mine = _mine(db, "jobs")
     gone = db.column(
         f"SELECT DISTINCT output_model FROM jobs WHERE {mine}"
@@ -94,10 +95,11 @@ def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
         base, *suffix = name.rsplit(":", 2)
         renamed[name] = f"{base}::{suffix[1]}" if len(suffix) == 2 else f"{pseudonym}-model-{number}"
     for table, column in (("jobs", "model"), *_COSTS, ("energy", "name")):
-        for name in db.column(f"SELECT DISTINCT {column} FROM {table} WHERE instr({column}, '{_CHECKPOINT}')"):
-            model, _, which = name.partition(_CHECKPOINT)
-            if model in renamed:
-                renamed[name] = f"{renamed[model]}{_CHECKPOINT}{which}"
+        for mark in (":ckpt-", "@"):
+            for name in db.column(f"SELECT DISTINCT {column} FROM {table} WHERE instr({column}, '{mark}')"):
+                model, _, which = name.partition(mark)
+                if model in renamed:
+                    renamed[name] = f"{renamed[model]}{mark}{which}"
     return {name: new for name, new in renamed.items() if new != name}
 
 
@@ -115,7 +117,6 @@ def rows_with(db: Database, names: Mapping[str, str]) -> list[tuple[str, str, in
 
 
 _COSTS = (("usage", "model"), ("device_time", "model"))
-_CHECKPOINT = ":ckpt-"
 
 
 def handovers_asked_by(db: Database, owner: str) -> list[str]:

@@ -233,6 +233,12 @@ def test_few_late_answers_are_waited_beyond_and_not_for_ever() -> None:
     few = verdict(OVER_S, 2, 14)
     assert few.verdict == "wait" and "chance" in few.reason
     assert verdict(OVER_S, 12, 14).verdict == "roll back"
+    one_late = Times({bucket(0.1): 13, bucket(9.0): 1}, {bucket(9.0): 14})
+    sides = (
+        Side(name, VersionLoad({"a": of}, {"a": (40, 0)}))
+        for name, of in (("v2", one_late), ("v1", Times({bucket(0.1): 33}, {bucket(1.0): 33})))
+    )
+    assert decide(*sides, terms, OVER_S).verdict == "roll back", "a first byte that chance explains hides no duration"
     assert verdict(OVER_S, 2, 60).verdict == "promote"
     assert verdict(OVER_S + 2 * TERMS.watch_s, 2, 14).verdict == "roll back", "three times as long were not enough"
 

@@ -190,5 +190,8 @@ def test_a_models_second_version_that_is_asked_comes_before_models_that_nobody_a
         return [slot.model for slot in found if slot.wanted]
 
     assert order(least) == ["a:ck", "a", "b"]
+    a_moment_ago = Demand(last_request_s=1005.0 - CONFIG.turn_s / 2)
+    assert order(replace(least, demand=a_moment_ago)) == ["a:ck", "b", "a"], "each short request cost two hand-overs"
+    assert order(replace(least, demand=Demand(last_request_s=1004.0 - CONFIG.turn_s))) == ["a:ck", "a", "b"]
     assert order(replace(least, pinned=True)) == ["b", "a:ck", "a"]
     assert order(replace(least, demand=Demand(inflight=1))) == ["a:ck", "b", "a"], "asked itself, it comes first"
