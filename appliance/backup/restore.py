@@ -17,6 +17,7 @@ from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, NotEmp
 from appliance.backup.manifest import Manifest, SavedFile, chunk_key
 from appliance.backup.take import DATABASE, Report
 from appliance.store.migrator import migrations
+from appliance.store.readers import reading_uri
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects import Objects
 
@@ -55,8 +56,7 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
 
 def live_keys(database: Path) -> list[str]:
     """Names of those with which somebody can ask, in a database that was restored and may be of an older release."""
-    uri = f"{database.absolute().as_uri()}?mode=ro"
-    with closing(sqlite3.connect(uri, uri=True)) as connection:
+    with closing(sqlite3.connect(reading_uri(database), uri=True)) as connection:
         asked = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session"
         values = list[float]()
         if any(column[1] == "expires_s" for column in connection.execute("PRAGMA table_info(keys)")):

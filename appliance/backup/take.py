@@ -27,6 +27,7 @@ from appliance.backup_copies import PREFIX, alone, remove_left
 from appliance.last_backup import LastBackup
 from appliance.paths import BoxPaths
 from appliance.store import copies
+from appliance.store.readers import reading_uri
 from weights.tiers.objects import Objects
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def _identity(paths: BoxPaths) -> str:
     have the same path, and so has a box that was set up again. PLACE alone while there is no key."""
     query = "SELECT id FROM keys WHERE NOT session ORDER BY seq LIMIT 1"
     try:
-        with closing(sqlite3.connect(f"{paths.database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(reading_uri(paths.database), uri=True)) as connection:
             first = connection.execute(query).fetchone()
     except sqlite3.Error as error:
         raise BackupError(f"{paths.database} cannot be copied: {error}") from error

@@ -15,6 +15,7 @@ from appliance.backup.take import DATABASE, end_logins, forget_gone
 from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
+from appliance.store.readers import reading_uri
 
 # Table -> what tells its rows apart, and what people call them.
 _COUNTED = {
@@ -111,9 +112,9 @@ def _way(version: str, known: int, database: Path) -> WayBack:
             f"the database has schema {schema}, release {version} knows it up to {known}, and there is no copy from "
             f"before in {database.parent / FOLDER}: `appliance restore` a backup with release {version}, or stay"
         )
-    _check(copies[-1].path)
-    lost, back, revoked = _compared(database, copies[-1].path)
     copy = copies[-1].path
+    _check(copy)
+    lost, back, revoked = _compared(database, copy)
     return WayBack(version, copies[-1], lost, back, revoked, _forgotten(database, copy), _endless(database, copy))
 
 
@@ -176,7 +177,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
     lost: dict[str, int] = {}
     back: dict[str, int] = {}
     with _read(database) as connection:
-        connection.execute("ATTACH ? AS before", (f"{copy.absolute().as_uri()}?mode=ro",))
+        connection.execute("ATTACH ? AS before", (reading_uri(copy),))
         for table, (told, words) in _COUNTED.items():
             if not connection.execute("SELECT 1 FROM before.sqlite_master WHERE name = ?", (table,)).fetchone():
                 continue
@@ -198,7 +199,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
 def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
     """Owners who have a pseudonym by now."""
     with _read(database) as connection:
-        connection.execute("ATTACH ? AS before", (f"{copy.absolute().as_uri()}?mode=ro",))
+        connection.execute("ATTACH ? AS before", (reading_uri(copy),))
         if not all(_has(connection, of, "keys", "owner") for of in ("before", "main")):
             return ()
         found = connection.execute(
@@ -211,7 +212,7 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
 def _endless(database: Path, copy: Path) -> tuple[str, ...]:
     """Keys that have an end by now, which the copy has no place for."""
     with _read(database) as connection:
-        connection.execute("ATTACH ? AS before", (f"{copy.absolute().as_uri()}?mode=ro",))
+        connection.execute("ATTACH ? AS before", (reading_uri(copy),))
         if _has(connection, "before", "keys", "expires_s") or not _has(connection, "main", "keys", "expires_s"):
             return ()
         found = connection.execute(
@@ -228,7 +229,7 @@ def _stays_so(copy: Path, database: Path) -> None:
     with closing(sqlite3.connect(copy.absolute().as_uri(), uri=True)) as connection, connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
-        connection.execute("ATTACH ? AS now", (f"{database.absolute().as_uri()}?mode=ro",))
+        connection.execute("ATTACH ? AS now", (reading_uri(database),))
         told = {**dict.fromkeys(_ALL_IN_ROWS, "id"), **_MAY_USE}
         for table, rows in told.items():
             if all(_has(connection, of, table, rows) for of in ("main", "now")):
@@ -280,7 +281,7 @@ def _columns(connection: sqlite3.Connection, schema: str, table: str) -> set[str
 
 
 def _read(database: Path) -> closing[sqlite3.Connection]:
-    return closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True))
+    return closing(sqlite3.connect(reading_uri(database), uri=True))
 
 
 def _listed(counts: dict[str, int]) -> str:

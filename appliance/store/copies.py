@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.store.errors import NoRoomForCopy
+from appliance.store.readers import reading_uri
 
 FOLDER = "before-upgrades"  # beside the database
 KEPT = 3
@@ -36,7 +37,7 @@ def copy_database(source: Path, target: Path) -> int:
 
     `sqlite3.Connection.backup` in one step: the writer of a WAL database goes on (https://www.sqlite.org/backup.html).
     Raises sqlite3.Error."""
-    with closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True)) as read:
+    with closing(sqlite3.connect(reading_uri(source), uri=True)) as read:
         return _copied(read, target)
 
 

@@ -32,6 +32,11 @@ Function = tuple[str, int, Callable[..., Any]]
 """Its name in SQL, how many arguments it takes, and what it calls."""
 
 
+def reading_uri(database: Path) -> str:
+    """For sqlite3.connect(…, uri=True) and ATTACH: only to be read. A folder's name may have any character."""
+    return f"{database.absolute().as_uri()}?mode=ro"
+
+
 class Stop:
     """Ends the reading that it is given to: at its next statement, or within the one that runs."""
 
@@ -214,9 +219,8 @@ class Readers:
             self._changed.notify_all()
 
     def _open(self) -> Reader:
-        uri = f"{self._path.absolute().as_uri()}?mode=ro"
         connection = sqlite3.connect(
-            uri, uri=True, isolation_level=None, timeout=self._timeout_s, check_same_thread=False
+            reading_uri(self._path), uri=True, isolation_level=None, timeout=self._timeout_s, check_same_thread=False
         )
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA query_only = ON")

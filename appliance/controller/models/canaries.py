@@ -14,17 +14,16 @@ from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from appliance.controller.access.model_access import no_version, stored_model
+from appliance.controller.access.model_access import caller_of, no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.one_each import OneEach
 from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
-from appliance.controller.interfaces.principal import ADMIN, Principal
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, decide, p95_s
-from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
@@ -63,7 +62,7 @@ class Canaries:
 
     async def _look_at(self, model: str, now_s: float) -> None:
         row, active = self._running(model), stored_model(self._context.db, model).active_version
-        decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"), "")
+        decision, caller = self.decision(row, now_s), caller_of(self._context.db, None)
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from pydantic import Field, create_model
 
+from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
 from appliance.controller.batches.background_responses import BackgroundResponses
@@ -26,7 +27,6 @@ from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERE
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.errors import DuplicateRow
-from appliance.store.ids import new_id
 from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys
 from appliance.store.rows import KeyRow
@@ -107,7 +107,7 @@ class KeyEnds:
         ended = keys.list_ending(self._context.db, time.time())
         try:
             for row in ended:
-                self._stop(Principal(None, frozenset({ADMIN}), new_id("req_"), ""), row.id, "key.expire")
+                self._stop(caller_of(self._context.db, None), row.id, "key.expire")
                 await asyncio.sleep(0)
         finally:
             if ended:
