@@ -55,8 +55,8 @@ class Loads:
             return
         running = [one for one in scheduler.running if one.lora_request]
         full = len({one.lora_request.lora_int_id for one in running}) >= scheduler.lora_config.max_loras
-        # Where all places are taken, room is made for owners who have none (serve.vllm.owner_places), and not for
-        # rollouts.
+        # Where all places are taken, room is made for owners who have none (serve.vllm.fairness.owner_places), and not
+        # for rollouts.
         have = {mark_of(ROLLOUTS), *(owner_in(one.priority) for one in running)} if full else set()
         waiting = [
             (self._of_owners.get(mark, 0), request)

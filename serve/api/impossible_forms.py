@@ -5,8 +5,8 @@ the grammar refuses, and vLLM ends the request with "Internal server error", as 
 compiled. llguidance notes an error and ends the answer before its first token, as if nothing were wrong. So a grammar's
 first tokens are looked at where it is compiled, in its thread, and the client is told.
 
-Other grammars refuse a token later: those that took an engine too long (serve.vllm.step_bounds), and those whose mask
-allows what they do not accept. vLLM ends them with the same words; here that is the form's fault, too.
+Other grammars refuse a token later: those that took an engine too long (serve.vllm.fairness.step_bounds), and those
+whose mask allows what they do not accept. vLLM ends them with the same words; here that is the form's fault, too.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Flip:
 
 
 class FinishingScheduler(Scheduler):
-    """Owns the assignment of requests to weights. owner_of: whose a request is; serve.vllm.owner_places knows."""
+    """Owns the assignment of requests to weights. owner_of: whose a request is, which serve.vllm.fairness.owner_places
+    knows."""
 
     owner_of: Callable[[Request], int] = staticmethod(lambda request: 0)
 

@@ -78,7 +78,7 @@ from serve.api import (
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import mask_turns, owner_places, request_bounds, step_bounds
+from serve.vllm.fairness import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 log = logging.getLogger(__name__)

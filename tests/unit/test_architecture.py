@@ -115,6 +115,7 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
+    "serve.vllm.fairness",
     "serve.api",
     "serve.cpu",
     "serve.adapters",

@@ -15,7 +15,7 @@ from appliance.gateway.http import certificates
 from appliance.nodes import enrolment
 from appliance.store import database, reading_threads
 from runtime.network import newcomers
-from serve.vllm import mask_turns
+from serve.vllm.fairness import mask_turns
 from train.plan import spec
 
 SECURITY = Path(__file__).resolve().parents[2] / "docs" / "security.md"

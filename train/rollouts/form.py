@@ -19,7 +19,7 @@ import xgrammar
 from train.plan.errors import InvalidSpec
 
 _WHITESPACE = 32
-"""The longest run of it in JSON, as engines have it (serve.vllm.step_bounds)."""
+"""The longest run of it in JSON, as engines have it (serve.vllm.fairness.step_bounds)."""
 
 
 class Form:

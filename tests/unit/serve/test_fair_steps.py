@@ -15,7 +15,7 @@ from serve.api import adapter_steps, unfit_requests
 from serve.api.turns import ROLLOUTS, Turns, behind, mark_of, number
 from serve.cpu import finishing_scheduler
 from serve.cpu.finishing_scheduler import FinishingScheduler
-from serve.vllm import owner_places
+from serve.vllm.fairness import owner_places
 
 STEP_S, TOKEN_S = 0.03, 1 / 130
 PROMPTS, LONG = 8, 1700

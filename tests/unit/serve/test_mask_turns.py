@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from serve.cpu.prefill_pace import PrefillPace
-from serve.vllm import mask_turns
-from serve.vllm.mask_turns import MASK, STEP_S, MaskTurns
+from serve.vllm.fairness import mask_turns
+from serve.vllm.fairness.mask_turns import MASK, STEP_S, MaskTurns
 from tests.unit.serve.test_fair_steps import PLACES, Engine
 
 COST_S = 0.034

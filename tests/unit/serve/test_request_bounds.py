@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.worker.gpu.sample import bad_words, logit_bias
 
-from serve.vllm import request_bounds
+from serve.vllm.fairness import request_bounds
 
 
 class Letters:

@@ -27,7 +27,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from serve.api.answer_version import Answer
-from serve.vllm import step_bounds
+from serve.vllm.fairness import step_bounds
 
 # One token for each character, and one of 50 spaces.
 _VOCABULARY = [chr(code) for code in range(32, 127)] + [" " * 50, "\n", "</s>"]

@@ -2,9 +2,8 @@
 and however many there are.
 
 vLLM asks the grammar of each request in a step which tokens may follow, one request after the other, and all requests
-wait for it. serve.vllm.step_bounds bounds one mask, but one owner may have as many requests as the engine has places:
-sixty, with texts of five bounded lengths and a vocabulary of 4,096, took a neighbour's stream from 72 tokens a second
-to 2.5.
+wait for it. step_bounds.py bounds one mask, but one owner may have as many requests as the engine has places: sixty,
+with texts of five bounded lengths and a vocabulary of 4,096, took a neighbour's stream from 72 tokens a second to 2.5.
 
 So each step has only as many of the requests with slow masks as fit into STEP_S, owner by owner; the others wait for a
 later step, and so do new ones. A mask that alone takes longer comes at most half of the time while others are written.
