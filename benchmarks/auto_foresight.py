@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._foresight import Box, Foresight, Reached, work_of
+from benchmarks._traffic import KINDS, at_scale, made
 from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.traffic import KINDS, at_scale, made
 
 LATE = 0.01
 _TRIALS = 6

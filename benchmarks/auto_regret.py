@@ -33,11 +33,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
+from benchmarks._regret import Row, Window, measured
+from benchmarks._traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
 from scheduler.simulator import oracle
-from scheduler.simulator.regret import Row, Window, measured
 from scheduler.simulator.simulate import Figures, Setup
 from scheduler.simulator.trace import Requests, merged
-from scheduler.simulator.traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
 
 Job = tuple[str, list[Traffic], int]
 

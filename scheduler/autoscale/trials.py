@@ -23,7 +23,7 @@ Lazy switching: Kalai and Vempala 2005; Cesa-Bianchi and Lugosi 2006, chapter 4.
 queue of constrained experts (Sinha and Vaze 2025). Against an adversary no policy keeps both the lateness and the
 training of the best constant in hindsight (Mannor et al. 2009): what a trial makes late is bounded, but a burst that
 nothing foretells is late. What of this a comparison with hindsight is granted as a start-up cost stands in
-scheduler/simulator/regret.py; tests/property/test_no_regret.py draws traffic and boxes to look for more.
+benchmarks/_regret.py; tests/property/test_no_regret.py draws traffic and boxes to look for more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`auto` is not beaten by a number in a configuration file: on traffic drawn at random, and boxes of any size, what it
 trains after half an hour is at least 0.99 of what the best split in hindsight trains, at no worse lateness than is
-allowed or possible, but for the start-up cost that theory states (`scheduler.simulator.regret`, docs/scheduler.md).
+allowed or possible, but for the start-up cost that theory states (`benchmarks._regret`, docs/scheduler.md).
 
 Behind `make soak`: a few fixed seeds, and `NO_REGRET_RUNS` (200) of them from `NO_REGRET_SEED` on (by the clock);
 it prints both, and what did not hold.
@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from scheduler.simulator.regret import Row, measured
-from scheduler.simulator.traffic import drawn_box
+from benchmarks._regret import Row, measured
+from benchmarks._traffic import drawn_box
 
 MOST_LOST, MOST_SHORT = 0.01, 0.1
 """Share of the best split's training; points of requests in time."""

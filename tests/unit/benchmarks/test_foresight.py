@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks._foresight import Box, Foresight, work_of
+from benchmarks._traffic import Traffic, made
 from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.traffic import Traffic, made
 
 BOX = Box(4)
 

@@ -6,12 +6,12 @@ from array import array
 
 import pytest
 
+from benchmarks._regret import Window, burst, deviation, measured, window
+from benchmarks._traffic import Traffic
 from benchmarks.auto_regret import bound_hours
 from scheduler.core.config import WhenLate
-from scheduler.simulator.regret import Window, burst, deviation, measured, window
 from scheduler.simulator.simulate import Figures
 from scheduler.simulator.trace import Requests
-from scheduler.simulator.traffic import Traffic
 
 REQUESTS = 1000
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks._traffic import KINDS, Traffic, at_scale, drawn, made
 from scheduler.core.workload import Policy
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.engine import EngineModel
 from scheduler.simulator.simulate import Setup, run_policy, static_shares
 from scheduler.simulator.trace import Requests
-from scheduler.simulator.traffic import KINDS, Traffic, at_scale, drawn, made
 
 
 @pytest.mark.parametrize("name", list(KINDS))

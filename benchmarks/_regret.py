@@ -24,12 +24,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from benchmarks._traffic import Traffic, made
 from scheduler.autoscale.trials import BURST_S, FIRST_BAR_S
 from scheduler.core.config import SchedulerConfig, WhenLate
 from scheduler.core.workload import Policy
 from scheduler.simulator.simulate import Figures, Setup, run_policy
 from scheduler.simulator.trace import Requests
-from scheduler.simulator.traffic import Traffic, made
 
 IN_TIME = 0.99
 LEARNING_S = 1800.0
