@@ -22,6 +22,7 @@ from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import Certificate
 from appliance.last_backup import LastBackup
 from appliance.paths import SHM_MOUNT, BoxPaths
+from appliance.store.readers import reading_uri
 from runtime.devices.kind import DevicesRefused, Reading, Remark
 from runtime.devices.kinds import kind_of
 from runtime.libc import libc
@@ -140,7 +141,7 @@ def _devices(config: BoxConfig) -> tuple[tuple[Device, ...], str]:
 
 def _ending_keys(database: Path) -> tuple[str, ...] | None:
     try:
-        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(reading_uri(database), uri=True)) as connection:
             return tuple(
                 name
                 for (name,) in connection.execute(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import dataclasses
 import logging
 import os
@@ -29,11 +28,10 @@ from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
 from runtime.network.sockets import check_free
 from runtime.processes import garbage
+from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
 
 log = logging.getLogger("appliance.gateway")
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,9 +137,7 @@ def _fork_worker(config: GatewayConfig, beats: Beats, index: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until its loop listens to it
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before, and the kernel would tell nobody
-        os._exit(1)
+    die_with_parent(parent)
     own = dataclasses.replace(
         config,
         name=f"{config.name}-{index}",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from appliance.store.readers import reading_uri
+
 EVENTS_AT_ONCE = 500
 BUSY_S = 5.0
 
@@ -54,7 +56,7 @@ class StoreReader:
     sqlite3.Error."""
 
     def __init__(self, database: Path):
-        self._uri = f"{database.as_uri()}?mode=ro"
+        self._uri = reading_uri(database)
 
     def newest_job(self) -> int:
         """The number of the last job that was made; 0 without any."""

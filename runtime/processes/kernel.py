@@ -25,17 +25,17 @@ class Vitals:
     stopped: bool = False
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that created it ends (prctl(2)).
+def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the thread that created it ends (prctl(2)).
 
     A fork or the exec of a set-uid program loses the request, so every process must make it. The kernel does not report
-    a parent that died before the call, hence the check of the parent's pid.
+    a parent that died before the call, hence the check of the parent's pid (`parent`, if noted before the fork).
     """
-    parent = os.getppid()
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    parent = os.getppid() if parent is None else parent
+    if libc.prctl(_PR_SET_PDEATHSIG, by) != 0:
         raise last_error("prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
 
 
 def life() -> dict[str, int | str]:

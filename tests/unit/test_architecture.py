@@ -388,7 +388,10 @@ def test_the_command_line_is_a_thin_client():
         "locate": ("appliance.DEFAULT_DATA_DIR", "appliance.DEFAULT_PORT"),
         "own_process": ("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
         "box/local": tuple(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
-        "box/up": ("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
+        "box/up": (
+            *("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
+            *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
+        ),
     }
     assert wrong == {f"appliance/cli/{name}.py imports {one}" for name, some in before.items() for one in some}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
 from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.paths import UnsafeFolder, check_closed
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
-_libc = ctypes.CDLL(None)
 
 
 class MainProcess:
@@ -49,13 +47,9 @@ class MainProcess:
                 raise CommandFailed(str(error)) from error
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data_dir.chmod(0o700)
-        parent = os.getpid()
+        from runtime.processes.kernel import die_with_parent  # fenced, for the time of `--help`
 
-        def end_with_command() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
-
+        end_with_command = partial(die_with_parent, os.getpid(), signal.SIGTERM)
         log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if detach else None
         try:
             self._process = subprocess.Popen(

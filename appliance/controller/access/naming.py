@@ -15,6 +15,7 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import CheckpointRow, JobRow, ModelRow, VersionRow
+from weights.format.names import version_name
 
 # Printable ASCII without blanks: names are sent in header lines and paths. No leading dot or slash, no "@" (it
 # separates a version).
@@ -112,7 +113,7 @@ def version_prefix(job: JobRow) -> str:
 
 
 def checkpoint_name(job: JobRow, step: int) -> str:
-    return f"{job.output_model}:ckpt-{version_prefix(job)}step-{step}"
+    return f"{job.output_model}{models.CHECKPOINT_MARK}{version_prefix(job)}{version_name(step)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def resolve(db: Database, name: str) -> Resolved | None:
         model = models.find(db, checkpoint.model)
         version = models.find_version(db, checkpoint.model, checkpoint.version)
         return Resolved(name, model, version, checkpoint=checkpoint) if model and version else None
-    model_name, at, version_name = name.rpartition("@")
+    model_name, at, version_name = name.rpartition(models.VERSION_MARK)
     if at:
         model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
         if model is not None and version is None and version_name in (CHAMPION, CHALLENGER):
@@ -152,7 +153,7 @@ def model_of(db: Database, name: str) -> str:
     if models.find(db, name) is not None:
         return name
     checkpoint = job_records.find_checkpoint(db, name)
-    return checkpoint.model if checkpoint is not None else name.rpartition("@")[0] or name
+    return checkpoint.model if checkpoint is not None else name.rpartition(models.VERSION_MARK)[0] or name
 
 
 def made_by_jobs(db: Database, name: str) -> bool:

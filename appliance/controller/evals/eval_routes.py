@@ -32,6 +32,7 @@ from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Order, WholeLimit, list_object
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
+from appliance.controller.http.strict_body import out_of_bounds
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
@@ -259,12 +260,9 @@ def _check_room(context: ControllerContext, source: Sampled, model: str) -> None
         asked = getattr(said, name, None)
         if asked is not None and longest is not None and asked > longest:
             param = f"data_source.sampling_params.{name}"
-            raise BadRequest(
-                f"Invalid '{param}': integer above maximum value. Expected a value <= {longest}, the context of "
-                f"{shown(model)}, but got {asked} instead.",
-                param=param,
-                code="integer_above_max_value",
-            )
+            whose = f", the context of {shown(model)}"
+            told, code = out_of_bounds(param, "less_than_equal", longest, asked, whose)
+            raise BadRequest(told, param=param, code=code)
 
 
 async def _criteria(

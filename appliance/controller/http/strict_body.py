@@ -98,10 +98,15 @@ def said_of(param: str, first: dict[str, Any]) -> tuple[str, str]:
     if kind in _WANTED and type(given) in JSON_TYPES:
         return not_of_type(param, _WANTED[kind], given), "invalid_type"
     if kind in _BOUNDS:
-        bound, side, sign, code = _BOUNDS[kind]
-        number = "integer" if isinstance(first["ctx"][bound], int) else "decimal"
         # A query has its numbers as texts.
         got = given if isinstance(given, str) and given.lstrip("-").isdigit() and len(given) <= 20 else shown(given)
-        told = f"{number} {side} value. Expected a value {sign} {first['ctx'][bound]}, but got {got} instead"
-        return f"Invalid '{param}': {told}.", f"{number}_{code}_value"
+        return out_of_bounds(param, kind, first["ctx"][_BOUNDS[kind][0]], got)
     return f"Invalid value for '{param}': {first['msg']}; {shown(given)} was given.", "invalid_value"
+
+
+def out_of_bounds(param: str, kind: str, bound: float, got: object, whose: str = "") -> tuple[str, str]:
+    """As `said_of`. kind: of the error, in pydantic's words. whose: what the bound comes from, behind a comma."""
+    _, side, sign, code = _BOUNDS[kind]
+    number = "integer" if isinstance(bound, int) else "decimal"
+    told = f"{number} {side} value. Expected a value {sign} {bound}{whose}, but got {got} instead"
+    return f"Invalid '{param}': {told}.", f"{number}_{code}_value"

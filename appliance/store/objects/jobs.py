@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Unpack
 
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.errors import IllegalTransition, RowNotFound
+from appliance.store.objects.models import CHECKPOINT_MARK, VERSION_MARK
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_PHASES, JobPhase, JobRow, JobWanted
 from appliance.store.table import Table
 
@@ -80,7 +81,7 @@ def list_unfinished_with(db: Database, trained: Collection[str], made: str) -> l
 def list_unfinished_judged_by(db: Database, model: str, names: Collection[str], whole: bool) -> list[JobRow]:
     """Of `list_unfinished`, those whose teacher, or a judge of whose grader, has one of these names. whole: or names a
     version of the model."""
-    marks, at, checkpoint = ", ".join("?" * len(names)), f"{model}@", f"{model}:ckpt-"
+    marks, at, checkpoint = ", ".join("?" * len(names)), f"{model}{VERSION_MARK}", f"{model}{CHECKPOINT_MARK}"
     # A grader may have megabytes: it is parsed only where the model stands in it, as JSON has its name.
     also = (
         " AND EXISTS (SELECT 1 FROM job_judges, json_tree(judge) AS said WHERE job_id = jobs.id"

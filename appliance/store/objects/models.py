@@ -18,6 +18,8 @@ _VISIBLE = (
 )
 
 EVERYBODY = "*"
+VERSION_MARK, CHECKPOINT_MARK = "@", ":ckpt-"
+"""What a public name has between a model and its version (`MODEL@VERSION`) or its checkpoint (`MODEL:ckpt-step-N`)."""
 _TABLE, _VERSIONS = Table("models", ModelRow), Table("versions", VersionRow, "model", "version")
 find, update = _TABLE.find, _TABLE.update
 insert_version, find_version, update_version = _VERSIONS.insert, _VERSIONS.find, _VERSIONS.update

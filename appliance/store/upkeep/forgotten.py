@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from appliance.store import chunks
 from appliance.store.database import Database, sql_list
-from appliance.store.objects import jobs
+from appliance.store.objects import jobs, models
 from appliance.store.records import box, keys
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_EVAL_RUN, UNFINISHED_RESPONSE, KeyRow
 
@@ -95,7 +95,7 @@ def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
         base, *suffix = name.rsplit(":", 2)
         renamed[name] = f"{base}::{suffix[1]}" if len(suffix) == 2 else f"{pseudonym}-model-{number}"
     for table, column in (("jobs", "model"), *_COSTS, ("energy", "name")):
-        for mark in (":ckpt-", "@"):
+        for mark in (models.CHECKPOINT_MARK, models.VERSION_MARK):
             for name in db.column(f"SELECT DISTINCT {column} FROM {table} WHERE instr({column}, '{mark}')"):
                 model, _, which = name.partition(mark)
                 if model in renamed:
