@@ -131,8 +131,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write_all(handle: int, data: bytes) -> int:
-    """Write all of it, synced, or nothing: after a full disk, the next line would else be joined to half a line.
-    Returns how many bytes that are."""
+    """Write all of it, synced, or nothing: half a line on a full disk would be joined to the next one. Returns the
+    number of bytes."""
     before, view = os.fstat(handle).st_size, memoryview(data)
     try:
         while view:

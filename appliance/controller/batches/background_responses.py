@@ -1,8 +1,8 @@
 """Runs background responses on engines like lines of batches, on capacity that interactive requests leave idle.
 
-State that must outlive the controller is in the response's row: the request, while it is unfinished. A restart asks all
-unfinished ones again. While its key's quota or limits by the minute are used up, a response waits. It fails after
-waiting a day, or after three engines died during it.
+State that must outlive the controller is in the response's row: the request, while it is unfinished. After a restart
+all unfinished ones are sent again. A response waits while its key's quota or per-minute limits are used up. It fails
+after waiting a day, or after three engines died during it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BackgroundResponses:
         self._task = self._context.background.keep("background responses", self._run)
 
     async def stop(self) -> None:
-        """What engines have answered is written first: asked again it would be paid for again."""
+        """Write what engines have answered first: a second try would be charged again."""
         if self._task is not None:
             self._task.cancel()
         written = [task for one, (_, task) in self._flying.items() if one in self._answered]
@@ -128,7 +128,7 @@ class BackgroundResponses:
             task.cancel()
         if (sent := self._sent.pop(response_id, None)) is not None:
             key_id, line = sent
-            # Not written here: a key must be revocable on a full disk, too.
+            # Writes nothing: a key must be revocable on a full disk, too.
             self._unpaid += self._metering.left(key_id, line.body["model"], [line])
             self._wake.set()
         self._deaths.forget(response_id)
@@ -136,7 +136,8 @@ class BackgroundResponses:
         self._tell_wants()
 
     def cancel(self, row: ResponseRow) -> ResponseRow:
-        """Cancel it; returns the row afterwards. One that has ended, also since the row was read, stays unchanged."""
+        """Cancel it; returns the row afterwards. A response that has ended, even since the row was read, stays
+        unchanged."""
         standing = responses.standing(self._db, row.id)
         if standing is not None and standing[0] in UNFINISHED_RESPONSE:
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
@@ -145,8 +146,8 @@ class BackgroundResponses:
 
     def revoke(self, key_id: str) -> list[str]:
         """Stop what engines do for a revoked key; returns the ids of its responses. Call it in the transaction that
-        revokes the key. Their rows fail after it, one after the other: 200 of 1 MB held the loop for 4.5 s, and until
-        then no gateway heard that the key was revoked."""
+        revokes the key. Their rows fail afterwards, one by one: 200 rows of 1 MB held the loop for 4.5 s, and the
+        gateways learnt only then that the key was revoked."""
         ids = responses.unfinished_ids(self._db, key_id=key_id)
         for response_id in ids:
             self.forget(response_id)
@@ -155,8 +156,8 @@ class BackgroundResponses:
         return ids
 
     async def revoked_ended(self) -> None:
-        """Returns when the responses of revoked keys have failed, or it takes long: on a full disk it is tried again
-        until it can be written."""
+        """Returns when the responses of revoked keys have failed, or if this takes long: on a full disk the writes are
+        repeated until they succeed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_REVOKED_WITHIN_S):
                 await self._ending.idle()
@@ -176,7 +177,8 @@ class BackgroundResponses:
         return False
 
     def check_followers(self, caller: Principal, size: int) -> None:
-        """Raises ApiError 429 if those whom this caller lets follow hold too much. size: bytes of the response."""
+        """Raises ApiError 429 if the followers that count for this caller's owner hold too much. size: bytes of the
+        response."""
         self._followers.check(caller.owner, 2 * size)
 
     def follow(self, row: ResponseRow, after: int, caller: Principal) -> AsyncIterator[bytes]:
@@ -186,7 +188,7 @@ class BackgroundResponses:
         )
 
     async def _follow(self, response_id: str, after: int, owner: str, held: Held) -> AsyncGenerator[bytes, None]:
-        # On threads: all who follow it hear of its end in one turn of the loop, and each has it read and written.
+        # Done on threads: all followers are told of its end in one turn of the loop, and each reads and writes it.
         db = self._db
         try:
             while (row := await db.read(owner, responses.find, db, response_id)) is not None:
@@ -204,7 +206,7 @@ class BackgroundResponses:
                     return
                 standing = responses.standing(db, response_id)
                 if standing is None or standing[0] != row.status:
-                    continue  # it changed while a thread was at it, and what tells of that was not waited for yet
+                    continue  # it changed while a thread read it, before this task waited for changes
                 if not await self._stored.news(response_id, COMMENT_EVERY_S):
                     yield b": waiting\n\n"
         finally:
@@ -237,7 +239,7 @@ class BackgroundResponses:
 
     def _send_what_may_go(self) -> None:
         held: set[str] = set()  # ids of keys whose limits hold their responses back
-        by_host: dict[str, list[str]] = {}  # the names by which the engines of a model are asked
+        by_host: dict[str, list[str]] = {}  # the names that address a model's engines
         for model in dict.fromkeys(self._waiting.values()):
             by_host.setdefault(self._context.batch_engines.host(model), []).append(model)
         busy = dict[str, Counter[str]]()  # by host: owners of what is there
@@ -248,8 +250,9 @@ class BackgroundResponses:
                 pass
 
     def _send_some(self, names: list[str], busy: Counter[str], held: set[str]) -> bool:
-        """Fill the room that the engines of a model have, which are asked by these names. busy: owners of what is
-        there. True: limits of another key held back what was to go there, so that there is room for others."""
+        """Fill the free capacity of a model's engines, which these names address. busy: owners of the work that is
+        there. Returns True if limits of another key held back a response that was to go there, so that others may take
+        its place."""
         # Batch lines share this room: one response may run beside them, or a long batch would block it for hours.
         lines = {name: self._context.batch_engines.room(name).lines for name in names}
         if max(lines.values()) <= busy.total() and len(busy) != 1:
@@ -271,7 +274,7 @@ class BackgroundResponses:
         return len(held) > held_before
 
     def _may_go(self, response_id: str, model: str, claim: _Claim, held: set[str]) -> bool:
-        """Whether its key's limits allow it now; charges them if so. One that they will not allow in time fails; if it
+        """Whether its key's limits allow it now; charges them if so. It fails if they will not allow it in time; if it
         waits for them, its key is added to `held`."""
         key = keys.find(self._db, claim.key_id) if claim.key_id else None
         refusal = self._metering.refusal(key, model, claim.expires_s)
@@ -280,7 +283,7 @@ class BackgroundResponses:
             if row is not None:
                 code = "rate_limit_exceeded" if refusal.status == 429 else "invalid_prompt"
                 self._fail(row, code, str(refusal.body["error"]["message"]))
-            self.forget(response_id)  # last: what a full disk does not take is tried again
+            self.forget(response_id)  # last: a write that fails on a full disk is repeated
             return False
         if self._metering.waits_for(key, claim.tokens, response_id, "", lambda: claim.most):
             held.add(claim.key_id)
@@ -337,16 +340,18 @@ class BackgroundResponses:
 
     @asynccontextmanager
     async def _in_turn(self) -> AsyncIterator[None]:
-        """Around what is done with one row, which may have 4 MB. One after the other, with the loop free for as long in
-        between: all that engines have room for begin at once, and may end so: 32 held the loop for 1.8 s."""
+        """Around the work on one row, which may have 4 MB. Rows take turns, and the loop is free for as long in
+        between: as many responses as engines have room for begin at once, and may end at once; 32 of them held the loop
+        for 1.8 s."""
         async with self._turn:
             began_s = time.monotonic()
             yield
             await asyncio.sleep(time.monotonic() - began_s)
 
     async def _ends(self, response_id: str, end: Callable[[], None]) -> None:
-        """Nothing happens if it is cancelled or deleted before its turn: this task is, too. What cannot be written, on
-        a full disk, is tried again: left as it was, it kept its place at an engine and was in progress for a day."""
+        """Nothing happens if it is cancelled or deleted before its turn, because this task is cancelled, too. A write
+        that fails on a full disk is repeated: without that, the response kept its place at an engine and was in
+        progress for a day."""
         while not await self._has_ended(response_id, end):
             await asyncio.sleep(LOOK_EVERY_S)
 

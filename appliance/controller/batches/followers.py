@@ -1,5 +1,5 @@
-"""Bounds what followers of one owner's responses hold: one who does not read keeps the response as an object, and one
-event of it."""
+"""Bounds the memory that followers of one owner's responses hold: a follower who does not read keeps the response as an
+object, and one event of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TOO_MANY = "too_many_streams"
 
 
 def followed_bytes(response: str) -> int:
-    """What one who follows it holds: the response as an object, whose texts may have four bytes for a character, and
-    one event of it."""
+    """What one follower holds: the response as an object, whose texts may have four bytes for a character, and one
+    event of it."""
     return 2 * sys.getsizeof(response)
 
 
@@ -73,9 +73,9 @@ class Followers:
     ) -> AsyncGenerator[bytes, None]:
         """The events of one more follower, who is counted from now on. Raises ApiError 429.
 
-        Counted only once the first event was asked for, any number that came together passed the bound."""
+        (When followers were counted only from their first event on, any number that came together passed the bound.)"""
         self.check(owner, size)
         held = Held(self, owner, size)
         found = events(held)
-        when_gone(found, held.leave)  # one that is never asked for an event has no end of its own
+        when_gone(found, held.leave)  # a generator that is never asked for an event does not end by itself
         return found

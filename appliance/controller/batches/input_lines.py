@@ -27,8 +27,8 @@ CONVERSING = ("/v1/chat/completions", "/v1/responses")
 _MAX_CUSTOM_ID = 512
 _EMBEDDINGS = "/v1/embeddings"
 _MOST_INPUTS = 128
-"""Their vectors come as one answer, which is parsed and written in one go on the controller's loop: 2,048 with 4,096
-numbers each are 170 MB."""
+"""All vectors come in one answer, which is parsed and written in one go on the controller's loop: 2,048 vectors of
+4,096 numbers are 170 MB."""
 _MAX_ERRORS = 100
 _MOST_SAID = 500  # characters
 # In addition to lines with requests, so that a file of 8 GiB of line ends blocks nobody.
@@ -48,7 +48,8 @@ _DIGEST_BYTES = 16
 
 
 def digest_of(custom_id: str) -> bytes:
-    """What stands for it in memory: 50,000 of them have 100 MB, and an owner has 32 batches that wait for days."""
+    """What represents it in memory: 50,000 whole lines take 100 MB, and an owner may have 32 batches that wait for
+    days."""
     return hashlib.blake2b(custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -79,7 +80,7 @@ class Lines:
         self.sizes.append(line.size)
 
     def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
-        """Short, whatever it names: errors are kept with the batch, and count for nobody."""
+        """Short, whatever it names: errors are kept with the batch and count towards nobody's limit."""
         short = message if len(message) <= _MOST_SAID else f"{message[:_MOST_SAID]}…"
         self.errors.append({"code": code, "line": line, "message": short, "param": param})
 
@@ -165,7 +166,7 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     if not isinstance(data, dict):
         raise BadLine("invalid_json_line", "This line is not a JSON object.")
     if is_deeper(data, Limits().json_depth + 1):
-        # Parsed it can be, but not written again for an engine.
+        # It can be parsed, but not be written again for an engine.
         raise BadLine("invalid_json_line", f"The body is nested deeper than {Limits().json_depth} levels.", "body")
     for name in ("custom_id", "method", "url", "body"):
         if name not in data:

@@ -3,8 +3,7 @@ to a direct request.
 
 A direct request over a limit is refused, because its client can retry; a line waits here, as long as its batch has
 time, and so does a response in background. Both have buckets of their own: a batch does not slow down direct requests
-of the same key. There is one Metering of the controller: all that waits for a key's limits shares
-one allowance.
+of the same key. The controller has one Metering, so that all work that waits for a key's limits shares one allowance.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from appliance.store.rows import BatchRow, KeyRow
 BYTES_PER_TOKEN = 4
 _UNBOUNDED = 1 << 20
 _OF_NO_LENGTH = 4096
-"""Tokens of an answer whose length nobody says, as far as they count against a quota while it is written."""
+"""Tokens that count against a quota while an answer of unknown length is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class Metering:
     def refusal(
         self, key: KeyRow | None, model: str, expires_s: float, *, needs_scope: bool = True
     ) -> EngineAnswer | None:
-        """The answer that lines with time until `expires_s` get instead of an engine's; None: they may be sent, once
-        `waits_for` says so. needs_scope: a job asks the model that it trains without the scope of inference."""
+        """The answer that lines with time until `expires_s` get instead of an engine's; None if they may be sent, once
+        `waits_for` allows it. needs_scope: a job asks the model that it trains without the scope of inference."""
         if key is None:
             return None
         if needs_scope and not allow(key.scopes, INFERENCE):
@@ -97,8 +96,8 @@ class Metering:
     ) -> str:
         """Why a line of this many tokens may not go now; empty if it may, and then the allowance is charged for it.
 
-        asked: what it may cost at most, which counts against its key's quota from then on until `returned`. What it
-        costs is known at its end only: all that engines were at went past the quota. One alone may."""
+        asked: what it may cost at most, which counts against its key's quota from then on until `returned`. (Its cost
+        is known only at its end: without this, all lines at engines together went past the quota. One alone may.)"""
         if key is None:
             return ""
         left, until_s = quota_of(self._db, key, time.time())
@@ -120,8 +119,8 @@ class Metering:
         return ""
 
     def returned(self, key_id: str | None, asker: str, line: str | None = None) -> None:
-        """No engine is at it any more, or at any line of its asker; call it however it ends, once it was charged where
-        it is."""
+        """No engine works on it any more, or on any line of its asker. Call this however it ends, after it was charged
+        if it is."""
         askers = self._at_engines.get(key_id or "", {})
         if line is not None:
             askers.get(asker, {}).pop(line, None)
@@ -131,7 +130,8 @@ class Metering:
             self._at_engines.pop(key_id or "", None)
 
     def give_back(self, key: KeyRow | None, tokens: int) -> None:
-        """What `waits_for` charged for a line that its engine gave back unanswered: it will be charged again."""
+        """Give back what `waits_for` charged for a line that its engine returned unanswered: it will be charged
+        again."""
         if key is not None:
             self._allowance(key).correct(tokens, 0)
 
@@ -159,13 +159,13 @@ class Metering:
             self._spending.take(rows)
 
     def left(self, key_id: str, model: str, lines: list[Sent]) -> list[dict[str, Any]]:
-        """For `pay`: lines that their owner recalled, or whose key was revoked, while engines processed them.
+        """For `pay`: lines that their owner cancelled, or whose key was revoked, while engines processed them.
 
         No engine reports their cost. Charge the estimated prompt and the tokens that the model writes in that time, at
         most what was requested; otherwise cancelling in time would make computation free."""
         rows = []
         for line in lines:
-            # Not checked once more: of the lines of eight engines that took the loop seven seconds.
+            # The body is not checked again: for the lines of eight engines that took the loop seven seconds.
             asked = asked_of(line.url, line.body, line.size)
             written = self._rate.written(model, asked.sequences, time.monotonic() - line.at_s)
             rows.append(spent_by(key_id, model, "", asked.prompt_tokens, min(written, asked.completion_tokens)))
@@ -195,7 +195,7 @@ def spent_by(
 
 
 def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:
-    """As `check_body(...).asked` of a body of `size` bytes that has passed it; of one that has not, no more."""
+    """As `check_body(...).asked` of a body of `size` bytes that has passed it; at most that for a body that has not."""
     prompt = body.get("prompt")
     several = url == "/v1/completions" and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     sequences = (len(prompt) if several else 1) * max(_count(body, "n"), _count(body, "best_of"))

@@ -1,8 +1,8 @@
 """Runs all unfinished batches: resumes them when the box starts, and orders their access to engines.
 
-One task per batch, all on the controller's loop. Batches send lines while the engines have room
-(`ports.BatchEngines`), several owners taking turns, and each owner's oldest batch at the same engines first, by
-whatever names they ask them.
+One task per batch, all on the controller's loop. Batches send lines while the engines have room (`ports.BatchEngines`),
+several owners taking turns, and each owner's oldest batch at the same engines goes first, by whatever names the batches
+address them.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class BatchRunner:
 
     def returned(self, work: BatchWork) -> None:
         """A line came back, and its batch stores it: it may be another owner's turn. Only the one batch of each owner
-        that may send is woken: waking all of them, 160 of five owners, took the loop 50 ms for each line."""
+        that may send is woken: to wake all, 160 of five owners, took the loop 50 ms per line."""
         work.wake.set()
         self._wake_first(work.host)
 
     def gives_way(self, work: BatchWork) -> None:
-        """It sends no more just now: another one of its owner may."""
+        """It sends no more for now; another batch of its owner may."""
         self._wake_first(work.host)
 
     def is_behind(self, asking: BatchWork) -> bool:

@@ -1,15 +1,15 @@
 """Decides what batches may take. Pure: a batch yields to interactive requests and to training.
 
 An awake engine takes lines while interactive requests leave it idle, in every mode: it holds its devices anyway. One
-line of a model goes on beside them, however many there are: somebody with four streams kept everybody's batches,
-responses in background and judges waiting for as long as he liked. A model without an awake engine is woken for a
+line of a model runs beside any number of interactive requests: without it, somebody with four open streams kept
+everybody's batches, background responses and judges waiting without end. A model without an awake engine is woken for a
 batch only if that takes nothing from others:
 
 - mode serve and split: the devices belong to serving; while no other model has requests, or a device is free;
 - mode auto: the same, but only while no job wants devices;
 - mode train: never. A batch waits for another mode, or until an interactive request wakes an engine.
 
-Rollouts of a job that trains take no device from training either, their own job's least of all: `may_wake_to_sample`.
+Rollouts of a training job take no device from training either, above all none of their own job: `may_wake_to_sample`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def room(
 
 
 def at_least_one(found: BatchCapacity) -> BatchCapacity:
-    """What batches get of open engines with this room: one line beside whatever interactive requests there are."""
+    """What batches get of open engines with this free capacity: at least one line, whatever interactive requests there
+    are."""
     return found if found.lines else BatchCapacity(1, found.why)
 
 
@@ -53,8 +54,8 @@ def slots(
     """How many lines each owner may send now to engines that process so many, given how many each wants: one by one to
     the owner with fewest there; ties go to who sent least recently. last_sent: a number that grows with each line sent.
 
-    Where all that is there is one owner's, another one sends a line beside it: he waited until one of these had ended,
-    each as long as an answer may be."""
+    Where one owner has all lines, another owner sends one line beyond the limit: otherwise he would wait until one of
+    them ended, each as long as an answer may be."""
     given: Counter[str] = Counter()
     there = [owner for owner, number in flying.items() if number]
     free = lines - sum(flying.values())

@@ -75,9 +75,8 @@ class Turns(Protocol):
 
 class BatchWork:
     """One batch. `left`: numbers of lines not yet sent (or returned), in order; `flying`: tasks of those at engines, by
-    custom_id;
-    `stopped_by`: the key limit that holds back the next line, empty if none does; `host`: the model on whose engines
-    its lines are, as of its last look."""
+    custom_id; `stopped_by`: the key limit that holds back the next line, empty if none does; `host`: the model whose
+    engines had its lines when it looked last."""
 
     def __init__(self, context: ControllerContext, batch_id: str, runner: Turns):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
@@ -115,14 +114,14 @@ class BatchWork:
             await self._pay_after_failure()
             raise
         finally:
-            # Unpaid where the box itself ends: the next run of the controller asks these lines again.
+            # Not charged where the box itself ends: the next run of the controller sends these lines again.
             await self._recall()
             self.answers.close()
             self._context.quotas.answers_hold(self.batch_id, self.owner, 0)
 
     async def _pay_after_failure(self) -> None:
-        """Charge for what engines have computed, answers that could not be stored included: the batch has failed, and
-        its lines are not asked again."""
+        """Charge for what engines have computed, including answers that could not be stored: the batch has failed, and
+        its lines are not sent again."""
         self._pay_for(await self._recall())
         charges, self._charges = self._charges, []
         key = keys.find(self._db, self.key_id) if self.key_id is not None else None
@@ -238,8 +237,7 @@ class BatchWork:
         return None
 
     async def _call_back(self) -> None:
-        """Recall the lines from the engines, charge for what these have computed of them, and keep the answers so
-        far."""
+        """Cancel the lines at the engines, charge for what has been computed of them, and keep the answers so far."""
         self._pay_for(await self._recall())
         await self._store_answers()
 
@@ -270,8 +268,9 @@ class BatchWork:
                 wait.cancel()
 
     def _send_what_may_go(self, source: Any) -> bool:
-        """As many lines as engines have room for and the key's limits allow; lines it may not ask get an error here.
-        True: there may be room for more, but others come first, since a line takes as long to read as it is."""
+        """Send as many lines as engines have room for and the key's limits allow; lines that the key may not send get
+        an error here. Returns True if there may be room for more, but others come first: a long line takes long to
+        read."""
         self.host = self._context.batch_engines.host(self.model)
         if self._runner.is_behind(self):
             self.stopped_by = ""
@@ -311,7 +310,8 @@ class BatchWork:
         return False
 
     def _why_no_room(self) -> str:
-        """Why no more answers may be written; empty if they may. Looked for now and then: it sums up what there is."""
+        """Why no more answers may be written; empty if they may. Checked only now and then, because it sums up all that
+        is stored."""
         now_s, grown = time.monotonic(), self.answers.bytes - self._looked_at
         if now_s - self._looked_for_room_s >= LOOK_EVERY_S or grown > min(self._kept_free, _LOOK_AFTER_BYTES):
             self._looked_for_room_s, self._looked_at = now_s, self.answers.bytes
@@ -328,8 +328,8 @@ class BatchWork:
         return input_lines.parse(source.read(line.size))
 
     async def _send(self, number: int, custom_id: str, request: dict[str, Any]) -> None:
-        """Invariant: whatever comes of it, the line is no longer among those at engines, whose places are everybody's;
-        the line is answered, left, or the batch fails of it."""
+        """Invariant: however it ends, the line no longer counts as being at an engine, whose places everybody shares;
+        it is answered or left to be sent again, or the batch fails."""
         request_id = new_id("req_")
         try:
             size = len(orjson.dumps(request["body"]))
@@ -382,7 +382,7 @@ class BatchWork:
         ready, self._ready = self._ready, []
         if ready:
             await self._append(ready)
-            # After they are stored: lines lost in a crash are asked again, and nothing is charged twice.
+            # Only after they are stored: lines lost in a crash are sent again, and nothing is charged twice.
             stored, waiting = list[Charge](), list[Charge]()
             for charge in self._charges:
                 (stored if self.answers.has(digest_of(charge.custom_id)) else waiting).append(charge)
@@ -435,7 +435,7 @@ class BatchWork:
         remove_bytes(self._context.batches_dir, row.id)
 
     async def _expire(self) -> None:
-        """An error for each line that has no answer. Their custom_ids are read some at a time."""
+        """Store an error for each line that has no answer. Their custom_ids are read some at a time."""
         self.left.clear()
         unanswered = deque(n for n in range(len(self._lines)) if not self.answers.has(self._lines.digest(n)))
         with open(self._input_path(self._row()), "rb") as source:
@@ -475,7 +475,7 @@ class BatchWork:
 
 
 def _most(read: Callable[[], dict[str, Any]], size: int) -> int:
-    """What a line may cost at most, which is asked only where its key has a quota."""
+    """What a line may cost at most; called only where its key has a quota."""
     request = read()
     return most_of(request["url"], request["body"], size)
 

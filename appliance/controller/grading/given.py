@@ -29,8 +29,8 @@ _LIMITS, _CHAT = Limits(), resolve(b"POST", b"/v1/chat/completions")
 
 
 def grader_of(context: ControllerContext, given: Any, caller: Principal, param: str = "grader") -> Grader:
-    """Raises BadRequest for what is not a grader, or one that this machine cannot run; Forbidden and NotFound for one
-    that asks a model which the caller may not ask."""
+    """Raises BadRequest for what is not a grader, or for one that this machine cannot run; Forbidden and NotFound for
+    one that asks a model that the caller may not ask."""
     try:
         grader = parse(given)
     except MissingField as error:
@@ -41,7 +41,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     except InvalidGrader as error:
         path = f"{param}.{error.param}" if error.param else param
         raise BadRequest(f"Invalid '{path}': {error.message}.", param=path, code="invalid_grader") from None
-    models, forms = set[str](), set[bytes]()  # looked at: the judges of one grader mostly ask the same
+    models, forms = set[str](), set[bytes]()  # already checked: the judges of one grader mostly ask the same model
     for name, leaf in leaves(grader).items():
         if isinstance(leaf, Python) and (why := sandbox.refusal()):
             raise BadRequest(f"{why[:1].upper()}{why[1:]}.", param=param, code="python_graders_unavailable")
@@ -58,7 +58,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
 
 
 async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, param: str) -> None:
-    """Raises BadRequest for code of python graders that cannot grade, ApiError where the box could not look."""
+    """Raises BadRequest for code of python graders that cannot grade, ApiError where the box could not check it."""
     if not (code := sources(grader)):
         return
     try:
@@ -72,7 +72,7 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
 
 
 async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Principal, param: str) -> None:
-    """Raises BadRequest for what is no JSON schema, ApiError where the box could not look."""
+    """Raises BadRequest for what is no JSON schema, ApiError where the box could not check it."""
     try:
         refused = await hosts.refused_schema(caller.owner, schema)
     except ForkBroke as error:
@@ -84,8 +84,8 @@ async def check_schema(hosts: GraderHosts, schema: Mapping[str, Any], caller: Pr
 
 
 async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: str) -> None:
-    """Of a `response_format` whose kind and shape are checked elsewhere its schema: engines and ranks read it only when
-    they write the first answer. Raises as `check_schema` does."""
+    """Checks the schema of a `response_format` (its kind and shape are checked elsewhere): engines and ranks read the
+    schema only when they write the first answer. Raises as `check_schema` does."""
     if isinstance(given, Mapping) and given.get("type") == "json_schema":
         inside = "json_schema.schema" if "json_schema" in given else "schema"  # as Responses write it
         named = given.get("json_schema", given)
@@ -94,7 +94,7 @@ async def check_form(hosts: GraderHosts, given: Any, caller: Principal, param: s
 
 
 def not_looked_at(what: str, error: WorkerBroke) -> ApiError:
-    """The worker broke by itself, which is no fault of what it was asked."""
+    """The worker broke by itself; the request is not at fault."""
     return ApiError(503, f"{what} was not checked: {error}. Please retry.", kind="server_error", code="grader_not_run")
 
 
@@ -149,8 +149,8 @@ def _expression_in(schema: Any) -> str:
 
 
 def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Checks once whether an engine takes a chat completion with these fields, not again for each of 10,000 items: a
-    check takes up to 50 ms. as_said: what a client calls a field that it did not write. Raises BadRequest."""
+    """Checks whether an engine takes a chat completion with these fields: once, and not for each of 10,000 items,
+    because a check takes up to 50 ms. as_said: what a client calls a field that it did not write. Raises BadRequest."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}], **fields}
     try:
         check_body(_CHAT, orjson.dumps(body), _LIMITS)

@@ -94,7 +94,7 @@ def _result(grader: Grader, graded: Graded) -> dict[str, Any]:
             "scores": graded.sub_rewards or {grader.name: graded.reward},
             "token_usage": tokens if models else None,
             "sampled_model_name": ", ".join(sorted(models)) or None,
-            # Not in OpenAI's type: what went wrong, in words.
+            # OpenAI's type does not have this: what went wrong, in words.
             "messages": graded.messages,
         },
         "model_grader_token_usage_per_model": {

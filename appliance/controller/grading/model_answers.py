@@ -31,15 +31,16 @@ URL = "/v1/chat/completions"
 ASKER = "graders"
 LOOK_EVERY_S = 0.5
 REFUSED_EVERY_S = 4.0
-"""How often it is asked whether a question that waits for an engine, or is at one, may still be asked. Looking at each
-one whenever anything changes, as all that wait do for room, took the loop 70 ms for 384 questions, each with its key
-and its model."""
+"""How often a question that waits for an engine, or is at one, is checked: whether it may still be asked. Checking each
+one at every change, as waiting ones do for free capacity, took the loop 70 ms for 384 questions, each with its key and
+its model."""
 LIMITED_EVERY_S = 0.5
-"""The limits of a key that hold one of its questions back are asked for none of its others before that, in the order in
-which they came: 384 of one key that had its minute's requests took the loop 70 ms whenever anything changed."""
+"""After a key's limits have held one of its questions back, they are not asked about its other ones until this time has
+passed; then in the order in which those came. Otherwise 384 questions of one key without requests left in its minute
+took the loop 70 ms at every change."""
 MAX_OF_A_KEY = 16
-"""Questions of one key to one model at the same time: everybody who waits for an engine looks again at every change,
-and a run may ask 256 things at once."""
+"""Questions of one key to one model at the same time: each one that waits for an engine looks again at every change,
+and a run may ask 256 questions at once."""
 
 
 class ModelAnswers:
@@ -49,8 +50,8 @@ class ModelAnswers:
         self._context, self._db = context, context.db
         self._metering = metering
         self._asking: Counter[str] = Counter()
-        # By the model on whose engines they are, or are to be: owners of those that are there; of those that wait for a
-        # place, their keys with the owners of these.
+        # By the model whose engines they are at or wait for: owners of the questions at engines; and for those that
+        # wait, their keys with the owners.
         self._flying: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._waiting: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
         self._last_sent: dict[str, int] = {}
@@ -58,14 +59,14 @@ class ModelAnswers:
         self._held_until_s: dict[str, float] = {}  # keys whose limits held a question back, on the monotonic clock
 
     async def ask(self, key_id: str | None, body: dict[str, Any], within_s: float) -> ModelAnswer:
-        """The answer to a conversation, or in `error` why there is none within this time; never raises for what a model
-        or a limit does. key_id: None for the box itself, which has no limits."""
+        """The answer to a conversation, or in `error` why there is none within this time; never raises for a model's
+        fault or a limit. key_id: None for the box itself, which has no limits."""
         model = str(body["model"])
         answer = await self.answer(key_id, URL, body, within_s)
         return ModelAnswer(model=model, error=answer) if isinstance(answer, str) else _read(model, answer)
 
     async def answer(self, key_id: str | None, url: str, body: dict[str, Any], within_s: float) -> EngineAnswer | str:
-        """Like `ask`: what an engine answers on this route, or why none does."""
+        """Like `ask`, for any route: what an engine answers, or why none does."""
         model = str(body["model"])
         self._asking[model] += 1
         self._tell_wants()
@@ -131,7 +132,8 @@ class ModelAnswers:
     async def _place(
         self, key_id: str | None, model: str, url: str, limits: Callable[[KeyRow], str], expires_s: float
     ) -> KeyRow | None | str:
-        """Waits until it may go to an engine, and charges its key's limits then. Returns its key, or why it may not."""
+        """Waits until the question may go to an engine, and then charges its key's limits. Returns its key, or why it
+        may not."""
         key = keys.find(self._db, key_id) if key_id is not None else None
         asker, asks_again_s = (key_id or "", key.owner if key else ""), 0.0
         with self._counted(self._waiting, model, asker):
@@ -170,7 +172,7 @@ class ModelAnswers:
         return why_not_asked(self._db, key_id, model, chats=url == URL)
 
     async def _ended_while_allowed(self, asked: asyncio.Task[Any], forbidden: Callable[[], str]) -> str:
-        """Returns when it has ended, or why it was ended: its key may not ask this any more."""
+        """Returns when the question has ended; if it was stopped, why: its key may not ask this any more."""
         try:
             while not asked.done():
                 await asyncio.wait([asked], timeout=REFUSED_EVERY_S * random.uniform(0.5, 1.5))  # noqa: S311

@@ -18,8 +18,8 @@ from train.graders.hosts import GraderHosts
 from train.graders.templates import Sample
 
 MOST_REWARD = 1e9
-"""The largest reward: ranks learn in float32, where the squares of gradients from larger ones overflow and the loss is
-no number any more."""
+"""The largest reward: ranks learn in float32, where the squared gradients of larger rewards overflow and the loss
+becomes NaN."""
 
 
 class RolloutGrading:
@@ -27,10 +27,10 @@ class RolloutGrading:
         self._db, self._hosts, self._answers, self._saying = context.db, hosts, answers, saying
 
     async def grade(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """{"rewards", "errors"} of the question's "samples", {"text", "tools"?, "item"}, in their order. One that the
-        box could not grade, or whose reward is beyond MOST_REWARD, has None; one that the grader failed at has 0. An
-        answer that is not JSON where JSON is read, or lacks what is read of it, is no error, but what the model has to
-        learn. {"failed"}, in words, where the job cannot go on."""
+        """{"rewards", "errors"} of the question's "samples", {"text", "tools"?, "item"}, in their order. The reward is
+        None for a sample that the box could not grade or whose reward is beyond MOST_REWARD, and 0 where the grader
+        failed. It is no error if an answer is not JSON although JSON is expected, or lacks an expected field: the model
+        has to learn that. {"failed"}, in words, where the job cannot go on."""
         samples = question["samples"]
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
@@ -55,7 +55,8 @@ class RolloutGrading:
     def _say_what_failed(
         self, job_id: str, graded: list[Graded], rewards: list[float | None], errors: list[str]
     ) -> None:
-        """The job says the first kind of failure that it has not said last: a step's event has their share alone."""
+        """The job reports the first kind of failure that differs from its last report: a step's event has only their
+        share."""
         first = next((place for place, why in enumerate(errors) if why), None)
         if first is None:
             self._saying.nothing_failed(job_id)

@@ -1,8 +1,8 @@
-"""Has the rollouts of a job that trains sampled by engines of its base: on what interactive requests leave idle, in as
-many requests at once as lines of batches would have, and in an engine's queue behind everybody.
+"""Lets engines of the base model sample a training job's rollouts: on capacity that interactive requests leave idle,
+with as many requests at once as a batch may have lines, and behind everybody in an engine's queue.
 
-A question names the version that answers it. One that is asked `in_flight` goes on by the newest version that the job
-has asked about: as soon as a question names a newer one, what older ones are writing is interrupted where it is.
+A question names the version that answers it. A question that is asked `in_flight` continues on the newest version that
+the job has asked about: as soon as a question names a newer one, answers by older ones are interrupted where they are.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from serve.core import sampling
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""Without any answer, before the ranks sample what is left: meanwhile the job's devices stand still."""
+"""How long without any answer, before the ranks sample the rest themselves: the job's devices stand still meanwhile."""
 MOST_AT_ONCE = 256
-"""Requests of one question, whatever engines have room for."""
+"""The most requests of one question at a time, however much capacity engines have."""
 LOOK_EVERY_S, WANTS_EVERY_S = 0.5, 10.0
 TRIES = 5
 """How often one request is tried, each time at an engine that was then wanted for something else."""
 MOST_DEATHS = 2
-"""Engines that end while they sample for a job, before its ranks sample: whatever it brings that ends them, its prompts
-or what it has learnt, comes again with each step, and other requests of these engines end with them."""
+"""So many engines may die while they sample for a job; after that its ranks sample. The cause, its prompts or its
+weights, comes back with each step, and other requests of these engines are lost with them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Question:
     """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
-    at moved_s. flying: its requests at engines, by their ids, each with the version that answers; taken: the room
-    of engines that they take, in requests. why: no further request is made. died: an engine did, with a request of it;
-    counted: so it did with one of another question. spent: rows for Metering."""
+    at moved_s. flying: its requests at engines, by their ids, each with the version that answers; taken: the room of
+    engines that they take, in requests. why: no further request is made. died: an engine died with one of its requests;
+    counted: that engine was already counted for another question. spent: rows for Metering."""
 
     job_id: str
     key_id: str
@@ -82,7 +82,7 @@ class RolloutSampling:
         self._metering = metering
         self._asking: defaultdict[str, list[_Question]] = defaultdict(list)
         self._newest: dict[str, str] = {}
-        self._moved = asyncio.Event()  # set, and another, when a request has ended or a question has no more
+        self._moved = asyncio.Event()  # set and replaced when a request has ended or a question has no more
         self._gave_up: set[str] = set()  # jobs whose last question met no engine
         self._deaths: Counter[str] = Counter()  # of engines, by job
 
@@ -100,8 +100,8 @@ class RolloutSampling:
 
     async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs", "spans"}], "why"}: the answers that engines gave to a
-        question of train.rollouts.asked, and why there are no more; "" where all are there. An answer is whole or left
-        out; its spans are [version, tokens], the first one first."""
+        question of train.rollouts.asked, and why there are no more; "" if all are there. An answer is whole or left
+        out; its spans are [version, tokens] in order."""
         if self._deaths[job_id] >= MOST_DEATHS:
             return {"samples": [], "why": f"{MOST_DEATHS} engines ended while they sampled for it"}
         if asked["room"] > sampling.LONGEST:
@@ -137,7 +137,7 @@ class RolloutSampling:
         return {"samples": question.samples, "why": question.why}
 
     def _moves_on(self, question: _Question) -> list[str]:
-        """The requests that its version, if it is newer than the job's others, interrupts."""
+        """The requests that its version interrupts, if it is newer than the job's others."""
         job_id, version = question.job_id, question.asked["policy"]["version"]
         before = self._newest.get(job_id)
         if before is not None and not is_newer(version, before):
@@ -181,7 +181,7 @@ class RolloutSampling:
         asking = self._asking[base["model"]]
         own = [one for one in asking if one.job_id == question.job_id]
         room = self._engines.sampling_room(base["model"], base["version"])
-        # Whose requests are there already would have each place again that one of them leaves.
+        # Otherwise an owner who has requests there would get each place back that one of them leaves.
         share = -(-room.lines // len({one.job_id for one in asking}))
         wanted = question.lines[0].share
         taken, taken_by_job = (sum(one.taken for one in part) for part in (asking, own))
@@ -220,7 +220,7 @@ class RolloutSampling:
         try:
             answer = await self._engines.sample(base["model"], base["version"], body, request_id)
         except asyncio.CancelledError:
-            # Whoever gives up pays for what was computed meanwhile.
+            # A caller who gives up pays for what was computed meanwhile.
             question.spent += self._metering.left(question.key_id, base["model"], [sent])
             raise
         if answer.silent:
@@ -253,7 +253,8 @@ class RolloutSampling:
         moved.set()
 
     def _pay(self, question: _Question) -> None:
-        """What engines wrote is its owner's usage, of the base. A step does not fail for want of disk."""
+        """Records what engines wrote as its owner's usage of the base model. A step does not fail because a disk is
+        full."""
         try:
             self._metering.pay(question.spent)
         except sqlite3.Error as error:

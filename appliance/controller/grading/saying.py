@@ -1,4 +1,4 @@
-"""What a job says of those whom it asks about its answers: that it waits for them, and what they failed at."""
+"""Events of a job about the models that judge or teach it: that it waits for them, and how they failed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.jobs.events import add_message
 
 ANSWER_WITHIN_S = 3600.0
-"""How long a model that judges or teaches may take; the job's devices stand still meanwhile. Whoever sets the mode
-`train` may want just that for a while."""
+"""How long a model that judges or teaches may take; the job's devices stand still meanwhile. In mode `train` a person
+may want exactly that for a while."""
 SAY_AFTER_S = 30.0
-"""How long it is without an answer before the job says that it waits."""
+"""After this long without an answer the job says that it waits."""
 SAY_AGAIN_S = 600.0
-"""A job whose every step waits so long says it this often."""
+"""If every step waits so long, the job says it this often."""
 
 
 class Saying:
-    """Invariant: of each job `_waited` has what it has said of waiting, and since when that has been so; `_failed` what
-    was said last of failures, until nothing failed."""
+    """Invariant: for each job `_waited` has what it last said about waiting, and since when; `_failed` what it last
+    said about failures, until nothing fails."""
 
     def __init__(self, context: ControllerContext, after_s: float = SAY_AFTER_S):
         self._db, self._engines, self._after_s = context.db, context.batch_engines, after_s

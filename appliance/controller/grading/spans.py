@@ -1,4 +1,4 @@
-"""Answers that engines write for a model in training, in spans: an answer may be interrupted and go on by newer
+"""Answers that engines write for a model in training, in spans: an answer may be interrupted and continued by newer
 weights, and each span knows its version. Pure."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _SEEDS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request: `n` answers to these tokens, of which the first has this place and this seed. share: of what a whole
-    request takes of an engine. tries: that came back. ids, log_probs, spans: what is there of it already, where it is
-    the rest of one answer."""
+    """One request: `n` answers to these tokens, of which the first has this place and this seed. share: of the engine
+    capacity that a whole request takes. tries: how often it came back unanswered. ids, log_probs, spans: what exists
+    already, if this request is the rest of one answer."""
 
     place: int
     n: int
@@ -34,15 +34,15 @@ class Line:
 
     def request(self, model: str, room: int, ends: Sequence[int]) -> dict[str, Any]:
         """The body. room: tokens of a whole answer."""
-        # Other random numbers than those of the first span, which would choose from its beginning again.
+        # Different random numbers from the first span's, which would repeat its choices from the beginning.
         seed = (self.seed + len(self.ids) * _APART) % _SEEDS
         tokens = [*self.tokens, *self.ids]
         return sampling.request(model, tokens, n=self.n, seed=seed, max_tokens=room - len(self.ids), ends=ends)
 
 
 def lines(prompt: dict[str, Any], room: int, one_by_one: bool = False) -> list[Line]:
-    """A prompt's answers in requests of as many as one may have, or one_by_one: vLLM 0.32 never forgets a request of
-    several answers that is interrupted."""
+    """Splits a prompt's answers into requests of as many answers as one may have, or of one each: vLLM 0.32 never
+    forgets an interrupted request of several answers."""
     most, n = sampling.answers_at_once(room), prompt["n"]
     each, share = (1, Fraction(1, most)) if one_by_one else (most, Fraction(1))
     return [
@@ -52,8 +52,8 @@ def lines(prompt: dict[str, Any], room: int, one_by_one: bool = False) -> list[L
 
 
 def written(line: Line, version: str, made: Sequence[sampling.Sampled]) -> tuple[list[dict[str, Any]], list[Line]]:
-    """What this version has written of a line: answers that are whole now, as a question is answered with them, and the
-    lines that go on with the others."""
+    """What this version has written for a line: the answers that are whole now, in the form of the question's answer,
+    and the lines that continue the others."""
     whole: list[dict[str, Any]] = []
     left = []
     for number, one in enumerate(made):

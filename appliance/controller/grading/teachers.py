@@ -1,5 +1,5 @@
-"""Checks the teacher of a job that distils: a model of the box that the job's owner may ask. Whether it has the
-student's tokens is checked when the job is validated, because that takes a second (jobs.validation)."""
+"""Checks the teacher of a distillation job: a model of the box that the job's owner may ask. The job's validation
+checks that both have the same tokens, because that takes a second (jobs.validation)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tells a job that distils how likely its teacher finds what it has answered: asked of an engine of the box on behalf
-of the job's key, as graders ask models."""
+"""Tells a distillation job how likely its teacher finds its answers. An engine of the box is asked on behalf of the
+job's key, as graders ask models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Teaching:
             job_records.taught(self._db, job_id, versions)
         errors = [one if isinstance(one, str) else "" for one in told]
         if fatal := next(filter(ended_engines, errors), ""):
-            # What ends an engine comes again with each step, and others' requests end with it.
+            # Whatever made an engine die comes back with each step, and others' requests are lost with it.
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal}"}
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)

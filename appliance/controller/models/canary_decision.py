@@ -1,9 +1,9 @@
 """Decides whether a canary is promoted, rolled back or watched further: a pure function of both versions' data.
 
 Errors are tested at every check, by Fisher's exact test (R. A. Fisher, 1922) with a threshold far below the usual 5 %,
-because there are many checks: those of everybody, and those of everybody but the owner who asked the canary most. So is
-what the canary refused and the other version answered. Times are judged once the canary was watched long enough, so
-that an engine's first slow requests do not decide.
+because there are many checks. Each test is made twice: over all owners, and over all but the owner who asked the canary
+most. Requests that the canary refused and the other version answered are tested in the same way. Times are judged once
+the canary was watched long enough, so that an engine's first slow requests do not decide.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ERROR_CHANCE = 0.001
 """Roll back when chance would produce as many canary errors less often than this."""
 SLOWER_FACTOR = 1.5
 SLOWER_SLACK_S = 0.005
-"""How much longer 95 of 100 requests may take than with the other version: a factor, and seconds of tolerance."""
+"""How much higher the 95th percentile may be than the other version's: a factor, and seconds of tolerance."""
 SLOWER_CHANCE = 0.01
-"""It is slower for sure when chance would make as many of its answers late as those less often than this."""
+"""It counts as certainly slower when chance would make as many of its answers late less often than this."""
 PATIENCE = 3
-"""Times that it is watched for, after which the requests of one owner alone, and a few late answers, are enough."""
+"""After this many watch periods, the requests of one owner alone, and a few late answers, are enough."""
 ENOUGH = 10
-"""Answers of each version to an owner whose times are compared."""
+"""An owner's times are compared once each version has answered this many of his requests."""
 LOSS_BOUND_NATS = 0.05
 """How much worse its held-out loss may be."""
 
@@ -75,7 +75,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"{stable.version} {stable.valid_loss:.4f}",
             )
     new, old = canary.load, stable.load
-    # An owner who asked it thousands of times what it answers well hid what failed for others.
+    # Without this, thousands of requests of one owner that it answers well hid what failed for others.
     most = max(new.asked, key=lambda owner: new.asked[owner], default="")
     for mine, its, but in ((new, old, ""), (new.without(most), old.without(most), ", but for who asked it most")):
         requests, errors = as_shared(mine, its, terms.share)
@@ -104,7 +104,8 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
             least = min(slower, key=lambda told: told.slow_s / told.usual_s)
             slow, usual = least.slow_s, least.usual_s
             if waits_for_others and 2 * sum(told.sure for told in slower) <= len(found):
-                # Of ten answers one alone is the 95th percentile: beside a flood of refusals a good version went.
+                # With ten answers, one alone decides the 95th percentile: under a flood of refusals, a good version was
+                # rolled back.
                 unsure = unsure or Decision(
                     "wait",
                     f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, that of {stable.version} "
@@ -113,7 +114,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 continue
             one = heard[0][0] if len(heard) == 1 else {}
             if len(one) == 1 and any(owner not in one for owner in new.asked):
-                # What others wait for beside his own crowd is not timed: he would decide alone.
+                # Requests of others that wait behind this owner's are not timed: he would decide alone.
                 return Decision(
                     "wait",
                     f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests of one owner, that of "
@@ -133,9 +134,9 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
 
 
 def too_few(side: Side, least: int, waits_for_others: bool) -> str:
-    """Why its requests are too few, empty where they are not. One owner's count for as many as those of all others,
-    while others ask it and these are waited for: fifty of his own had a version promoted that others had hardly tried.
-    For ever it would let an owner who asks once keep it from being promoted."""
+    """Why its requests are too few, empty where they are not. One owner's requests count for no more than those of all
+    others, while others ask it and are waited for: with fifty requests, one owner had a version promoted that others
+    had hardly tried. The wait ends, or an owner who asks once could keep it from being promoted for ever."""
     requests, asked = side.load.requests, side.load.asked
     others = requests - max((number for number, _ in asked.values()), default=0)
     counted = min(requests, 2 * others) if others and waits_for_others else requests
@@ -150,9 +151,9 @@ def too_few(side: Side, least: int, waits_for_others: bool) -> str:
 
 
 def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decision | None:
-    """By what the canary alone refused. The owner with the most of that decides nothing while others ask it: whether a
-    form is refused may depend on what else an engine has to do. over: it was watched long enough; he who alone asked it
-    is heard then, and not in its first seconds."""
+    """Judges the requests that only the canary refused. The owner with the most of them decides nothing while others
+    ask it: whether a form is refused may depend on an engine's other work. over: it was watched long enough; only then
+    is an owner heard who is the only one to ask it."""
     new, old = canary.load.refusals, stable.load
     most = max(new.asked, key=lambda owner: new.asked[owner][1], default="")
     others = new.without(most)
@@ -168,10 +169,10 @@ def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decisio
 
 
 def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, int]:
-    """(requests, errors) of the old version, of which each owner's count for as many as the canary's share makes of his
-    with that. What owners have beyond it stands for those whose conversations are the canary's alone, the same number
-    of each owner's: by ten thousand good requests of one owner, the few failures that both versions have looked many
-    for the canary."""
+    """(requests, errors) of the old version, weighted by owner as the canary's requests are: each owner counts in
+    proportion to what he asked the canary, by its share. Room that is left is filled with the other requests, the same
+    number from each owner; they stand for owners whose conversations all went to the canary. Without weights, ten
+    thousand good requests of one owner made the few failures that both versions have look many for the canary."""
     each = max(1.0, (1 - share) / share)
     counted, beyond = dict[str, float](), dict[str, float]()
     for owner, (requests, _) in old.asked.items():
@@ -187,11 +188,12 @@ def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, in
 
 
 def voters(new: Mapping[str, Times], old: Mapping[str, Times]) -> list[tuple[Owners, Owners]]:
-    """Times with both versions of each owner who has had enough answers of both, and of all others together if those
-    have, or if only one owner has: beside a few answers of each of the others, he decided alone.
+    """Pairs of times, with the canary and with the other version: one pair for each owner with enough answers of both,
+    and one for all other owners together if they have enough. If only one owner has enough, the others need just one
+    answer of each version: otherwise he would decide alone.
 
-    Owners are compared each with themselves, and more than half have to agree: clients know which version answers a
-    conversation, and one of many could have it rolled back by asking for long answers where it was the new one."""
+    Each owner is compared with himself, and more than half have to agree: clients know which version answers a
+    conversation, and one of them could have the canary rolled back by asking it alone for long answers."""
     enough = [owner for owner, times in new.items() if _answers(times) >= ENOUGH and _answers(old.get(owner)) >= ENOUGH]
     rest = _without(new, enough), _without(old, enough)
     least = 1 if len(enough) == 1 else ENOUGH
@@ -213,10 +215,10 @@ class Compared:
 def p95s(new: Owners, old: Owners, of: Callable[[Times], Mapping[int, int]]) -> Compared | None:
     """None where a version has no times.
 
-    Where several owners ask, each counts for fewer than `ENOUGH` answers: thousands of short ones of one, to one
-    version, were all that was heard of the others. And they are compared without the owner who has the most of a
-    version's longest times: nine of one owner had the canary rolled back, or hid that it was slow. (Where only two
-    owners ask, it is the one with the canary's longest.)"""
+    Where several owners ask, each counts for fewer than `ENOUGH` answers: otherwise one owner's thousands of short
+    answers from one version drowned all others. They are also compared without the owner who has most of a version's
+    longest times: nine long answers of one owner had the canary rolled back, or hid that it was slow. (Where only two
+    owners ask, the one with the canary's longest times is left out.)"""
     several = len(new) > 1
     of_new, of_old = (
         {owner: _few(of(times)) if several else of(times) for owner, times in side.items()} for side in (new, old)
