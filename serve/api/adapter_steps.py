@@ -1,11 +1,11 @@
 """Bounds how long an engine's steps wait for LoRA adapters to be loaded, while all its answers stand still.
 
-vLLM's worker keeps some adapters and loads the others again within the step that needs them, as many as a step takes:
-with twice as many as it keeps, of one owner, each step waited for four.
+vLLM's worker keeps some adapters in memory and loads the others within the step that needs them, all that a step takes:
+when one owner had twice as many as it keeps, each step waited for four.
 
-Here a step takes at most one adapter that is not there, of the owner whose last one was loaded longest ago. After it
-steps go on for as long as that one took, if anybody is answered. What is loaded between two steps, because its name is
-asked for for the first time, comes one at a time too (serve.adapters.load_turns).
+Here a step takes at most one adapter that is not loaded, from the owner whose last load is longest ago. Afterwards,
+steps run without a load for as long as it took, if anybody is being answered. Adapters that are loaded between two
+steps, because a request names them for the first time, are also loaded one at a time (serve.adapters.load_turns).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Loads:
             return
         running = [one for one in scheduler.running if one.lora_request]
         full = len({one.lora_request.lora_int_id for one in running}) >= scheduler.lora_config.max_loras
-        # Where all places are taken, room is made for owners who have none (serve.vllm.fairness.owner_places), and not
-        # for rollouts.
+        # If all places are taken, room is made for owners who have none (serve.vllm.fairness.owner_places), but not for
+        # rollouts.
         have = {mark_of(ROLLOUTS), *(owner_in(one.priority) for one in running)} if full else set()
         waiting = [
             (self._of_owners.get(mark, 0), request)
@@ -67,7 +67,7 @@ class Loads:
             and not Scheduler._is_blocked_waiting_status(request.status)
         ]
         if waiting:
-            # Nor is one chosen that no step takes: nobody else's was loaded as long as it was.
+            # An adapter that no step takes is not chosen either: while it was, nobody else's was loaded.
             kept = kept_waiting(scheduler, now_s)
             waiting = [one for one in waiting if not kept(one[1])]
         if waiting:

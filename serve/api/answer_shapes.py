@@ -111,7 +111,7 @@ def _own_call_ids(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def run(self: AnthropicServingMessages, answer: Any) -> Any:
         for call in answer.choices[0].message.tool_calls:
-            if call.id.startswith(_CALL_ID):  # else it is one of the model's own, which its template reads again
+            if call.id.startswith(_CALL_ID):  # otherwise it is the model's own, which its template reads again
                 call.id = _TOOL_USE_ID + call.id.removeprefix(_CALL_ID)
             if answer.choices[0].finish_reason == "length":
                 call.function.arguments = _as_far_as_they_go(call.function.arguments)
@@ -121,7 +121,7 @@ def _own_call_ids(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_far_as_they_go(arguments: str) -> str:
-    """An object of what is there: vLLM reads it for the `input`, and its converter fails at one that a limit cut."""
+    """Closes a cut object: vLLM reads it for the `input`, and its converter fails at one that a limit cut."""
     try:
         read = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
@@ -162,7 +162,7 @@ def _passes_errors(convert: Callable[..., Any]) -> Callable[..., Any]:
                 if chunk.startswith(_ERROR):
                     failed.append(chunk)
                     return
-                # Before vLLM reads them: it tells by the id which call a piece belongs to.
+                # This happens before vLLM reads them: it matches pieces to calls by their ids.
                 yield chunk.replace(_STREAMED_CALL_ID, _STREAMED_TOOL_USE_ID)
 
         async for event in convert(self, until_error()):

@@ -35,12 +35,12 @@ _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
 def current() -> Answer | None:
-    """That of the request whose task asks; None outside of any."""
+    """The Answer of the request whose task calls this; None outside of a request."""
     return _ANSWER.get()
 
 
 def owner() -> str:
-    """Who asks; empty outside of any request, and where only the box itself knows."""
+    """The owner who asks; empty outside of a request, and where only the box itself asks."""
     asked = current()
     return "" if asked is None else asked.owner
 

@@ -1,12 +1,13 @@
-"""Requests for embeddings: read as one kind, not as all five, computed some inputs at a time, and written one by one.
+"""Requests for embeddings: each is read as one kind and not as all five, computed some inputs at a time, and written
+one by one.
 
 vLLM tries a body as text, then as four forms of conversation, and writes an error for each token that is not a message:
 0.9 s and 350 MB for 65,536 tokens, on the loop that answers everybody, where reading them as tokens takes 1 ms.
 
-It makes a task of each input, of all at once: eight requests of 2,048 short inputs had a neighbour's single one wait
-for four seconds, thirty for ten. And it writes all vectors of an answer in one call, which no other thread interrupts:
-a second for 2,048 of 4,096 numbers; on the one thread, too, that makes tokens of everybody's prompts, so that those
-waited for all answers of many vectors that were ready. These have a thread of their own.
+It makes a task for each input, all at once: behind eight requests of 2,048 short inputs a neighbour's single one waited
+four seconds, behind thirty ten. And it writes all vectors of an answer in one call, which no other thread interrupts: a
+second for 2,048 vectors of 4,096 numbers. It does so on the thread that tokenizes everybody's prompts, which therefore
+waited for all large answers that were ready. Here these answers have a thread of their own.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from vllm.entrypoints.pooling.embed import protocol, serving
 from serve.api import answer_version
 
 AT_ONCE = 64
-"""Inputs of a request that are made ready, or asked of the engine, together."""
+"""How many inputs of a request are tokenized, or sent to the engine, together."""
 OF_AN_OWNER = 128
-"""Inputs of all requests of one owner that have several."""
+"""How many inputs one owner may have at work, over all requests with several inputs."""
 _LONG_ANSWERS = ThreadPoolExecutor(1, "long embeddings")
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -87,8 +88,8 @@ _rooms: weakref.WeakValueDictionary[str, _Room] = weakref.WeakValueDictionary()
 
 @asynccontextmanager
 async def _room(number: int, of: int) -> AsyncIterator[None]:
-    """Room for so many of a request's inputs. A client that asks for one at a time waits for nobody here: an engine's
-    queue has its own order."""
+    """Places for so many of a request's inputs. A request with one input does not wait here: an engine's queue has its
+    own order."""
     if of == 1:
         yield
         return

@@ -1,15 +1,15 @@
-"""Requests of one owner wait in an engine behind each other, not all of them before everybody else's.
+"""Makes an owner's requests wait in an engine behind each other, instead of all of them ahead of everybody else's.
 
-vLLM takes waiting requests in the order in which they came, so that an owner who sends a hundred long prompts at once
-had an engine for himself until they were computed. With `--scheduling-policy priority` it takes the smallest number
-first. Here each request gets the number that start-time fair queueing gives it (Goyal, Vin and Cheng, SIGCOMM 1996):
-where its owner's earlier requests end if each took as long as it has tokens, but not before what is being served now.
-An owner who asks little is next, however much others have asked before; an owner who is alone has the whole engine;
-rollouts of a job that trains wait behind everybody. Where KV memory ends, vLLM preempts the largest number first.
+vLLM takes waiting requests in the order in which they came, so an owner who sent a hundred long prompts at once had an
+engine to himself until they were computed. With `--scheduling-policy priority` it takes the smallest number first. Here
+each request gets the number that start-time fair queueing gives it (Goyal, Vin and Cheng, SIGCOMM 1996): where its
+owner's earlier requests end if each took as long as it has tokens, but not before what is being served now. An owner
+who asks little is next, however much others have asked; an owner who is alone has the whole engine; rollouts of a job
+that trains wait behind everybody. Where KV memory ends, vLLM preempts the largest number first.
 
-Before that, one thread of the frontend renders templates and makes tokens of texts, in the order in which they came,
-and of a text that is too long vLLM makes all tokens before it says so: 660,000 letters, more than a second, for 8,192
-tokens, and 8 MiB, 16 s, for more. So there owners take turns too, and a long text is read piece by piece until it has
+Before that, one thread of the frontend renders templates and tokenizes texts in the order in which they came, and vLLM
+tokenizes a text to its end before it says that it is too long: 660,000 letters took more than a second where 8,192
+tokens are allowed, and 8 MiB 16 s. So owners take turns there too, and a long text is read piece by piece until it has
 too many tokens.
 """
 
@@ -29,9 +29,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from serve.api import answer_version
 from serve.api.turns import ThreadsInTurns, Turns, behind, mark_of, number
 
-# Bytes for each token that a prompt may have, from which on a text is read in pieces first: real texts have three or
-# four. (By characters a million emoji passed for 131,072 tokens, and were 2.7 million, 4.2 s.) And tokens beyond those
-# that a prompt may have: where a text is cut there may be a few more than in the whole.
+# A text with more bytes than this for each token that a prompt may have is first read in pieces: real texts have three
+# or four. (Counted by characters, a million emoji passed for 131,072 tokens and were 2.7 million, 4.2 s.) The second
+# number is a tolerance in tokens: a text that is cut into pieces may have a few more than the whole.
 LONG_BYTES, SPARE_TOKENS = 8, 1024
 _PIECE_CHARS = 4096  # at least
 
@@ -58,7 +58,7 @@ class Turn:
     unserved: int
 
     def computed(self, tokens: int, *, first: bool) -> None:
-        """A step has written these of one choice. first: its first ones."""
+        """A step has written this many tokens of one choice. first: whether they are its first."""
         if first:
             self.unserved -= 1
             self.turns.served(self.place)
@@ -111,9 +111,9 @@ def _noted(add_request: Callable[..., None]) -> Callable[..., None]:
 
 
 def _counted(process: Callable[..., Any]) -> Callable[..., Any]:
-    """process: OutputProcessor.process_outputs, of each step. What a client gets in one piece, or leaves before, counts
-    as it is written, too: otherwise a client that leaves early owed nothing, and was next before those that had paid
-    for all."""
+    """process: OutputProcessor.process_outputs, of each step. Tokens count as they are written, even if a client gets
+    them in one piece or leaves before: otherwise a client that left early owed nothing, and was ahead of those that had
+    paid for everything."""
 
     @functools.wraps(process)
     def run(self: OutputProcessor, outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +132,7 @@ def _tokens(prompt: Any) -> int:
 
 
 def read_in_pieces(renderer: Any) -> None:
-    """renderer: BaseRenderer. A text of which some pieces have more tokens together than a prompt may have is not read
-    to its end."""
+    """renderer: BaseRenderer. Reading a text stops as soon as its pieces have more tokens than a prompt may have."""
     tokenize = renderer._tokenize_prompt
 
     @functools.wraps(tokenize)
@@ -164,7 +163,7 @@ def _is_longer(text: str, size: int) -> bool:
 
 def read_in_turns(executor: Any) -> None:
     """executor: _SwappableExecutor, whose threads do all that is done with texts before the core has a request. It
-    replaces them where one does not come back."""
+    replaces them if one does not return."""
     made, replaced, ended = executor.__init__, executor.replace_inner, executor.shutdown
 
     def turns(self: Any) -> ThreadsInTurns:
@@ -209,5 +208,5 @@ def pictures_in_turns(renderer: Any) -> None:
 
 
 def _asked(turns: ThreadsInTurns, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What nobody waits for any more is cancelled by who waited for it."""
+    """Whoever stops waiting for work cancels it."""
     return turns.submit(answer_version.owner(), functools.partial(do, *args, **kwargs))

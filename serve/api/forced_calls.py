@@ -1,4 +1,5 @@
-"""Calls of tools that vLLM leaves open or loses: one that a request forces, and one that its limit of tokens cuts.
+"""Fixes two kinds of tool calls that vLLM leaves unchecked or loses: a call that a request forces, and a call that the
+token limit cuts.
 
 vLLM holds arguments to their schema only for tools with `strict: true`, or for all tools of all requests
 (`--tool-strict-level parameter`). A small model that had to call `get_weather(city)` wrote a list of schemas. Where a
@@ -7,9 +8,9 @@ client forces the call ("required", or one function by name), the gateway has me
 
 A call that is cut has no end, and vLLM's parsers of whole answers then find none: what the model wrote of it became the
 `content`, where OpenAI gives the call with the arguments as far as they go, and the finish reason "length" (Responses:
-an item that is `incomplete`). Parsers of streams take calls without an end, so a cut answer is read by them. One whose
-name is cut is neither a call nor content, as in a stream. One that a stop sequence cuts stays as it is: its reason
-would be the tools, and a client would run what is not whole.
+an item that is `incomplete`). Parsers of streams accept calls without an end, so they read a cut answer. A call whose
+name is cut is neither a call nor content, as in a stream. A call that a stop sequence cuts stays as it is: otherwise
+the finish reason would be the tools, and a client would run an incomplete call.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 _CUT = "length"
 _MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
-"""As vLLM's parsers call what begins a call, where it is one text."""
+"""vLLM's parsers use these names for the text that begins a call, if it is one text."""
 _PIECES, _MOST_CALLS = 16, 128
-"""In how many pieces a parser of streams reads a cut answer again (each look takes as long as the answer is), and how
-many calls it may find: OpenAI's limit of tools, after which a parser that never says None is left."""
+"""In how many pieces a parser of streams reads a cut answer again (each look takes time in proportion to the answer),
+and how many calls it may find: OpenAI's limit of tools. The second bound stops a parser that never returns None."""
 
 _cut_texts: ContextVar[frozenset[str]] = ContextVar("cut_texts", default=frozenset())
-"""The answers of the request that is being answered which its limit cut: no parser is told."""
+"""The answers of the current request that its token limit cut: vLLM does not tell its parsers."""
 _is_cut: ContextVar[bool] = ContextVar("is_cut", default=False)
-"""Whether the one that is being read is among them; its parser gets what is left of it after the reasoning."""
+"""Whether the answer that is being read is among them; its parser gets the text after the reasoning."""
 
 
 def apply() -> None:
@@ -90,21 +91,23 @@ def _with_cut_calls(extract: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begins_call(tool_parser: Any, written: str) -> bool:
-    """Whether it has the whole mark of a call: what follows is no text, in a stream neither, also where the call's name
-    is cut. A part of the mark, at the end, may be text. One that is a word (Phi's "functools") is, but before "["."""
+    """Whether the answer has the whole mark of a call: what follows is not text, even if the call's name is cut, and
+    neither is it in a stream. An incomplete mark at the end may be text. A mark that is a word (Phi's "functools") is
+    text unless "[" follows."""
     marks = (getattr(tool_parser, name, None) for name in _MARKS)
     return any(isinstance(m, str) and (f"{m}[" if m.isalpha() else m) in written for m in marks)
 
 
 def _begun_calls(parser: DelegatingParser, written: str, request: Any) -> tuple[list[FunctionCall], str | None]:
-    """What the parser of streams makes of it, and the text beside the calls."""
+    """The calls that the parser of streams finds in it, and the text beside them."""
     used = parser._tool_parser
     calls, beside = dict[int, FunctionCall](), ""
     parser._tool_parser = type(used)(parser.model_tokenizer, used.tools)  # one holds what it has read
     encode = parser.model_tokenizer.encode
     try:
-        # Some give a call's name first and its arguments with what comes next, so it comes in pieces; and they are
-        # asked on until they have nothing more: a piece may begin several calls, of which some give one at a time.
+        # Some parsers return a call's name first and its arguments with the next piece, so the text is passed in
+        # pieces. And they are called until they return nothing more: a piece may begin several calls, and some parsers
+        # return one at a time.
         size = max(1, -(-len(written) // _PIECES))
         text, ids, named, end = "", list[int](), False, 0
         for _ in range(_PIECES + 2 * _MOST_CALLS):
@@ -128,7 +131,7 @@ def _begun_calls(parser: DelegatingParser, written: str, request: Any) -> tuple[
 
 
 def _says_cut(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM names the tools as reason for the end of an answer that called one, cut or not; in a stream it does not."""
+    """vLLM gives the tools as finish reason of an answer that called one, cut or not; in a stream it does not."""
 
     @functools.wraps(answer)
     async def run(self: OpenAIServingChat, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +145,7 @@ def _says_cut(answer: Callable[..., Any]) -> Callable[..., Any]:
                     texts[is_cut].add(output.text)
                     if is_cut:
                         cut.add(output.index)
-                # Where two have one text, the whole one's reason would be the tools.
+                # If two answers have the same text, the reason of the complete one would be the tools.
                 _cut_texts.set(frozenset(texts[True] - texts[False]))
                 yield result
 

@@ -1,20 +1,19 @@
-"""Each form is followed by the grammar backend that it was checked for.
+"""Makes each form use the grammar backend that it was checked for.
 
 vLLM's check gives a form to xgrammar, or to llguidance where xgrammar declines it, and its engine core then follows all
-forms with the backend of the first one that came. So one request whose schema xgrammar declines (`multipleOf`), the
-first of an engine, made every forced call of everybody 400 until that engine ended, because llguidance does not know
-xgrammar's structural tags; and after a first form of xgrammar's nothing was given to llguidance. So here each form has
-its own.
+forms with the backend of the first one that came. If the first form of an engine was one that xgrammar declines
+(`multipleOf`), everybody's forced calls got 400 until that engine ended, because llguidance does not know xgrammar's
+structural tags; and if it was one of xgrammar's, llguidance was never used. So here each form has its own backend.
 
-Both write masks of one shape, but where the tokenizer has more tokens than the model: llguidance's mask is then as long
-as the tokenizer, and each of them, like vLLM's runner for GPUs, raises for a mask of another length, which ends the
-engine. So all masks are as long as the model's vocabulary.
+Both write masks of the same shape, except if the tokenizer has more tokens than the model: then llguidance's mask is as
+long as the tokenizer's vocabulary. Each of them, like vLLM's runner for GPUs, raises for a mask of another length,
+which ends the engine. So all masks are as long as the model's vocabulary.
 
 The core's thread asks the manager's backend, in its first step with a form, for memory for the masks, and ends if there
 is none, while another thread takes in requests and makes backends. So the manager keeps the one that it has.
 
-And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: of two threads
-one could compile the other's. So each compiles with a copy.
+And llguidance's backend keeps the form that it compiles in an attribute, which it reads a line later: with two threads,
+one could compile the other's form. So each thread compiles with a copy.
 
 llguidance page-locks its masks where there is a GPU, and the first to do so in a process opens a CUDA context, about
 0.5 GB on the first device, which no plan counts and no sleep frees. The core of a tensor-parallel engine has no context
@@ -42,7 +41,7 @@ def apply(manager: Any) -> None:
             return
         made = self.__dict__.setdefault("shm_backends", {})
         own = copy.copy(self)
-        own.backend = made.get(_asked(request))  # None: it is made now, on the thread that takes in requests
+        own.backend = made.get(_asked(request))  # None: it is created now, on the thread that takes in requests
         init(own, request)
         made[_asked(request)] = own.backend
         self.backend = self.backend or own.backend

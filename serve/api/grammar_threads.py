@@ -4,10 +4,10 @@ vLLM compiles them in a pool beside its steps, and xgrammar releases the interpr
 it. But its threads, up to eight per grammar, occupy the processors: with a grammar that took 5.6 s, another request's
 token was delayed as long. On Linux every thread has its own niceness, which the threads it starts inherit.
 
-vLLM's pool, of half as many threads as there are processors, takes them in the order in which they came, also those
-that nobody waits for any more: twenty texts of bounded length take half a minute, and whoever asked for such a form
-again and again, and left, had everybody else's forms wait behind all of them. So here owners take turns, none has more
-than half of the threads, and what was left before its turn is not compiled.
+vLLM's pool has half as many threads as there are processors and takes grammars in the order in which they came, even
+those that nobody waits for any more: twenty texts of bounded length take half a minute, and a client that asked for
+such a form again and again, and left, kept everybody else's forms waiting behind all of them. So here owners take
+turns, nobody has more than half of the threads, and a grammar whose request has left before its turn is not compiled.
 
 vLLM passes schemas that xgrammar does not support to llguidance, and those that llguidance does not support either
 (`patternProperties` beside a `multipleOf`) to outlines. outlines expands a schema into one regular expression and
@@ -26,7 +26,8 @@ from typing import Any
 
 from serve.api.turns import ThreadsInTurns, owner_in
 
-# vLLM's name for the pool; and the niceness, which gives a step 68 times the processor share of each such thread.
+# The line of vLLM's that makes the pool; and the niceness, with which a step gets 68 times the processor share of each
+# such thread.
 POOL = "self.executor = ThreadPoolExecutor("
 NICENESS = 19
 LEAST_THREADS = 4
@@ -50,7 +51,7 @@ class GrammarThreads(Executor):
         self._threads = ThreadsInTurns(self._pool.submit, threads, threads // 2)
 
     def submit(self, compile_form: Callable[[Any], Any], request: Any) -> Future[Any]:  # type: ignore[override]
-        """request: of vLLM. What it waits for is cancelled where the request has ended before its turn."""
+        """request: of vLLM. Its grammar is cancelled if the request ends before its turn."""
         compiling = functools.partial(compile_form, request)
         return self._threads.submit(owner_in(request.priority), compiling, request.is_finished)
 

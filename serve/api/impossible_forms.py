@@ -1,12 +1,13 @@
-"""A form that no answer fits, or that costs too much to follow, is refused with 400.
+"""Refuses with 400 a form that no answer fits, or that costs too much to follow.
 
 A schema may allow no value at all, as `{"$ref": "#"}` does. xgrammar compiles that: the sampler then picks a token that
 the grammar refuses, and vLLM ends the request with "Internal server error", as it does if the grammar cannot be
-compiled. llguidance notes an error and ends the answer before its first token, as if nothing were wrong. So a grammar's
-first tokens are looked at where it is compiled, in its thread, and the client is told.
+compiled. llguidance notes an error and ends the answer before its first token, as if nothing were wrong. So the first
+tokens that a grammar allows are checked in the thread that compiles it, and the client is told.
 
 Other grammars refuse a token later: those that took an engine too long (serve.vllm.fairness.step_bounds), and those
-whose mask allows what they do not accept. vLLM ends them with the same words; here that is the form's fault, too.
+whose mask allows tokens that they do not accept. vLLM ends their requests with the same words; here that counts as the
+form's fault, too.
 """
 
 from __future__ import annotations

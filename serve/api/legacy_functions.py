@@ -1,7 +1,7 @@
-"""Chat requests with OpenAI's older `functions` and `function_call` are answered in the same form.
+"""Answers chat requests with OpenAI's older `functions` and `function_call` in the same form.
 
-vLLM 0.32 reads `tools` alone, and ignores the older names without a word. A request is turned into the newer form
-before it is rendered, its answer back into the older one, whole or as a stream (weights.format.legacy_functions).
+vLLM 0.32 reads only `tools` and silently ignores the older names. A request is converted to the newer form before it is
+rendered, and its answer back to the older one, whole or as a stream (weights.format.legacy_functions).
 """
 
 from __future__ import annotations

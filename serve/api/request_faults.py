@@ -1,9 +1,9 @@
-"""A request that vLLM cannot read is answered as the request's fault: 400, in words about requests.
+"""Answers a request that vLLM cannot read as the request's fault: 400, in words about requests.
 
 vLLM reads a request in many steps before its core computes anything: its models of requests, conversions from one API
 to another, the chat template, checks of parameters and grammars. A value that a step does not expect makes it raise
-`AttributeError`, `KeyError` and the like, which vLLM answers with 500 and Python's own text. Here whatever these steps
-raise of that kind is 400. Nothing changes once the core has the request, and for errors of the machine (`OSError`,
+`AttributeError`, `KeyError` and the like, which vLLM answers with 500 and Python's own text. Here all such errors of
+these steps become 400. Nothing changes once the core has the request, nor for errors of the machine (`OSError`,
 `MemoryError`, a dead core).
 """
 
@@ -32,7 +32,7 @@ NO_TEMPLATE = (
     "This model has no chat template, so it knows no conversations: ask it with /v1/completions, or give it one with "
     "`appliance model deploy MODEL --chat-template FILE`."
 )
-# That a value is not of one type is not a fault where another type fits but for something else.
+# A value of the wrong type is not the fault if another type fits except for something else.
 _OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
 _WORDS = 300
 
@@ -58,7 +58,7 @@ def _for_requests(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_request(error: Exception) -> Exception:
-    """What a client is told of an error that came up while its request was read."""
+    """What a client is told about an error that was raised while its request was read."""
     if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, VLLMError):

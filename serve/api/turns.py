@@ -1,5 +1,5 @@
-"""Which of several owners is next: by start-time fair queueing among requests, where time is tokens served (no clock is
-read), and in turns among what threads are to do."""
+"""Says which of several owners is next: among requests by start-time fair queueing, where time is tokens served (no
+clock is read); among work for threads in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 _OWNERS = 1 << 16
 ROLLOUTS = ".rollouts"
-"""Who asks for the rollouts of a job: no owner of a key, whose names begin with a letter or a digit."""
+"""The owner of a job's rollouts: no key has it, because owners' names begin with a letter or a digit."""
 _BEHIND = 1 << 40
 """Tokens: more than an engine serves in its life."""
 
@@ -30,7 +30,7 @@ def number(place: int, mark: int) -> int:
 
 
 def behind(owner: str, place: int) -> int:
-    """Where the owner's place is in the whole queue: rollouts stand behind everybody."""
+    """The owner's part of the queue: rollouts wait behind everybody."""
     return place + _BEHIND if owner == ROLLOUTS else place
 
 
@@ -63,7 +63,7 @@ class Turns:
             self._ends = {owner: end for owner, end in self._ends.items() if end > place}
 
     def took(self, owner: str, tokens: int) -> None:
-        """The owner's requests take this many tokens more than they entered with; below 0 if they were not served."""
+        """The owner's requests take this many more tokens than they entered with; below 0 if they were not served."""
         end = max(self._now, self._ends.get(owner, 0)) + tokens
         if end > self._now:
             self._ends[owner] = end
@@ -83,7 +83,7 @@ class _Work:
 
 
 class ThreadsInTurns:
-    """begin: `submit` of a pool with so many threads, of which an owner has `most` at once."""
+    """begin: `submit` of a pool with so many threads; an owner has at most `most` of them at once."""
 
     def __init__(self, begin: Callable[[Callable[[], Any]], Future[Any]], threads: int, most: int) -> None:
         self._begin_work, self._threads, self._most = begin, threads, most
@@ -94,7 +94,7 @@ class ThreadsInTurns:
         self._turn = 0
 
     def submit(self, owner: Hashable, do: Callable[[], Any], is_left: Callable[[], bool] = _never) -> Future[Any]:
-        """is_left: whether nobody waits for it any more; it is cancelled then when its turn comes."""
+        """is_left: whether nobody waits for it any more; it is then cancelled when its turn comes."""
         work = _Work(do, is_left)
         with self._lock:
             self._waiting.setdefault(owner, deque()).append(work)
@@ -102,7 +102,7 @@ class ThreadsInTurns:
         return work.done
 
     def take_over(self, other: ThreadsInTurns) -> None:
-        """Has what waits for the other's threads wait for these."""
+        """Makes the work that waits for the other's threads wait for these."""
         with other._lock:
             waiting, other._waiting = other._waiting, {}
         with self._lock:

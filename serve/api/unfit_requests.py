@@ -1,10 +1,11 @@
-"""Lets others pass a request that waits and finds no KV memory.
+"""Lets other requests pass one that waits and finds no KV memory.
 
-vLLM admits no request while the next one in its queue finds no memory. So an owner who had one answer written, and
-asked with a prompt as long as the memory, kept everybody from an engine that was nearly empty until that answer ended.
+vLLM admits no request while the next one in its queue finds no memory. So an owner with one running answer who sent a
+prompt as long as the memory kept everybody from a nearly empty engine until that answer ended.
 
 Here other owners' requests pass such a request; if its owner has none running, they do so only part of the time, or it
-might never find memory. Other requests of its owner wait for it as before, and all do where answers fill the memory.
+might never find memory. Other requests of its owner wait for it as before, and everybody does if answers fill the
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def apply() -> None:
 
 @dataclass(slots=True)
 class _Unfit:
-    """A request that waits and found no memory. blocks: how many were nobody's then."""
+    """A request that waits and found no memory. blocks: how many were free then."""
 
     blocks: int
     since_s: float
@@ -52,7 +53,8 @@ def looked_anew(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def noted(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    """allocate: KVCacheManager.allocate_slots. Where it finds none vLLM looks at no others that wait in this step."""
+    """allocate: KVCacheManager.allocate_slots. If it finds none, vLLM looks at no other waiting requests in this
+    step."""
 
     @functools.wraps(allocate)
     def run(self: KVCacheManager, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -84,8 +86,8 @@ def let_pass(ready: Callable[[Scheduler, Request], bool]) -> Callable[[Scheduler
 
 
 def kept_waiting(scheduler: Scheduler, now_s: float) -> Callable[[Request], bool]:
-    """Whether a request is passed by others now, or waits behind one of its owner that is: nothing that is done for it
-    has it taken. now_s: monotonic."""
+    """Whether others pass a request now, or it waits behind one of its owner's that is passed: making room would not
+    get it admitted. now_s: monotonic."""
     first = dict[int, Request]()  # by owner's mark
     for request in getattr(scheduler.waiting, "_heap", scheduler.waiting):  # in whatever order
         mark = owner_in(request.priority)

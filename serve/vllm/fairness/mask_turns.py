@@ -1,4 +1,4 @@
-"""Lets requests with a form take turns, so that the masks of one step take a bounded time, whoever sent the requests
+"""Makes requests with a form take turns, so that the masks of one step take a bounded time, whoever sent the requests
 and however many there are.
 
 vLLM asks the grammar of each request in a step which tokens may follow, one request after the other, and all requests
@@ -6,7 +6,8 @@ wait for it. step_bounds.py bounds one mask, but one owner may have as many requ
 with texts of five bounded lengths and a vocabulary of 4,096, took a neighbour's stream from 72 tokens a second to 2.5.
 
 So each step has only as many of the requests with slow masks as fit into STEP_S, owner by owner; the others wait for a
-later step, and so do new ones. A mask that alone takes longer comes at most half of the time while others are written.
+later step, and so do new ones. A mask that alone takes longer is made in at most half of the time while others are
+written.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm.v1.request import Request
 from serve.api.turns import owner_in
 
 STEP_S = 0.05
-# A quicker mask is in every step, as most are: 256 of them take as long as a step of a large model.
+# A quicker mask, as most are, is in every step: 256 of them take as long as a step of a large model.
 SHORT_S = 0.0005
 _OWNERS = 4096
 MASK = "shm_mask_s"
@@ -95,7 +96,8 @@ def _measured(fill: Callable[..., Any]) -> Callable[..., Any]:
         began_s = time.thread_time()
         filled = fill(self, *args, **kwargs)
         took_s = time.thread_time() - began_s
-        # After one quick mask a grammar still counts as slow for a few tokens: by the text some of them take long.
+        # After one quick mask a grammar still counts as slow for a few tokens: how long a mask takes depends on the
+        # text.
         setattr(self, MASK, max(took_s, (getattr(self, MASK, 0.0) + took_s) / 2))
         return filled
 
@@ -147,7 +149,7 @@ def _later(scheduler: Scheduler) -> set[str]:
     """Names of the requests for whose masks this step has no time."""
     slow: list[tuple[str, int, float]] = []
     spent_s = 0.0
-    # A heap gives its items in order, which takes longer and means nothing here.
+    # A heap yields its items in order, which takes longer and is not needed here.
     for request in (*scheduler.running, *getattr(scheduler.waiting, "_heap", scheduler.waiting)):
         if (cost_s := _cost_s(request)) >= SHORT_S:
             slow.append((request.request_id, owner_in(request.priority), cost_s))
@@ -161,7 +163,7 @@ def _later(scheduler: Scheduler) -> set[str]:
 
 
 def _cost_s(request: Request) -> float:
-    """Seconds of the request's mask; 0 while its prompt is not computed, because it gets no mask before."""
+    """Seconds of the request's mask; 0 until its prompt is computed, because it gets no mask before."""
     form = request.structured_output_request
     if form is None or 0 < request.num_computed_tokens < request.num_tokens - 1:
         return 0.0

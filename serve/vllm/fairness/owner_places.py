@@ -1,4 +1,4 @@
-"""Gives every waiting owner one of an engine's places, and of its places for adapters, even if others have all of them.
+"""Gives every waiting owner one of an engine's places, and one of its adapter places, even if others have all of them.
 
 An engine computes `max_num_seqs` answers at once, and vLLM lets each run to its end. An owner with that many long
 answers had all places, and another one waited until one of them ended: 220 s where 64 answers of 500 tokens were
@@ -8,9 +8,9 @@ So if all places are taken and an owner without one waits, the newest answer of 
 its place and goes on in the next free one. It is computed again up to where it was, mostly from the prefix cache.
 
 A step takes `max_loras` adapters, and vLLM lets each stay while one of its answers is written: with four adapters and a
-few long answers an owner kept everybody else's adapters from the engine for as long as he went on asking. So where an
-owner without an adapter there waits for one, an adapter of the owner with the most gives up its place, with all its
-answers; where nobody has several, the one that has been there longest, after TURN_S.
+few long answers, an owner kept everybody else's adapters from the engine for as long as he went on asking. So if an
+owner without an adapter there waits for one, the owner with the most adapters loses the place of one, with all its
+answers. If nobody has several, the adapter that has been there longest gives up its place, after TURN_S.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from serve.api.turns import ROLLOUTS, mark_of, number, owner_in, place_in
 from serve.cpu.finishing_scheduler import FinishingScheduler, may_run
 
 AGAIN_S = 0.5
-"""Room is made for one owner at most this often. Otherwise an owner who asks one short question after the other would
-have another's answer computed again for each."""
+"""Room is made for one owner at most this often. Otherwise, with each of an owner's successive short questions,
+another's answer would be computed again."""
 TURN_S = 5.0
-"""How long the only adapter of an owner stays, at least, while others wait: longer than it takes to compute its answers
+"""How long an owner's only adapter stays, at least, while others wait: longer than it takes to compute its answers
 again."""
 LOOK_S = 0.1
-"""All that waits is looked through for adapters at most this often."""
+"""All waiting requests are searched for adapters at most this often."""
 
 
 def apply() -> None:
@@ -60,7 +60,7 @@ def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_rooms(scheduler: Scheduler, now_s: float) -> None:
-    """Makes room of both kinds where something waits, and gives a turn to owners without a place. now_s: monotonic."""
+    """Makes room of both kinds if something waits, and gives a turn to owners without a place. now_s: monotonic."""
     if scheduler.lora_config:
         make_adapter_room(scheduler, now_s)
     if len(scheduler.running) >= scheduler.max_num_active_reqs:
@@ -70,9 +70,9 @@ def make_rooms(scheduler: Scheduler, now_s: float) -> None:
 
 
 def give_turns(scheduler: Scheduler) -> None:
-    """An owner who waits and has no place comes before one who has some. His place in the queue is that of what he has
-    had, and what others wait for has cost them nothing yet: behind 32 choices of one owner a short request waited for
-    all of them."""
+    """An owner who waits and has no place comes before one who has some. The queue orders by what owners have been
+    served, and waiting requests have cost nothing yet: behind 32 choices of one owner, a short request waited for all
+    of them."""
     waiting = scheduler.waiting
     if not isinstance(waiting, PriorityRequestQueue):
         return
@@ -122,8 +122,8 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
 
 
 def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
-    """Make room for the adapter of one waiting request, if its owner has none there; not for rollouts, which are made
-    elsewhere where nobody has room for them. now_s: monotonic."""
+    """Make room for the adapter of one waiting request, if its owner has none there; not for rollouts, which the job's
+    ranks make if no engine has room. now_s: monotonic."""
     told: dict[str, Any] = scheduler.__dict__.setdefault("shm_adapters", {"looked": 0.0, "since": {}, "made": {}})
     waiting, there = scheduler.waiting, dict[int, list[Request]]()
     if now_s - told["looked"] < LOOK_S or not isinstance(waiting, PriorityRequestQueue):
@@ -149,7 +149,7 @@ def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
         and loads_of(scheduler).takes(request.lora_request.lora_int_id)
         and may_run(request)
     ]
-    # Where several owners use an adapter, the one who has the fewest counts.
+    # If several owners use an adapter, the one with the fewest counts.
     least = {adapter: min(have[mark] for mark in marks) for adapter, marks in owners.items()}
     may_go = [one for one in there if least[one] > 1 or now_s - told["since"][one] >= TURN_S]
     if not without or not may_go:
@@ -162,7 +162,7 @@ def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
 
 
 def _exchange(scheduler: Scheduler, first: Request, gone: list[Request], now_s: float) -> None:
-    """Let `first` be the next that is taken, and these, which run, wait behind it."""
+    """Make `first` the next request that is taken; these, which are running, wait behind it."""
     _move(scheduler, first, place_in(scheduler.waiting.peek_request().priority) - 1)
     for request in gone:
         scheduler.running.remove(request)
@@ -175,7 +175,7 @@ def _exchange(scheduler: Scheduler, first: Request, gone: list[Request], now_s: 
 
 def _adapter_fits(scheduler: Scheduler, batch: list[Request]) -> Callable[[Request], bool]:
     """Whether `batch` has room for the adapter of a request, and may load it. Otherwise the scheduler would pass it
-    over, and who made room for it would have given up a place for nothing."""
+    over, and a place would have been given up for nothing."""
     there = {one.lora_request.lora_int_id for one in batch if one.lora_request}  # once, not for each that waits
 
     def fits(request: Request) -> bool:

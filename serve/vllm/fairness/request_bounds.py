@@ -2,9 +2,9 @@
 request on it.
 
 The runner for GPUs has a row of fixed length for the tokens that a request forbids, and raises if it is too short
-(vllm/v1/worker/gpu/sample): 64 texts of 256 letters, which the gateway accepts, may be 16,000 tokens. Each of several
-answers with a seed has the next seed, and after the largest of 64 bits there is none. These are refused, or made to
-fit, on every device alike.
+(vllm/v1/worker/gpu/sample): 64 texts of 256 letters, which the gateway accepts, may be 16,000 tokens. Several answers
+with a seed get successive seeds, and no 64-bit seed follows the largest one. Such requests are refused, or made to fit,
+on every device alike.
 
 A token that the tokenizer has and the model lacks, such as a picture's placeholder in a model of text only, passes
 vLLM's check, which uses the larger of the two vocabularies. The embedding has no row for it on any device, and on a GPU
@@ -23,7 +23,7 @@ from vllm.exceptions import VLLMValidationError
 
 # Ids that end an answer: MAX_NUM_STOP_TOKEN_IDS of vllm/v1/worker/gpu/sample/logit_bias.py.
 STOP_IDS = 128
-# Tokens of a text behind those that it is cut to: where it ends decides which tokens its last ones are.
+# How many tokens are read beyond those that a text is cut to: the end of a text decides what its last tokens are.
 SPARE_TOKENS = 1024
 
 
@@ -70,9 +70,9 @@ def bound_tokens(renderer: Any) -> None:
 
 
 def cut_texts(parameters: Any) -> None:
-    """parameters: vllm.renderers.params.TokenizeParams. With `truncate_prompt_tokens` a text may be of any length, and
-    the tokenizer makes a piece of it for each so many tokens: 8 MiB cut to one token took 3.7 GB, by which an engine
-    and its machine ended. So what is far behind the cut is not read."""
+    """parameters: vllm.renderers.params.TokenizeParams. With `truncate_prompt_tokens` a text may have any length, and
+    the tokenizer splits all of it into pieces of so many tokens: 8 MiB cut to one token took 3.7 GB, which ended an
+    engine and its machine. So text far behind the cut is not read."""
     check = parameters._text_len_check
 
     @functools.wraps(check)
@@ -92,8 +92,8 @@ def cut_texts(parameters: Any) -> None:
 
 
 def forbid_known(processor: Any) -> None:
-    """processor: vllm.v1.engine.input_processor.InputProcessor. The model never writes a token that it lacks, so there
-    is nothing to forbid, and no answer ends with such a token."""
+    """processor: vllm.v1.engine.input_processor.InputProcessor. The model never writes a token that it lacks, so such a
+    token need not be forbidden, and no answer ends with one."""
     process = processor.process_inputs
 
     @functools.wraps(process)

@@ -1,13 +1,12 @@
-"""Bounds how much of an engine's steps one request may take, through its grammar and its logits; all others wait in a
-step.
+"""Bounds how much of an engine's steps, and of its frontend's loop, one request may take: all other requests wait.
 
 xgrammar's rule for `patternProperties` and `propertyNames` takes whitespace after a comma in two places, so each space
 doubles what it keeps of an answer: 120 tokens of spaces, which `logit_bias` can ask for, took 0.6 s for each further
 token of all requests, and 2.5 GB. So a run of whitespace in JSON is bounded, which xgrammar can do itself.
 
-There may be other such rules, and expressions have them: `(.|\\n)*` six times took 0.04 s for each token after 120, and
-one mask for `(.{1,8}){32}` 1.7 s. So the time that each grammar takes to accept tokens and to make masks is measured,
-and a grammar that takes longer than any real form ends its own request.
+Other rules may do the same, and expressions do: `(.|\\n)*` six times took 0.04 s for each token after 120, and one mask
+for `(.{1,8}){32}` 1.7 s. So the time that each grammar takes to accept tokens and to make masks is measured, and a
+grammar that takes longer than any real form ends its own request.
 
 If log-probabilities of a prompt are asked for, vLLM's first model runner (all CPU engines; GPU engines only where its
 second lacks something, see VllmConfig.use_v2_model_runner) computes the logits of all tokens of the prompt in a step at
@@ -15,23 +14,24 @@ once, each row as long as the vocabulary, in float32 and in several copies: 1,70
 of 49,152, and a step of 8,192 with 151,936 would take more than 20 GB. Its second runner computes 1,024 rows at a time,
 and the first now does it in slices too.
 
-vLLM merges what a stream's client does not read into one output, which its frontend then writes in one go: of 420,000
-log-probabilities it kept 280 MB, and wrote them for seconds on the loop that sends everybody's tokens.
+vLLM merges the outputs that a stream's client does not read into one, which its frontend then writes in one go: 420,000
+log-probabilities took 280 MB, and it wrote them for seconds on the loop that sends everybody's tokens. So such outputs
+are bounded.
 
-On that loop vLLM also looks for calls of tools in an answer: with each token it looks through all that was written so
-far. A call of Llama's with 32,000 characters took 15 ms for each token, one with 500,000 more than a second, and a
-forced one of Phi's 30 ms. So where that takes long it is done for many tokens at once, and where it takes too long it
-ends its own request. With each token that usage is told of, vLLM also counts anew how many were reasoning, 20 ms where
-8,192 had been written; that is done less often too. When it reads a whole answer, each mark of reasoning or of a call
-made it copy what was left: 2 s for 32,000 marks; and Phi's parser looked for the end of a call from each beginning: 60
-s for 50,000 that did not end.
+On that loop vLLM also searches for tool calls in an answer: with each token it searches all that was written so far. A
+call in Llama's form with 32,000 characters took 15 ms for each token, one with 500,000 more than a second, and a forced
+one in Phi's form 30 ms. So if a search takes long, it is done once for many tokens, and if it takes too long, it ends
+its own request. If a stream reports usage with each token, vLLM also counts the reasoning tokens anew each time: 20 ms
+after 8,192 tokens; this is done less often, too. When vLLM read a whole answer, it copied the rest at each mark of
+reasoning or of a call (2 s for 32,000 marks), and Phi's parser searched for the end of a call from each beginning (60 s
+for 50,000 calls without an end).
 
-And there it makes text of each token together with all before it that have none yet: with the first one the whole
-prompt, and with further ones all special tokens, which are not shown, and bytes of no character, as `logit_bias` can
-ask for. 64 answers to a prompt of 100,000 tokens took 0.7 s for each token of all requests.
+There vLLM also converts each token to text together with all earlier ones that have no text yet: with the first token
+the whole prompt, with later ones all special tokens, which are not shown, and all bytes that form no character, which
+`logit_bias` can ask for. 64 answers to a prompt of 100,000 tokens took 0.7 s for each token of all requests.
 
-With a `thinking_token_budget` its first runner looks for where reasoning begins and ends, at each step, in the whole
-answer, and once in the prompt: 64 answers of 32,000 tokens without reasoning took 0.8 s of each step.
+With a `thinking_token_budget`, vLLM's first runner searches the whole answer at each step, and the prompt once, for the
+beginning and end of reasoning: 64 answers of 32,000 tokens without reasoning took 0.8 s of each step.
 """
 
 from __future__ import annotations
@@ -54,25 +54,28 @@ from serve.api import answer_version
 
 # As deep as people indent; 32 cost 20 ms of compiling, in a thread that gives way.
 WHITESPACE = 32
-# Seconds of one step; real forms take 0.01 to 4 ms to accept a token. And how much all steps may take beyond it.
+# Seconds that one step may take for a grammar; real forms take 0.01 to 4 ms to accept a token. And how much all steps
+# together may take beyond it.
 STEP_S = 0.02
 # Seconds of one mask: a text of `maxLength` 500 takes 0.2 s with 151,936 tokens on busy cores, most forms 1 ms.
 MASK_S = 0.3
 MOST_BEYOND_S = 0.5
 # Rows of logits: 80 MB of each copy with a vocabulary of 151,936.
 ROWS = 128
-# Log-probabilities that wait for clients that do not read: of a stream as many as a plain answer may have, and of all
-# streams of an owner, 170 MB.
+# Log-probabilities that wait for clients that do not read: for one stream as many as a plain answer may have; and for
+# all streams of an owner, 170 MB.
 UNREAD, UNREAD_OF_AN_OWNER = 1 << 16, 1 << 18
-# Seconds in which calls of tools are looked for once, or reasoning is counted; most take 0.02 ms. Those who take longer
-# than the first do so in one of so many moments, all of them together, and may take MOST_BEYOND_S beyond the second.
+# Seconds of one search for tool calls, or of one count of reasoning; most take 0.02 ms. Streams that take longer than
+# READ_S share one of READ_ONE_OF parts of the loop's time, and one may exceed LONG_READ_S by MOST_BEYOND_S in all.
 READ_S, LONG_READ_S = 0.0005, 0.05
 READ_ONE_OF = 4
-# Characters of an answer that are looked through at once.
+# Characters of an answer that are searched at once.
 PIECE = 4096
-# Tokens of an answer in which the beginning and the end of its reasoning are looked for again: more than are drafted.
+# The last tokens of an answer, in which the beginning and end of its reasoning are searched for again: more than are
+# drafted.
 SEARCHED_AGAIN = 64
-# Tokens of a prompt before an answer's first one, and of an answer without a text: a character has four at most.
+# How many tokens before an answer's first one, and how many of an answer that have no text yet, are kept: a character
+# has four at most.
 BEFORE_ANSWER, WITHOUT_TEXT = 64, 32
 
 
@@ -214,13 +217,14 @@ def bound_unread(collector: Any) -> None:
 
 
 class _Slow:
-    """What does something on the loop anew with each token, and takes long: all of them together have a part of it."""
+    """Work on the loop that is repeated with each token and takes long: all of it together gets a part of the loop's
+    time."""
 
     def __init__(self) -> None:
         self._members = WeakSet[Any]()
 
     def until_s(self, one: Any, took_s: float) -> float:
-        """When it may do it again, having taken so long; 0.0: with the next token."""
+        """When the work may be repeated after it took so long; 0.0: with the next token."""
         if took_s <= READ_S:
             self._members.discard(one)
             return 0.0
@@ -327,7 +331,7 @@ def bound_search(holder: Any) -> None:
     @functools.wraps(update)
     def bounded(self: Any, state: dict[str, Any]) -> None:
         update(self, state)
-        # It has now looked for all that it looks for again, but for what drafts and unfinished steps may still change.
+        # It has now searched everything; only what drafts and unfinished steps may still change is searched again.
         state["scan_offset"] = max(state["scan_offset"], len(state["output_tok_ids"]) - SEARCHED_AGAIN)
 
     holder._update_think_state = bounded
@@ -335,7 +339,7 @@ def bound_search(holder: Any) -> None:
 
 
 def _last_of(tokens: list[int], sequence: list[int]) -> int:
-    """Where the last such sequence begins, -1 if there is none."""
+    """The index at which the last such sequence begins, -1 if there is none."""
     if not sequence:
         return -1
     turned, ends = tokens[::-1], sequence[::-1]
@@ -368,7 +372,7 @@ def bound_pieces(lexer: Any) -> None:
 
 
 def bound_unended(parser: Any, end: str) -> None:
-    """parser: of vLLM, whose expression looks for the end of a call from each beginning of one."""
+    """parser: of vLLM. Its expression searches for the end of a call from each beginning of one."""
     extract = parser.extract_tool_calls
 
     @functools.wraps(extract)
