@@ -63,22 +63,45 @@ class Decision:
 
 
 def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_reason: str = "") -> Decision:
-    """failed_reason: why the canary's engines do not start, empty while they do."""
+    """failed_reason: why the canary's engines do not start, empty while they do. The first rule that finds something
+    decides."""
     if failed_reason:
         return Decision("roll back", f"the engine of {canary.version} does not start: {failed_reason}")
-    if canary.valid_loss is not None and stable.valid_loss is not None:
-        worse = canary.valid_loss - stable.valid_loss
-        if worse > LOSS_BOUND_NATS or math.isnan(canary.valid_loss):
-            return Decision(
-                "roll back",
-                f"the held-out loss of {canary.version} is {canary.valid_loss:.4f}, that of "
-                f"{stable.version} {stable.valid_loss:.4f}",
-            )
+    left_s = terms.since_s + terms.watch_s - now_s
+    waits_for_others = left_s + (PATIENCE - 1) * terms.watch_s > 0
+    new, old = canary.load, stable.load
+    return (
+        worse_loss(canary, stable)
+        or more_errors(canary, stable, terms.share)
+        or refusals(canary, stable, terms.share, over=left_s <= 0)
+        or too_early(canary, stable, terms.min_requests, left_s, waits_for_others)
+        or slower(canary, stable, waits_for_others)
+        or Decision(
+            "promote",
+            f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
+            f"requests failed, with {stable.version} {old.errors} of {old.requests}",
+        )
+    )
+
+
+def worse_loss(canary: Side, stable: Side) -> Decision | None:
+    if canary.valid_loss is None or stable.valid_loss is None:
+        return None
+    if not (canary.valid_loss - stable.valid_loss > LOSS_BOUND_NATS or math.isnan(canary.valid_loss)):
+        return None
+    return Decision(
+        "roll back",
+        f"the held-out loss of {canary.version} is {canary.valid_loss:.4f}, that of "
+        f"{stable.version} {stable.valid_loss:.4f}",
+    )
+
+
+def more_errors(canary: Side, stable: Side, share: float) -> Decision | None:
     new, old = canary.load, stable.load
     # Without this, thousands of requests of one owner that it answers well hid what failed for others.
     most = max(new.asked, key=lambda owner: new.asked[owner], default="")
     for mine, its, but in ((new, old, ""), (new.without(most), old.without(most), ", but for who asked it most")):
-        requests, errors = as_shared(mine, its, terms.share)
+        requests, errors = as_shared(mine, its, share)
         if chance_of_errors(mine.errors, mine.requests, errors, requests) < ERROR_CHANCE:
             seen = f", {its.requests} in all" if requests < its.requests else ""
             return Decision(
@@ -86,51 +109,41 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
                 f"{canary.version} failed {mine.errors} of {mine.requests} requests, "
                 f"{stable.version} {errors} of {requests}{seen}{but}",
             )
-    left_s = terms.since_s + terms.watch_s - now_s
-    if refused := refusals(canary, stable, terms.share, over=left_s <= 0):
-        return refused
-    waits_for_others = left_s + (PATIENCE - 1) * terms.watch_s > 0
-    few = [told for side in (canary, stable) if (told := too_few(side, terms.min_requests, waits_for_others))]
+    return None
+
+
+def too_early(canary: Side, stable: Side, min_requests: int, left_s: float, waits_for_others: bool) -> Decision | None:
+    few = [told for side in (canary, stable) if (told := too_few(side, min_requests, waits_for_others))]
     if few:
         return Decision("wait", "; ".join(few))
-    if left_s > 0:
-        return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    compared, unsure = voters(new.owners, old.owners), None
+    return Decision("wait", f"watched for {math.ceil(left_s)} s more") if left_s > 0 else None
+
+
+def slower(canary: Side, stable: Side, waits_for_others: bool) -> Decision | None:
+    compared = voters(canary.load.owners, stable.load.owners)
+    unsure: Decision | None = None
     for what, of in (("time to first byte", attrgetter("first_byte")), ("duration", attrgetter("duration"))):
         heard = [(new_of, told) for new_of, old_of in compared if (told := p95s(new_of, old_of, of)) is not None]
         found = [told for _, told in heard]
-        slower = [told for told in found if told.slow_s > told.late_s]
-        if 2 * len(slower) > len(found):
-            least = min(slower, key=lambda told: told.slow_s / told.usual_s)
-            slow, usual = least.slow_s, least.usual_s
-            if waits_for_others and 2 * sum(told.sure for told in slower) <= len(found):
-                # With ten answers, one alone decides the 95th percentile: under a flood of refusals, a good version was
-                # rolled back.
-                unsure = unsure or Decision(
-                    "wait",
-                    f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, that of {stable.version} "
-                    f"{usual:.3g} s, by so few that chance may have made them late",
-                )
-                continue
-            one = heard[0][0] if len(heard) == 1 else {}
-            if len(one) == 1 and any(owner not in one for owner in new.asked):
-                # Requests of others that wait behind this owner's are not timed: he would decide alone.
-                return Decision(
-                    "wait",
-                    f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests of one owner, that of "
-                    f"{stable.version} {usual:.3g} s, and others' answers do not say: decide by hand, or let it wait",
-                )
-            whose = f", or worse, for {len(slower)} of {len(found)} owners" if len(found) > 1 else ""
-            return Decision(
-                "roll back",
-                f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, "
-                f"that of {stable.version} {usual:.3g} s{whose}",
-            )
-    return unsure or Decision(
-        "promote",
-        f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
-        f"requests failed, with {stable.version} {old.errors} of {old.requests}",
-    )
+        slow = [told for told in found if told.slow_s > told.late_s]
+        if 2 * len(slow) <= len(found):
+            continue
+        least = min(slow, key=lambda told: told.slow_s / told.usual_s)
+        its = f"the {what} of {canary.version} is {least.slow_s:.3g} s for 95 of 100 requests"
+        that = f"that of {stable.version} {least.usual_s:.3g} s"
+        if waits_for_others and 2 * sum(told.sure for told in slow) <= len(found):
+            # With ten answers, one alone decides the 95th percentile: under a flood of refusals, a good version was
+            # rolled back.
+            unsure = unsure or Decision("wait", f"{its}, {that}, by so few that chance may have made them late")
+            continue
+        one = heard[0][0] if len(heard) == 1 else {}
+        if len(one) == 1 and any(owner not in one for owner in canary.load.asked):
+            # Requests of others that wait behind this owner's are not timed: he would decide alone.
+            but = "and others' answers do not say: decide by hand, or let it wait"
+            return Decision("wait", f"{its} of one owner, {that}, {but}")
+        whose = f", or worse, for {len(slow)} of {len(found)} owners" if len(found) > 1 else ""
+        return Decision("roll back", f"{its}, {that}{whose}")
+    return unsure
 
 
 def too_few(side: Side, least: int, waits_for_others: bool) -> str:
