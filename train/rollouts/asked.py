@@ -1,8 +1,8 @@
-"""Has a step's samples made by an engine of the box: the model as it stands is an adapter in shared memory, which an
-engine of its base loads, under a name that nobody else can ask for (weights.format.names.POLICY_PREFIX).
+"""Lets an engine of the box make a step's samples: the current model is an adapter in shared memory, which an engine of
+its base loads under a name that nobody else can ask for (weights.format.names.POLICY_PREFIX).
 
-Each state of the model has a name of its own, and each world of ranks its own names: one that resumes from an earlier
-snapshot may come to other weights at the same step, which no engine may take for those it knows.
+Each state of the model has a name of its own, and each world of ranks its own names: a world that resumes from an
+earlier snapshot may reach other weights at the same step, and no engine may take them for those it knows.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from weights.memory.store import WeightStore
 
 
 def to_ask(step: int, staleness: int, total: int, asked: Collection[int]) -> list[int]:
-    """Steps whose samples are asked for as `step` begins, by the weights that it begins with: its own and as many of
-    the next as may be learnt from weights of before. So no sample is ever staler than that. Pure."""
+    """Steps whose samples are asked for when `step` begins, from the weights that it begins with: its own, and as many
+    of the next steps as may learn from earlier weights. So no sample is ever staler than that. Pure."""
     return [one for one in range(step, min(step + staleness + 1, total)) if one not in asked]
 
 
 class Policy:
-    """The policy of one rank. `questions`: made of it for whoever runs the job. staleness: updates after which weights
-    still answer."""
+    """The policy of one rank. `questions`: what is made of it for whoever runs the job. staleness: for so many updates,
+    older weights may still answer."""
 
     def __init__(self, spec: TrainSpec, engine: Any, grid: Grid, store: WeightStore, staleness: int = 0):
         self._engine, self._grid, self._store, self._staleness = engine, grid, store, staleness
@@ -45,7 +45,7 @@ class Policy:
         self._took_s = 0.0
 
     def version(self, step: int) -> str:
-        """Collective: the model as it is after this many steps is in shared memory under this version. Raises
+        """Collective: writes the model, as it is after this many steps, to shared memory under this version. Raises
         StoreFull, on every rank."""
         self._world = self._world or broadcast_json(uuid.uuid4().hex[:8])
         version = f"{version_name(step)}.{self._world}"
@@ -65,13 +65,13 @@ class Policy:
         return version
 
     def take_seconds(self) -> float:
-        """That its versions took since it was asked last."""
+        """Seconds that its versions took since the last call."""
         took_s, self._took_s = self._took_s, 0.0
         return took_s
 
     def question(self, version: str, prompts: Sequence[dict[str, Any]], room: int, ends: Sequence[int]) -> dict:
-        """What is asked. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}. "in_flight": whether
-        an answer goes on by newer versions, once they are asked about."""
+        """The question. prompts: {"place": of its first answer, "n": answers, "seed", "tokens"}. "in_flight": whether
+        newer versions continue an answer, once they are asked about."""
         return {
             "kind": "sample",
             "policy": {"name": self._spec.output_model, "version": version},
@@ -83,8 +83,8 @@ class Policy:
         }
 
     def _forget_before(self, step: int) -> None:
-        """What this step no longer samples from, and what other worlds left. Those that an engine still has are removed
-        by whoever has it unload them."""
+        """Removes versions that this step no longer samples from, and those that other worlds left. A version that an
+        engine still has is removed by whoever makes the engine unload it."""
         kept = {f"{version_name(one)}.{self._world}" for one in range(step, self._there + 1)}
         for stored in self._store.list("adapter"):
             if stored.model == self._spec.output_model and stored.version not in kept:
@@ -95,9 +95,9 @@ class Policy:
 
 
 def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, step: int, version: str) -> Answers:
-    """Into `made`, on the host, what an answer has: {"place": of the first, "ids": [[...]], "log_probs": [[...]],
-    "spans": [[[version, tokens], ...]], without which `version` wrote it all}. What is no answer to what was asked for
-    this step, or the second one of a place, is left out."""
+    """Copies an engine's answer into `made`, on the host: {"place": of the first, "ids": [[...]], "log_probs": [[...]],
+    "spans": [[[version, tokens], ...]]}; without spans, `version` wrote all of it. Leaves out answers to anything that
+    was not asked for this step, and second answers of a place."""
     n, room = made.ids.shape
     for part in samples:
         spans_of = part.get("spans") or [[[version, len(ids)]] for ids in part["ids"]]
@@ -115,8 +115,8 @@ def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, step
 
 
 def _older(spans: Sequence[Sequence[Any]], size: int, step: int, version: str, staleness: int) -> list[int] | None:
-    """Tokens of an answer that the weights of 1, 2, … updates before this step wrote; None if others than these and
-    those of the step did, or of another world than that of `version`."""
+    """How many tokens of an answer the weights of 1, 2, … updates before this step wrote; None if older weights wrote
+    some, or those of another world than `version`'s."""
     _, _, world = version.partition(".")
     found = [0] * staleness
     for one, tokens in spans:
@@ -130,7 +130,7 @@ def _older(spans: Sequence[Sequence[Any]], size: int, step: int, version: str, s
 
 
 def shared(made: Answers, device: torch.device) -> Answers:
-    """Collective: those of rank 0, on every rank's device."""
+    """Collective: the answers of rank 0, on every rank's device."""
     parts = [part.to(device) for part in (made.ids, made.log_probs, made.sizes, made.older)]
     for part in parts:
         if part.numel():

@@ -1,8 +1,8 @@
-"""Answers that engines of the box give: asked for in their turn, or ahead of it, while the ranks learn from an earlier
-step's.
+"""Answers that engines of the box give: asked for when it is the step's turn, or ahead of it, while the ranks learn
+from an earlier step.
 
-Only the first question of a step ahead is asked, so that whoever answers holds few; the rest of that step is asked for
-in its turn, and the ranks sample what engines left of it.
+Ahead of its turn only the first question of a step is asked, so that whoever answers holds few of them. The rest is
+asked in the step's turn, and the ranks sample what engines left.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from train.state.fragments import Grid
 from weights.format.errors import StoreFull
 
 ASKED_TOKENS = 1 << 19
-"""Tokens of the prompts and the answers of one question to engines: whoever has it answered holds them all, for all
-jobs, and a step may have thousands of answers of a hundred thousand tokens."""
+"""Tokens of the prompts and answers of one question to engines: the controller holds all of them, for all jobs, and a
+step may have thousands of answers of a hundred thousand tokens."""
 
 
 class _Asked(NamedTuple):
@@ -31,9 +31,9 @@ class _Asked(NamedTuple):
 
 
 class EngineSamples:
-    """The samples of one rank. room: tokens of an answer. staleness: updates that the weights which write it may be
-    behind those that learn from it. ends: tokens that end one. Invariant: `_ahead` has, by step, what is asked ahead of
-    its turn."""
+    """The samples of one rank. room: tokens of an answer. staleness: by how many updates the weights that write it may
+    be behind those that learn from it. ends: tokens that end an answer. Invariant: `_ahead` has, by step, the questions
+    that were asked ahead of their turn."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class EngineSamples:
         due = to_ask(step, self.staleness, total, {*self._ahead, *([step] if taken_up else [])})
         try:
             version = self.policy.version(step)
-        except StoreFull:  # raised on every rank; whose turn it is says so
+        except StoreFull:  # raised on every rank; the call in the step's own turn reports it
             return
         for one in due:
             wanted = wanted_of(one)
@@ -79,13 +79,13 @@ class EngineSamples:
                 self._hearing.ask(asked.question, self._question(version, wanted, lines), then)
 
     def version_ahead(self, step: int) -> str | None:
-        """That the samples of a step were asked of ahead of its turn."""
+        """The version that was asked for the samples of a step ahead of its turn."""
         asked = self._ahead.get(step)
         return asked.version if asked is not None else None
 
     def answers(self, wanted: Wanted, step: int) -> Answers | None:
-        """Collective: what engines answer, on every rank, sizes 0 where they have not; None if the devices were wanted.
-        step: of the model as it is."""
+        """Collective: the engines' answers, on every rank, with size 0 for missing ones; None if the devices were
+        wanted. step: of the current model."""
         made, why = Answers.empty(len(wanted), self._room, staleness=self.staleness), ""
         ahead = self._ahead.get(step) if wanted.purpose == TRAINING else None
         for number, lines in enumerate(questions(wanted, self._room)):
@@ -142,8 +142,8 @@ class EngineSamples:
 
 
 def questions(wanted: Wanted, room: int) -> list[list[tuple[int, int, int]]]:
-    """What to ask engines, ASKED_TOKENS at a time, the same on every rank: (place of the prompt's first answer, place
-    of the first that is asked for, answers). room: tokens of an answer."""
+    """The questions to engines, of ASKED_TOKENS each, the same on every rank: (place of the prompt's first answer,
+    place of the first that is asked for, answers). room: tokens of an answer."""
     most, left = max(1, ASKED_TOKENS // room), 0
     found: list[list[tuple[int, int, int]]] = []
     for first in range(0, len(wanted), wanted.each):
@@ -159,6 +159,6 @@ def questions(wanted: Wanted, room: int) -> list[list[tuple[int, int, int]]]:
 
 
 def _name(wanted: Wanted, version: str, lines: list[tuple[int, int, int]]) -> str:
-    """The name of a question. No other world has the version, no other question of this one the rest."""
+    """The name of a question. No other world has the version, and no other question of this world the rest."""
     purpose = "train" if wanted.purpose == TRAINING else "valid"
     return f"sample-{purpose}-{wanted.step}-{version}-{wanted.before + lines[0][1]}"

@@ -1,10 +1,11 @@
-"""The form that a job's answers have (OpenAI's `response_format`): which tokens may follow, for whoever samples an
-answer and for whoever learns from it.
+"""The form of a job's answers (OpenAI's `response_format`): which tokens may follow, both for whoever samples an answer
+and for whoever learns from it.
 
 Under a form a token is drawn from the model's distribution without the tokens that the form forbids there, and the
-log-probability in that distribution is what is recorded. What is learnt must be held to the same tokens: a brace that
-the form alone leaves has the probability 1 in it, whatever the model thinks of braces, and nothing is learnt from it.
-Without that, the ratio to what was recorded would say how far the form is from the model, not how far a step has moved.
+log-probability in that distribution is what is recorded. Learning must be restricted to the same tokens: if the form
+leaves only a brace, the brace has probability 1, whatever the model thinks of braces, and nothing is learnt from it.
+Otherwise the ratio to the recorded probability would measure how far the form is from the model, not how far a step has
+moved.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import xgrammar
 from train.plan.errors import InvalidSpec
 
 _WHITESPACE = 32
-"""The longest run of it in JSON, as engines have it (serve.vllm.fairness.step_bounds)."""
+"""The longest run of whitespace in JSON, as in engines (serve.vllm.fairness.step_bounds)."""
 
 
 class Form:
@@ -41,7 +42,7 @@ class Form:
         return Answer(xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._ends), self._vocabulary)
 
     def allowed(self, ids: Iterable[int]) -> np.ndarray:
-        """What `Answer.allowed` was before each of an answer's tokens, (tokens, words)."""
+        """`Answer.allowed` before each of an answer's tokens, (tokens, words)."""
         answer, found = self.begin(), []
         for token in ids:
             found.append(answer.allowed())

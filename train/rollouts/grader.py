@@ -14,15 +14,15 @@ from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
 
 ASKED_BYTES = 4 << 20
-"""The size of the items and the answers of one question, if one alone is not larger: it is one line of JSON."""
+"""The size of the items and answers of one question, unless one alone is larger: a question is one line of JSON."""
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SAME = 1e-8
 """Rewards that differ by no more are the same."""
 
 
 class Grader(Judge):
-    """It reads the text of an answer, and the item that the prompt came with. tokenizer: made when it is first needed.
-    ends: tokens that end an answer."""
+    """It reads an answer's text and the prompt's item. tokenizer: created when it is first needed. ends: tokens that
+    end an answer."""
 
     kind, values = "grade", "rewards"
 
@@ -79,7 +79,7 @@ class Grader(Judge):
 def calls_in(text: str) -> dict[str, Any]:
     """{"text": what an answer says before it calls a tool, "tools": its calls, as chat completions have them}, of an
     answer to a prompt with tools. A call is JSON between the tags of Hermes, which Qwen and SmolLM have too, or, as
-    Llama's, the whole answer. What is neither is text."""
+    Llama's, the whole answer. Everything else is text."""
     begin = _CALL.search(text)
     found = _CALL.findall(text) if begin else [text]
     calls = [call for one in found if (call := _call(one))]

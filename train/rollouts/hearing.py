@@ -1,4 +1,4 @@
-"""What the ranks hear of whoever runs their job: answers to what rank 0 asks, and that the devices are wanted."""
+"""What the ranks hear from whoever runs their job: answers to rank 0's questions, and that the devices are wanted."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Hearing:
         self._asked_s: dict[str, float] = {}  # time.monotonic() by question, of those that wait for their answers
 
     def ask(self, question: str, asked: dict[str, Any], then: Callable[[Any], None] | None = None) -> None:
-        """On rank 0, without waiting for the answer. then: takes it as soon as it is there, beside `heard`, on the
-        thread that brings it."""
+        """On rank 0: asks without waiting for the answer. then: is called with it as soon as it arrives, on the thread
+        that brings it, in addition to `heard`."""
         if then is not None:
             self._signals.once_answered(question, then)
         self._asked_s[question] = time.monotonic()
         self._emit("ask", question=question, **asked)
 
     def heard(self, question: str, asked: dict[str, Any]) -> tuple[bool, Any]:
-        """Collective: whether rank 0 was answered, and the answer there; not if the devices are wanted first. asked: by
-        rank 0, unless it has asked already; and again after a while: whoever was asked may have gone, and another
-        come."""
+        """Collective: whether rank 0 was answered, and on rank 0 the answer; not answered if the devices are wanted
+        first. asked: rank 0 asks this unless it already has, and again after a while: the controller may have been
+        replaced by another one."""
         answer = None
         while True:
             if self._grid.rank == 0:

@@ -1,4 +1,5 @@
-"""Who judges the answers of a step: what is asked of it, and what is learnt from its verdict. One subclass a kind."""
+"""Judges of the answers of a step: what each is asked, and what is learnt from its verdict. One subclass for each
+kind."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Verdict = dict[str, list[Any]]
 
 
 class Judge(ABC):
-    """kind: of its questions. values: the name of what it says of an answer, None where it has said nothing."""
+    """kind: of its questions. values: the name of its value for an answer, None where it has given none."""
 
     kind: ClassVar[str]
     values: ClassVar[str]
@@ -25,7 +26,7 @@ class Judge(ABC):
     def samples(
         self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
     ) -> list[dict[str, Any]]:
-        """What is asked of the first of these answers to the prompts of a file, as many as one question has room for.
+        """The question about the first of these answers to the prompts of a file, as many as one question has room for.
         Called on rank 0."""
 
     @abstractmethod
@@ -34,9 +35,9 @@ class Judge(ABC):
 
     @abstractmethod
     def advantages(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> list[np.ndarray | None]:
-        """float32, by how much each token of each answer is better than was to be expected: (tokens,), or (1,) for all
-        of them; None for an answer of which nothing is learnt. sampled: the log-probability of each token, (tokens,) of
-        an answer. group: answers of a prompt, which follow each other."""
+        """The advantages, float32: how much better than expected each token of each answer is, (tokens,), or (1,) for
+        all of them; None for an answer from which nothing is learnt. sampled: the log-probability of each token,
+        (tokens,) of an answer. group: answers of a prompt, which follow each other."""
 
     @abstractmethod
     def counted(self, advantages: Sequence[np.ndarray | None], group: int) -> np.ndarray:

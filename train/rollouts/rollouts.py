@@ -4,14 +4,13 @@ judge says of them, and the rows that are learnt from.
     sampled by an engine of the box, or by all ranks, each its share -> judged by whoever runs the job -> advantages
     -> rows, the same on every rank
 
-Where samples may be stale, engines are asked for the next steps' before this one's are waited for, judged and learnt
-from, and so write them meanwhile, and whoever judges is asked as soon as they are there.
+Where samples may be stale, engines are asked for the next steps' samples before this step's are waited for, judged and
+learnt from; they write them meanwhile, and the judge is asked as soon as they are there.
 
 A step's prompts, and the random numbers by which their answers are chosen, follow from its number, and every rank holds
 all samples: so a step is the same on any number of ranks, and no sample is lost or counted twice, whatever ends the
-run. What an engine was asked for and did not answer, the ranks sample. What has been sampled, and what has been judged,
-is kept beside the run until the next step, so that one that is broken off before its update goes on with the same
-samples.
+run. The ranks sample what an engine was asked for and did not answer. Samples and judgements are kept beside the run
+until the next step, so that a step that was interrupted before its update continues with the same samples.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ if TYPE_CHECKING:
 
 FILE = "rollouts.npz"
 ASKED_AT_ONCE = 64
-"""Samples in one question to whoever judges, if what is said of each leaves room for as many."""
+"""The most samples in one question to a judge; fewer if their texts are long."""
 
 
 class Rollouts:
-    """One rank's part, as a Feed (train.run.feed). All of its methods that say so are collective."""
+    """One rank's part, as a Feed (train.run.feed). Methods are collective where they say so."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Rollouts:
                 vocabulary=engine.module.model.config.get_text_config().vocab_size,
                 device=engine.device,
             )
-        # Figures of the step that is ready, as `Answers` has them, on the host: each look at a device waits for it.
+        # Of the step that is ready, with the names of `Answers`, on the host: each read from a device waits for it.
         self._step = -1
         self._ids, self._log_probs, self._sizes = np.zeros((0, 0), np.int64), np.zeros((0, 0)), np.zeros(0, np.int64)
         self._verdict: Verdict = {}
@@ -152,8 +151,8 @@ class Rollouts:
         return Wanted(self._train, packs, group, self._spec.seed, TRAINING, step)
 
     def _judge_ahead(self, wanted: Wanted, version: str, made: Answers) -> None:
-        """On rank 0, on another thread: asks for what is said of the first answers of a step whose turn has not come,
-        which `_judged` then finds."""
+        """On rank 0, on another thread: asks the judge about the first answers of a step whose turn has not come;
+        `_judged` then finds the verdict."""
         question = f"{_judging(wanted.step, version)}-0"
         self._hearing.ask(question, self._to_judge(self._spec.train_path, wanted, made, 0))
 
@@ -161,7 +160,7 @@ class Rollouts:
         return self._seconds
 
     def denominator(self) -> int:
-        """The tokens of those of the step's answers that count."""
+        """The number of tokens in the step's answers that count."""
         return max(1, int(self._sizes[self._judge.counted(self._advantages, self._samples.group)].sum()))
 
     def tokens(self) -> int:
@@ -183,7 +182,7 @@ class Rollouts:
         return found
 
     def told(self) -> dict[str, Any]:
-        """What the step's event says, by OpenAI's names where it has them."""
+        """The contents of the step's event, by OpenAI's names where those exist."""
         last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
         return {
             **self._judge.told(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
@@ -205,7 +204,7 @@ class Rollouts:
         return [self._log_probs[member, : self._sizes[member]] for member in members]
 
     def _row(self, prompt: np.ndarray, members: np.ndarray) -> RolloutRow:
-        # Those without an advantage move nothing; but every rank runs equally many forwards.
+        # Answers without an advantage change nothing, but every rank runs equally many forward passes.
         sizes, parts, sequences = dict[int, int](), list[np.ndarray](), []
         for member in members:
             if (better := self._advantages[member]) is not None:
@@ -228,7 +227,7 @@ class Rollouts:
     # --- validation
 
     def validate(self, step: int) -> dict[str, float] | None:
-        """Collective: what is said of the answers to the validation prompts; None if the devices were wanted."""
+        """Collective: the verdicts on the answers to the validation prompts; None if the devices were wanted."""
         assert self._valid is not None
         packs = np.arange(len(self._valid.packs))
         path, each, sampled = self._spec.valid_path, self._samples.valid, list[np.ndarray]()
@@ -302,7 +301,7 @@ class Rollouts:
         return True
 
     def _judged(self, name: str, path: str, wanted: Wanted, made: Answers) -> Verdict | None:
-        """Collective: what is said of the answers, None if the devices were wanted. path: the file of their prompts.
+        """Collective: the verdicts on the answers, None if the devices were wanted. path: the file of their prompts.
         Raises NothingGraded, on every rank."""
         self._progress.enter("grading")
         verdict, asked = self._judge.empty(), dict[str, Any]()
@@ -319,7 +318,7 @@ class Rollouts:
         return verdict
 
     def _to_judge(self, path: str, wanted: Wanted, made: Answers, start: int) -> dict[str, Any]:
-        """What is asked of the answers from the place `start` on, as many as one question has room for."""
+        """The question about the answers from the place `start` on, as many as it has room for."""
         part = range(start, min(start + ASKED_AT_ONCE, len(wanted)))
         answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
         samples = self._judge.samples(path, wanted.tokens, wanted.packs[part.start : part.stop], answers)
@@ -379,8 +378,8 @@ class Rollouts:
 
 
 def _judging(step: int, version: str) -> str:
-    """The name of what is asked of the samples of a step that this version was asked for ahead of its turn: another
-    world, which may have others, must not take its answer for one of these."""
+    """The name of the question about samples that this version was asked for ahead of their step's turn: another world
+    may have other samples, and must not take this question's answer for its own."""
     return f"train-{step}-{version}"
 
 

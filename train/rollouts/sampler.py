@@ -1,10 +1,10 @@
-"""Samples answers from the model as it stands in a rank: token by token, with a cache of keys and values, at
-temperature 1 and from the whole vocabulary, or from what a form leaves of it, so that the recorded log-probabilities
-are the policy's own.
+"""Samples answers from the current model in a rank: token by token, with a cache of keys and values, at temperature 1
+and from the whole vocabulary, or from the tokens that a form leaves, so that the recorded log-probabilities are the
+policy's own.
 
-In the ranks, because there the weights of this very step are, whatever is trained and however it is shared out. What is
-random is given from outside, one number for each token, so that an answer depends on nothing but the weights and these.
-The number of forward passes is the same on every rank: under ZeRO-3 and tensor parallelism each is a collective.
+The ranks sample because they have the weights of this very step, whatever is trained and however it is partitioned.
+Random numbers come from outside, one for each token, so that an answer depends on nothing but them and the weights. The
+number of forward passes is the same on every rank: under ZeRO-3 and tensor parallelism each is a collective.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def sample(
     """An answer to each prompt; equal ones that follow each other go through the model once.
 
     chances: (n, room) in [0, 1), by which the tokens are chosen. ends: tokens that end an answer. longest: the most
-    tokens of a prompt with its answer, the same on every rank, as the number of prompts is. agreed: collective; it
-    takes whether this rank has unfinished answers, and tells whether the devices are wanted, and whether any rank has;
-    None is returned when they are wanted. form: what each answer is held to; log-probabilities are those of the tokens
-    that it leaves.
+    tokens of a prompt with its answer, the same on every rank, as the number of prompts is. agreed: collective; given
+    whether this rank has unfinished answers, it returns whether the devices are wanted, and whether any rank has
+    unfinished ones. Returns None if the devices are wanted. form: restricts each answer; log-probabilities are over the
+    tokens that it leaves.
     """
     n, room = chances.shape
     made = Answers.empty(n, room, device)
@@ -84,7 +84,7 @@ def sample(
 
 @contextmanager
 def answering(model: Any) -> Iterator[None]:
-    """Within it a model that is being trained answers with a cache: without dropout, gradients and packed rows."""
+    """Inside this block a model in training answers with a cache: without dropout, gradients and packed rows."""
     training, attention = model.training, model.config._attn_implementation
     model.eval()
     model.set_attn_implementation(_ATTENTION)

@@ -12,12 +12,12 @@ from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
 
 ASKED_TOKENS = 1 << 17
-"""The tokens of the prompts and answers of one question, if one alone is not longer: what is told is one line of JSON,
+"""The tokens of the prompts and answers of one question, unless one alone is longer: the reply is one line of JSON,
 with some 20 bytes for each token of an answer."""
 
 
 class Teacher(Judge):
-    """It reads the tokens of prompt and answer as the model read and wrote them."""
+    """It reads the tokens of prompt and answer exactly as the model read and wrote them."""
 
     kind, values = "teach", "log_probs"
 

@@ -1,4 +1,4 @@
-"""The answers that are wanted of a step or of a validation: to which prompts, and by which random numbers."""
+"""The answers that a step or a validation needs: to which prompts, and with which random numbers."""
 
 from __future__ import annotations
 
