@@ -106,9 +106,9 @@ def caller_may_use(db: Database, caller: Principal, name: str) -> bool:
 
 
 def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = True, param: str = "model") -> None:
-    """Whoever makes the box ask a model needs the scope of inference, whatever route it is done by. chats: it is asked
-    for a chat completion. param: of the request, that names the model. Raises Forbidden, NotFound for a model that the
-    caller may not use, and BadRequest for one that does not chat."""
+    """A caller who makes the box ask a model needs the scope of inference, whatever the route. chats: it is asked for a
+    chat completion. param: of the request, that names the model. Raises Forbidden, NotFound for a model that the caller
+    may not use, and BadRequest for one that does not chat."""
     if not caller.may(INFERENCE):
         raise Forbidden(INFERENCE)
     if not caller_may_use(db, caller, name) or not _has_version(db, name):
@@ -118,7 +118,8 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
 
 
 def caller_of(db: Database, key_id: str | None) -> Principal:
-    """Whose work goes on without a request: this key, or the box itself. Whether the key still lives, its work asks."""
+    """The principal of work that outlives its request: this key, or the box itself. The work itself checks whether the
+    key still lives."""
     if key_id is None:
         return Principal(None, frozenset({ADMIN}), new_id("req_"), "")
     row = keys.find(db, key_id)
@@ -136,8 +137,8 @@ def why_not_asked(db: Database, key_id: str | None, name: str, *, chats: bool = 
 
 
 def why_no_chat(db: Database, name: str) -> str:
-    """Why this model is asked no conversation, as the gateways say it (`gateway.core.errors.no_chat_template`), before
-    an engine is started for it; "" if it is, or if it is not known whether it has a template."""
+    """Why this model takes no conversation, in the gateways' words (`gateway.core.errors.no_chat_template`), before an
+    engine is started for it; "" if it does, or if it is unknown whether it has a template."""
     found = resolve(db, name)
     if found is None:
         return ""
@@ -163,19 +164,20 @@ def base_of(db: Database, job: JobRow) -> Resolved | None:
 
 
 def _has_version(db: Database, name: str) -> bool:
-    """Whether a name that says a version says one that is there."""
+    """False if a name contains a version that does not exist."""
     return "@" not in name or models.find(db, name) is not None or resolve(db, name) is not None
 
 
 def _may(db: Database, key_id: str | None, viewer: str | None, name: str) -> bool:
-    """Access to a model includes every version and every checkpoint of it; to one that is not there nobody has any, or
-    what an admin's key has a model asked waited for an engine of it."""
+    """Access to a model includes all its versions and checkpoints. Nobody has access to a version that does not exist;
+    otherwise questions of an admin's key waited for an engine of it."""
     model = model_of(db, name)
     if not models.is_visible(db, model, viewer) or models.find(db, model) is None:
         return False
     row = keys.find(db, key_id) if key_id is not None else None
     if row is None or row.models is None:
         return True
-    # Not by `usable_models`, which makes the whole list: a request asks this of each model that its graders ask.
+    # This does not use `usable_models`, which makes the whole list: a request checks this for each model that its
+    # graders ask.
     asked, owner = {name, name.partition("@")[0]}, keys.owner_of(db, row.id)
     return not asked.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in asked)

@@ -24,7 +24,7 @@ _STABLE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_SUFFIX = re.compile(r"[^a-z0-9_.-]+|\.\.+")
 _IN_NAMES = frozenset(string.ascii_lowercase + string.digits)
 _COMBINING = frozenset({"Mn", "Mc"})
-"""Categories of signs that are no letters, and without which a word of Hindi or Thai is none."""
+"""Categories of marks that are not letters, but without which words of Hindi or Thai are incomplete."""
 MAX_SUFFIX = 64
 STABLE_NAME_RULE = "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit, without '..'"
 SUFFIX_RULE = "a string of at most 64 characters, with a letter or digit"
@@ -58,9 +58,9 @@ def is_model_name(name: str) -> bool:
 
 
 def suffix_in_name(suffix: str) -> str:
-    """What stands in a model's name of a suffix that a job asks for, as OpenAI makes it: in lower case, with "-" for
-    what a name cannot have; "" if nothing is left. One in another script, of which that would leave nothing, is written
-    as names of hosts are (two Chinese signs: `xn--ubtq9x`); decoded that says it again, unless it was too long."""
+    """The form that a job's suffix has in a model's name, as OpenAI makes it: in lower case, with "-" for characters
+    that a name cannot have; "" if nothing is left. A suffix in another script, of which nothing would be left, is
+    encoded like a host name (two Chinese characters: `xn--ubtq9x`) and can be decoded, unless it was too long."""
     plain = suffix.lower()
     if any(sign in _IN_NAMES for sign in plain):
         return _NOT_IN_SUFFIX.sub("-", plain).strip("-.")
@@ -82,7 +82,7 @@ def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
 
 
 def is_stable_name(name: str) -> bool:
-    """Whether the owner of a job may choose it for what the job makes. Without ":" and "/": such a name is nobody's
+    """Whether the owner of a job may choose this name for its model. Without ":" and "/": such a name is nobody's
     checkpoint, no fine-tuned model that the box names itself, and no model of a hub's organisation."""
     return bool(_STABLE_NAME.match(name)) and is_model_name(name)
 
@@ -92,7 +92,7 @@ CHAMPION, CHALLENGER = "champion", "challenger"
 
 
 def has_aliases(model: ModelRow) -> bool:
-    """It counts also while it has no challenger: its name stays while jobs make versions of it."""
+    """True even while it has no challenger: the name stays while jobs make versions of it."""
     return model.job_id is not None and is_stable_name(model.id)
 
 
@@ -108,7 +108,7 @@ def aliases(db: Database, model: ModelRow) -> dict[str, str]:
 
 
 def version_prefix(job: JobRow) -> str:
-    """What the names of a job's versions begin with: versions of other jobs stand beside them under a stable name."""
+    """The prefix of the names of a job's versions: under a stable name there are also versions of other jobs."""
     return f"{job.id.removeprefix('ftjob-')[:8]}-" if job.stable_name else ""
 
 

@@ -103,7 +103,7 @@ class Quotas:
         self._eval_bytes(bounds, size)
 
     def check_eval_goes_on(self, key_id: str | None) -> None:
-        """A run under way may write more: what models answer and graders say is told by nobody before."""
+        """A run in progress may write more: nobody knows the size of answers and grades beforehand."""
         self.disk.check()
         row = keys.find(self._db, key_id) if key_id is not None else None
         if row is not None and ADMIN not in row.scopes:
@@ -117,11 +117,11 @@ class Quotas:
             )
 
     def check_names(self, caller: Principal) -> None:
-        """More names that can be called, or more owners who may call them: the gateways get all in one table, and what
-        is longer than they read would keep revoked keys alive.
+        """More names that can be called, or more owners who may call them: the gateways get all in one table, and a
+        table longer than they read would keep revoked keys alive.
 
-        Once it is full, those have reached their bound who take more than an equal part of it; the others go on, and
-        all of them together fill it once more at most."""
+        Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
+        together fill it at most once more."""
         key_id, table, full = _bounded(caller), self._table(), self._config.bus_line_bytes // _SHARE_OF_LINE
         if key_id is None or table.table_bytes <= full:
             return
@@ -199,8 +199,8 @@ class Quotas:
     def receiving(self, caller: Principal, *, again: bool = False) -> Iterator[Took]:
         """A file in transit: call the yielded function with the number of bytes received, before they are written.
 
-        again: the file may be there already. One such file of an owner at a time is received past his bounds; if it is
-        new after all, `check_arrived` refuses it."""
+        again: the file may already exist. One such file of an owner at a time is received past his bounds; if it is new
+        after all, `check_arrived` refuses it."""
         self.disk.check()
         key_id = _bounded(caller)
         if key_id is None:
@@ -278,7 +278,7 @@ class Quotas:
             self._answers[batch_id] = owner, beyond
 
     def no_room_for_answers(self, key_id: str | None) -> str:
-        """Why batches of this key are to wait before more of their lines are answered; empty if they are not."""
+        """Why batches of this key have to wait before more of their lines are answered; empty if they need not."""
         if self.disk.room_bytes() <= 0:
             return "the disk of the box is short of space"
         row = keys.find(self._db, key_id) if key_id is not None else None
@@ -316,7 +316,7 @@ class Quotas:
         return row.owner if row else key_id
 
 
-# Jobs that are under way may still publish: what they make has room in the rest.
+# Running jobs may still publish: the rest has room for their models.
 _SHARE_OF_LINE = 4
 _ASK = "An admin can give a key a higher bound `{}`."
 

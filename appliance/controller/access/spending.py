@@ -25,8 +25,8 @@ ENDING_S = 7 * 86_400.0
 _TEXT = ("key", "model", "version")
 _NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
 _MOST = 1 << 48
-"""The largest number of a row: what the store cannot add up would keep everybody's from being written, again and
-again."""
+"""The largest number of a row: a sum that the store cannot represent would keep everybody's from being written, again
+and again."""
 
 
 class Spending:

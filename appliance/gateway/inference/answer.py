@@ -23,10 +23,10 @@ SSE: Final = b"text/event-stream; charset=utf-8"
 ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'
 _USAGE: Final = b'"usage"'
-# More than the object with an answer's usage has.
+# More bytes than the object with an answer's usage has.
 _USAGE_BYTES: Final = 1024
-# More than an event with nothing but its usage has. One of 8 MiB (`echo`) that was kept until it was whole was put
-# together anew with each of its packets, a second of the loop, and waited whole for a client that did not read.
+# More bytes than an event with nothing but usage has. An event of 8 MiB (`echo`) that was kept until it was complete
+# was joined anew with each packet, which took the loop a second, and all of it waited for a client that did not read.
 _EVENT_BYTES: Final = 16 * 1024
 _SSE_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
@@ -49,7 +49,7 @@ class Answer:
         self.client: Client | None = client
         self.request = request
         self._hides_usage = hides_usage
-        # Answers of /v1/responses repeat what the request says: their transcript reads what they cost.
+        # Answers of /v1/responses repeat texts of the request: their transcript reads the usage.
         route = request.route
         self._reads_usage = route is None or route.name not in (RESPONSES, INPUT_TOKENS)
 
@@ -102,7 +102,7 @@ class Answer:
 
     def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
         if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
-            # Only whole events can be removed, and only short ones are: of a longer one each piece passes as it comes.
+            # Only whole events can be removed, and only short ones are: the pieces of a longer one pass as they come.
             body = b"%b%b" % (self._partial, body)
             end = len(body) if last else body.rfind(b"\n\n") + 2
             if len(body) - end > _EVENT_BYTES:
@@ -191,8 +191,8 @@ class Answer:
         return (b"%b%b%b" % (self._tail, self._partial, body)).endswith(end)
 
     def engine_failed(self, body: bytes) -> bool | None:
-        """Whether the stream told of a failure of the engine by the time that `body`, the last of it, is relayed. None:
-        of its request's own fault, which says nothing of the engine's version: whoever asks for that would have a
+        """Whether the stream has reported a failure of the engine once `body`, the last of it, is relayed. None: it
+        reported a fault of the request, which says nothing about the engine's version; otherwise a client could have a
         canary rolled back, or promoted."""
         if self._engine_failed:
             return True

@@ -90,9 +90,9 @@ class InferenceHandler(Placement):
                 self._silent()
 
     def _silent(self) -> None:
-        """It waits no longer. Its engine is to blame if it gives no sign of life; else this request has waited in its
-        queue, or asked for a long answer, and pays as one whose client leaves. (Engines that were blamed took nobody's
-        requests for a while, and those who asked so much paid nothing.)"""
+        """It waits no longer. The engine is to blame if it gives no sign of life; otherwise this request waited in its
+        queue, or asked for a long answer, and pays like one whose client leaves. (When engines were always blamed, they
+        got no requests for a while, and clients that asked for so much paid nothing.)"""
         self.state.metrics.events["upstream_silent"] += 1
         log.warning("the engine was silent for too long", extra=self.request.ids)
         choice = self._attempt.choice
@@ -175,7 +175,7 @@ class InferenceHandler(Placement):
         if self.answer.client is None:
             return
         if conn.malformed:
-            # This concerns this request alone: its engine lives, and is not to be avoided by others.
+            # This concerns only this request: its engine lives, and others need not avoid it.
             self.state.metrics.events["upstream_malformed"] += 1
             log.error("the head of an engine's answer cannot be read", extra=self.request.ids)
             self._failed(errors.engine_failed(), died=False, blame=False)
@@ -194,8 +194,8 @@ class InferenceHandler(Placement):
         self._failed(errors.engine_failed())
 
     def _failed(self, error: HttpError, *, died: bool = True, blame: bool = True) -> None:
-        """The attempt came to nothing: send the request again, let another engine go on, or say so. died: the engine
-        did. blame: avoid its replica for a moment."""
+        """The attempt failed: send the request again, let another engine continue it, or report the error. died:
+        whether the engine did. blame: avoid its replica for a moment."""
         attempt, now = self._attempt, time.monotonic()
         choice, deaths, suspect = attempt.choice, attempt.deaths, False
         if died and choice is not None:
@@ -245,7 +245,7 @@ class InferenceHandler(Placement):
     def _refused(self, status: int, body: bytes, conn: UpstreamConnection | None = None) -> None:
         """A complete error answer of the engine, nothing relayed yet."""
         if conn is not None and wire.UNREACHED in conn.headers:
-            # The node of this engine is gone, so no byte of the request got there: nothing died of it.
+            # The node of this engine is gone, and no byte of the request got there: no engine died because of it.
             self.state.metrics.events["upstream_unreached"] += 1
             self._attempt.unreached += 1
             self._failed(errors.engine_failed(), died=False)
@@ -333,7 +333,7 @@ class InferenceHandler(Placement):
         transcript.final = b""
 
     def _noted(self, body: bytes, *, done: bool) -> bytes:
-        """What of a stream's bytes goes on to the client, once its transcript has seen them."""
+        """The part of a stream's bytes that goes to the client, once its transcript has read them."""
         transcript, limits = self.checked.transcript, self.state.limits
         assert transcript is not None
         self._check_room(transcript, body)
@@ -361,7 +361,7 @@ class InferenceHandler(Placement):
                     self._failed(error)
                     return
             body = continuation.take(body)
-        # Behind what continues a stream: what another engine generates has its form and its id only there.
+        # Comes after the continuation of a stream: only there do another engine's events have the stream's form and id.
         if self.checked.transcript is not None and self.answer.sse:
             body = self._noted(body, done=done)
         if not done:

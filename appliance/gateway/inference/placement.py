@@ -47,7 +47,7 @@ class Placement(Placeable):
         request.chunks = []
         asks = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
         self.answer = Answer(client, request, hides_usage=asks)
-        # The body is a checked object; of two fields with one name the engine takes the last.
+        # The body is a checked object; if two fields have the same name, the engine takes the last.
         added = self._salt = self._salt_field()
         if checked.ending:
             added = b"%b%b" % (added, checked.ending)
@@ -172,9 +172,9 @@ class Placement(Placeable):
         )
 
     def asks_the_other_version(self, refusal: HttpError) -> bool:
-        """A canary has refused it: only the version that answers can tell whether the request is at fault, or that
-        canary. False where none did, and where that version has no engine: what may be the client's mistake wakes
-        none."""
+        """A canary has refused it: only the active version can tell whether the request or the canary is at fault.
+        False if no canary refused it, or if the active version has no awake engine: what may be the client's mistake
+        wakes none."""
         attempt, model = self._attempt, self.state.router.models.get(self.checked.model)
         if attempt.row == self.checked.model or attempt.continues:
             return False
@@ -256,7 +256,7 @@ class Placement(Placeable):
         attempt.ticket = result
         before = state.holds.first(self.checked.model, alone=attempt.alone)
         if before is not None and before.owner != result.owner:
-            state.place_held_soon(self.checked.model)  # who is before it may have the share that this one has not
+            state.place_held_soon(self.checked.model)  # a request ahead of it may be in the share that this one is not
         if self.request.spans is not None:
             self.request.spans.hold()
         state.metrics.events["held"] += 1
@@ -338,8 +338,8 @@ class Placement(Placeable):
         attempt = self._attempt
         choice, now, first_s = attempt.choice, monotonic(), attempt.first_byte_s
         if choice is not None:
-            # Who knows which version answers a conversation fills that one's engine: what others wait there for is his
-            # doing, and not the version's.
+            # A client that knows which version answers a conversation can fill that version's engine: others then wait
+            # because of the client, not the version.
             timed = first_s and not attempt.crowded and not choice.load.crowded_for(choice.owner)
             owner, comparison = self.request.caller.owner if self.request.caller else "", self.state.comparison
             comparison.add(

@@ -4,7 +4,7 @@ The client's answer does not wait for a copy: it goes out in the same event loop
 one once the controller has acknowledged the last; while it is unreachable they wait here, up to
 `response_copies_bytes`, those of one owner up to `owner_copies_bytes`. A response beyond that is not stored, and its
 object says so. The controller stores a copy that arrives twice (it died before it acknowledged it) once. It may refuse
-a batch for what one copy of it holds, or several together: then each is sent alone, and that costs nobody else's.
+a batch because of one copy, or of several together: then each is sent alone, so that no other copy is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATH = b"/internal/responses"
 BATCH_BYTES = 1 << 20
 RETRY_S = 0.5
 SILENCE_S = 30.0
-# A controller that answers a copy with an error would do so again.
+# A controller that answered a copy with an error would do so again.
 MAX_REFUSALS = 3
 
 
@@ -113,8 +113,8 @@ class ResponseCopies(UpstreamListener):
             self._failed(f"the controller answered {conn.status}")
             return
         if conn.status >= 300 and len(self._flying) > 1:
-            # Eight copies of requests that were as dense as may be weighed more than the controller reads at once, and
-            # whoever's copies were among them lost theirs.
+            # Eight copies of the densest requests allowed weighed more than the controller reads at once, and every
+            # owner with a copy among them lost it.
             self._alone = len(self._flying)
             self._waiting.extendleft(reversed(self._flying))
             self._flying = []

@@ -1,7 +1,7 @@
 """Decides whether a request whose attempt failed is sent again; handler.py does it (`_failed`). Pure.
 
-An engine that dies takes every request on it down, and may have died of one of them. So that one request cannot end
-engine after engine, and no innocent one is lost with them:
+An engine that dies takes every request on it down, and may have died of one of them. These rules keep one request from
+ending engine after engine, and innocent requests from being lost with them:
 
 - A request is sent to at most one more engine after one has died under it (MAX_DEATHS).
 - Its second attempt *stands trial* if it had come to the dead engine just before and got nothing (`is_suspect`): it
@@ -20,14 +20,14 @@ import enum
 from typing import Final
 
 MAX_ATTEMPTS: Final = 3
-"""Whatever the reasons, and deaths that are put down to others included."""
+"""For any reason, including deaths that are attributed to other requests."""
 MAX_DEATHS: Final = 2
 MAX_ECHOES: Final = 4
 """Spread over seconds (routing.router.SUSPECT_FIRST_S): as long as it takes until a dead replica leaves the table."""
 MAX_UNREACHED: Final = 10
 """A node that is gone may have had eight replicas."""
 TRIAL_S: Final = 1.0
-"""Engines that a request ends die while they read its prompt, or in the first steps after it."""
+"""An engine that a request kills dies while it reads the prompt, or in the first steps after it."""
 
 
 class Verdict(enum.Enum):

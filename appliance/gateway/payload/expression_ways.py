@@ -1,10 +1,10 @@
 """Estimates in how many ways at once an engine's grammar may read a text that a regular expression describes. Pure.
 
 xgrammar follows all of them, for each byte of each token of the vocabulary, in the step in which all requests wait for
-their next token: one mask for `(.{1,8}){32}` took 1.7 s with 4,096 tokens. What makes ways are parts that may be longer
-or shorter, one after the other or repeated: in `.{0,200}` there is one way, in `.{0,16}` twelve times (0.3 s) two
-hundred. Engines give expressions to llguidance, which builds automata of them (0.008 s at most), but where a schema
-has to go to xgrammar: tools whose arguments are enforced, `patternProperties` and `propertyNames`.
+their next token: one mask for `(.{1,8}){32}` took 1.7 s with 4,096 tokens. Parts of variable length, one after the
+other or repeated, multiply the ways: `.{0,200}` has one, `.{0,16}` twelve times has two hundred (0.3 s). Engines give
+expressions to llguidance, which builds automata from them (0.008 s at most), except where a schema has to go to
+xgrammar: tools whose arguments are enforced, `patternProperties` and `propertyNames`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Final
 MOST_WAYS: Final = 16
 _BROAD: Final = 8
 _NARROW: Final = 1
-# A part that is repeated without bound counts as often.
+# A part that is repeated without bound counts as this many.
 _UNBOUNDED: Final = 8
 _MANY: Final = 1 << 20
 _DIGITS: Final = 9
 _WIDE_ESCAPES: Final = "wWDSpP"
-# As many alternatives may stand for a class of characters.
+# This many alternatives are common: they may stand for a class of characters.
 _FEW: Final = 3
 
 
@@ -41,8 +41,8 @@ class _Part:
 
 
 def ways(pattern: str) -> int:
-    """The measure of one expression, to be compared with MOST_WAYS. It parses no more than that needs; what is no
-    expression is the engine's to refuse."""
+    """The measure of one expression, to be compared with MOST_WAYS. It parses no more than that needs; the engine
+    refuses what is not an expression."""
     open_groups = [_Part()]
     last = _Part()
     at, end = 0, len(pattern)
@@ -94,8 +94,8 @@ def _repeated(part: _Part, low: int, high: int) -> int:
 
 
 def quantifier(pattern: str, at: int) -> tuple[int, int, int] | None:
-    """The quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, also for
-    braces that are not one."""
+    """The quantifier at this position: lowest, highest (0: none), and where it ends. None for anything else, including
+    braces that are not a quantifier."""
     char = pattern[at]
     if char in "*+?":
         return int(char == "+"), int(char == "?"), at + 1
@@ -108,7 +108,7 @@ def quantifier(pattern: str, at: int) -> tuple[int, int, int] | None:
 
 
 def _number(digits: str) -> int:
-    """A number with more digits is more than any limit, or hides behind zeros."""
+    """A number with more digits exceeds every limit, or begins with zeros."""
     return min(int(digits or "0"), _MANY) if len(digits) <= _DIGITS else _MANY
 
 

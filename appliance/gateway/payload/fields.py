@@ -87,9 +87,9 @@ class OneOf(Rule):
 
 
 class OwnTools(Items):
-    """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence.
-    kind: their type. named: it must be given, because the engine knows fifteen and would hold a tool without one
-    against all."""
+    """Tools that the client runs. The server has none of its own, and an engine would silently ignore them. kind: their
+    type. named: the type must be given, because the engine knows fifteen and would compare a tool without a type with
+    all."""
 
     def __init__(self, most: int, chars: int, kind: str, named: bool) -> None:
         super().__init__(most, chars)

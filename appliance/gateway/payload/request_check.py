@@ -56,7 +56,7 @@ class Checked:
     asks_usage: bool = False
     transcript: Transcript | None = None
 
-    # As how many requests its owner has it open: an engine holds all vectors of an answer until they are read.
+    # How many open requests it counts as for its owner: an engine holds all vectors of an answer until they are read.
     weight: int = 1
 
     # To be added to the body: an answer with log-probabilities of its tokens ends where they are too many.
@@ -208,9 +208,9 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     return checked
 
 
-# With these a model writes tokens without a text, as many as are asked for: special ones, which are not shown, and
-# those that are kept back because a text at which the answer stops may begin with them. An engine has no event of them
-# in conversations, and an empty one in completions.
+# With these fields a model may write any number of tokens without text: special ones, which are not shown, and tokens
+# that are held back because a stop text may begin with them. An engine sends no event for them in conversations, and an
+# empty one in completions.
 _STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens", "stop", "stop_sequences")
 
 # Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.
@@ -255,7 +255,7 @@ def _plain_messages(messages: Any) -> bool:
             return False
         role = message["role"]
         if type(role) is not str or role not in _PLAIN_ROLES:
-            return False  # of what is not a string, a set cannot be asked: a list as role was a TypeError
+            return False  # only a string can be looked up in a set: a list as role was a TypeError
         if len(message) == 2 and type(message.get("content")) is str:
             continue  # as most are: the loop costs 1 % of a plain request
         for name, part in message.items():
@@ -327,7 +327,7 @@ def _only_echo(route: Route, data: dict[str, Any]) -> bool:
 
 
 def _as_tools(data: dict[str, Any]) -> dict[str, Any]:
-    """What an engine makes of `functions` and `function_call`, which is what costs."""
+    """What an engine turns `functions` and `function_call` into: that is what costs."""
     try:
         return as_tools(data)
     except LegacyRefused as error:
@@ -359,8 +359,8 @@ def _small(value: Any) -> bool:
     return isinstance(value, int) and -_LARGEST_TEMPLATE_NUMBER <= value <= _LARGEST_TEMPLATE_NUMBER
 
 
-# An engine hands what it finds here to the function that renders and tokenizes, whose own arguments these are: 200
-# bytes with `padding` and `max_length` made it pad a prompt to 10 million tokens, or end.
+# An engine passes the contents on to the function that renders and tokenizes, and these names are its own arguments:
+# 200 bytes with `padding` and `max_length` made it pad a prompt to 10 million tokens, or end.
 NOT_FOR_TEMPLATES: Final = frozenset(
     {
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
@@ -420,8 +420,8 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
     return len(value)
 
 
-# An engine makes an object of each, with its text, in one go on its event loop, and writes those of all prompts into
-# one answer: 5 µs each, twice.
+# An engine makes an object for each, with its text, in one go on its event loop, and writes the objects of all prompts
+# into one answer: 5 µs each, twice.
 _PROMPT_LOGPROBS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 2
 # 0.1 µs each; and 2 ns.
@@ -430,9 +430,9 @@ _ECHOED_BYTES: Final = 8 << 20
 
 
 def _repeated_prompts(route: Route, data: dict[str, Any], body_bytes: int) -> None:
-    """What an answer says again of its prompts, which an engine writes once for each of its choices: with `n` 64,
+    """Checks how much of its prompts an answer repeats; an engine writes it once for each choice: with `n` 64,
     log-probabilities of 65,536 tokens held its event loop for twenty seconds, and 8 MiB of text (of which it computed
-    one token, by `truncate_prompt_tokens`) became an answer of 512 MiB. Raises HttpError 400."""
+    one token, because of `truncate_prompt_tokens`) became an answer of 512 MiB. Raises HttpError 400."""
     choices = max(data.get("n") or 1, data.get("best_of") or 1)
     _prompt_logprobs(data, body_bytes, choices)
     echoed = body_bytes * choices if data.get("echo") else 0
@@ -476,8 +476,9 @@ def _prompt_logprobs(data: dict[str, Any], body_bytes: int, choices: int) -> Non
         )
 
 
-# As of prompts. A stream has them event by event, and one of /v1/responses all of them again in each of its last three,
-# for which an engine keeps an object of each: 64 streams of 8,192 tokens with 20 each took it 8 GB.
+# The same for answers. A stream has log-probabilities in each event, and a stream of /v1/responses has all of them
+# again in each of its last three events, for which an engine keeps an object for each: 64 streams of 8,192 tokens with
+# 20 each took 8 GB.
 _ANSWER_LOGPROBS: Final = 1 << 16
 _WRITTEN_AGAIN: Final = 3
 # An answer whose request does not say how long it may be gets room for at least this many tokens.
@@ -486,8 +487,8 @@ _LENGTH_OF: Final = {CHAT: "max_completion_tokens", RESPONSES: "max_output_token
 
 
 def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequences: int, written: int) -> bytes:
-    """The field that ends an answer where its log-probabilities are too many to be made and written in one go, so many
-    times; empty if the request says itself how long its answer may be, or wants none. Raises HttpError 400."""
+    """The field that ends an answer before its log-probabilities are too many to be made and written in one go, so many
+    times; empty if the request itself limits its answer, or wants none. Raises HttpError 400."""
     each = 0
     if route.name == "completions":
         each = data["logprobs"] + 1 if data.get("logprobs") is not None else 0
@@ -514,7 +515,7 @@ def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequen
 
 
 def _includes_logprobs(data: dict[str, Any]) -> bool:
-    """Named in `include` they are those of the answer's own tokens, without any `top_logprobs`."""
+    """`include` asks for those of the answer's own tokens, without any `top_logprobs`."""
     include = data.get("include")
     return bool(data.get("top_logprobs")) or isinstance(include, list) and "message.output_text.logprobs" in include
 

@@ -1,8 +1,9 @@
-"""Estimates the processor time that engines take to compile a JSON schema to a grammar. Pure: from a table of measured
-costs, for what costs more than the number of its parts says.
+"""Estimates the processor time that engines take to compile a JSON schema to a grammar. Pure. It uses a table of
+measured costs for constructs that cost more than the number of their parts suggests.
 
-Measured with xgrammar 0.2.8 and llguidance 1.7.6, one thread, a tokenizer of 49,152 tokens (SmolLM2's). What xgrammar
-declines is read by llguidance on the event loop that sends all tokens: of that, 50 ms; of all together, a second.
+Measured with xgrammar 0.2.8 and llguidance 1.7.6, one thread, a tokenizer of 49,152 tokens (SmolLM2's). llguidance
+reads what xgrammar declines, on the event loop that sends all tokens: at most 50 ms of that, and one second of all
+together.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _COUNTED: Final = 300
 _LITERAL_CHAR: Final = 26
 _SHORT_LITERAL: Final = 64
 # Each use of a format is a regular expression of its own: 300 of `ipv6` took 6 s; of `uri` 0.35 s on the event loop, of
-# `email` 0.09 s. As here a second stands for 50 ms there, those are twenty times what they took.
+# `email` 0.09 s. Since one second here stands for 50 ms there, these figures are twenty times the measured ones.
 _FORMATS: Final = {"uri": 20_000, "uri-reference": 20_000, "uri-template": 20_000, "ipv6": 20_000, "email": 6_000}
 _OTHER_FORMAT: Final = 2_500
 # Each combination of the alternatives that members of an `allOf` have: 729 took 50 ms on the event loop.
@@ -38,7 +39,7 @@ def node_us(node: dict[str, Any]) -> int:
 
 
 def literal_us(value: Any) -> int:
-    """The cost of a name or value that answers have as it stands; of lists and objects the texts in them count."""
+    """The cost of a name or value that answers contain literally; in lists and objects, the texts count."""
     found, stack = 0, [value]
     while stack:
         one = stack.pop()
@@ -91,7 +92,7 @@ def _text(node: dict[str, Any]) -> int:
 
 
 def combinations_us(root: Any) -> int:
-    """The cost of all places where what must hold together has alternatives: each combination of them is a schema of
+    """The cost of all places where schemas that must hold together have alternatives: each combination is a schema of
     its own."""
     known: dict[int, int] = {}
     total = 0

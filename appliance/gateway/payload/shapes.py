@@ -53,7 +53,7 @@ _OBJECT_OF: Final = {
 }
 SCHEMA_FIELDS: Final = ("parameters", "input_schema")
 _TOOL_FIELDS: Final = frozenset({"function", *SCHEMA_FIELDS})
-# What is counted by a check of its own: texts and tokens, and the forms of answers (structure.py).
+# Counted by other checks: texts and tokens, and the forms of answers (structure.py).
 _MEASURED: Final = frozenset("messages input prompt tools functions system chat_template_kwargs".split())
 _FORMS: Final = frozenset({"response_format", "structured_outputs", "text", "output_config"})
 _LARGEST_TOKEN: Final = (1 << 32) - 1
@@ -72,7 +72,8 @@ _MESSAGE_TEXTS: Final = ("name", "tool_call_id", "refusal", "reasoning", "reason
 
 
 class _Odd:
-    """What of a field has no shape that an engine knows at once: how many places, and values in them at any depth."""
+    """How many places of a field have no shape that an engine recognises at once, and how many values they contain at
+    any depth."""
 
     def __init__(self, name: str, places: int, values: int) -> None:
         self._name = name
@@ -217,7 +218,8 @@ def check_system(system: Any) -> None:
 
 
 def check_others(data: dict[str, Any]) -> None:
-    """All other fields together: an engine may hold each value in them against several types. Raises HttpError 400."""
+    """Checks all other fields together: an engine may compare each of their values with several types. Raises HttpError
+    400."""
     values = 0
     for name, value in data.items():
         if isinstance(value, list | dict) and name not in _MEASURED:
