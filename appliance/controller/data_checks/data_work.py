@@ -19,7 +19,7 @@ LOOK_EVERY_S = 5.0
 SMALL, LARGE = range(16 << 20), range(16 << 20, 1 << 62)
 """Sizes of uploads in bytes. Small and large ones are checked beside each other, so that a file that is made to take
 hours delays large ones only."""
-# As many as one owner has at the same time; the first of them runs.
+# The most that one owner may have at the same time; the first of them runs.
 _MOST_WAITING = 4
 
 

@@ -1,4 +1,4 @@
-"""/v1/evals: evaluations, their runs, and what came of each item
+"""/v1/evals: evaluations, their runs, and the result of each item
 (https://platform.openai.com/docs/api-reference/evals)."""
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 
 def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/evals", FINE_TUNING)
-    # As browsers see it, where the box knows: behind a proxy, or at 0.0.0.0, its own address is nothing to them.
+    # The address that browsers see, if the box knows it: behind a proxy, or at 0.0.0.0, its own address is of no use to
+    # them.
     db, url = context.db, context.box.get("public_url", "")
 
     def known(eval_id: str, caller: Principal) -> EvalRow:
@@ -136,7 +137,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
         known(eval_id, caller)
         for run_id in evals.unfinished_ids(db, eval_id=eval_id):
-            runner.let_go(run_id)  # what goes is not ended first: 32 rows with their items held the loop for 4.4 s
+            runner.let_go(run_id)  # not ended first: 32 rows with their items held the loop for 4.4 s
         await runner.delete([eval_id])
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
@@ -243,7 +244,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 
 
 async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:
-    """Raises BadRequest for what no item can follow, ApiError where the box could not look."""
+    """Raises BadRequest for a schema that no item can follow, ApiError where the box could not check it."""
     param, kinds = "data_source_config.item_schema", schema.get("type", "object")
     await check_schema(hosts, schema, caller, param)
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
@@ -268,7 +269,7 @@ def _check_room(context: ControllerContext, source: Sampled, model: str) -> None
 async def _criteria(
     context: ControllerContext, hosts: GraderHosts, body: EvalCreate, caller: Principal
 ) -> list[dict[str, Any]]:
-    """The graders as they are kept; the loop is free between two of them. Raises BadRequest, NotFound."""
+    """The graders in their stored form; the loop is free between two of them. Raises BadRequest, NotFound."""
     kept: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(body.testing_criteria):
         await asyncio.sleep(0)

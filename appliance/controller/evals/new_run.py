@@ -1,4 +1,4 @@
-"""Makes runs of evaluations: for a request, and for whoever has a version judged."""
+"""Makes runs of evaluations: for requests, and for gates that judge a version."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def insert_run(
     name: str = "",
     metadata: dict[str, str] | None = None,
 ) -> EvalRunRow:
-    """Within the caller's bounds; the runner has still to begin it. Raises ApiError."""
+    """Makes a run within the caller's bounds; the runner still has to begin it. Raises ApiError."""
     context.quotas.check_eval_run(caller)
     row = EvalRunRow(
         id=new_id("evalrun_"),
@@ -69,8 +69,8 @@ def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[s
 
 
 def check_judges(context: ControllerContext, of: EvalRow, caller: Principal, known: Collection[str] = ()) -> set[str]:
-    """The models that its graders ask, each checked once: another key may have made the eval. known: those that need no
-    further check. Raises Forbidden, NotFound."""
+    """The models that its graders ask, each checked once: another key may have made the eval. known: models that need
+    no further check. Raises Forbidden, NotFound."""
     asked = set[str]().union(*map(models_asked, of.criteria)).difference(known)
     for model in sorted(asked):
         check_may_ask(context.db, caller, model)

@@ -1,4 +1,5 @@
-"""What a request for an evaluation or a run may say, and the body of the request that makes a sample of an item."""
+"""Defines what a request for an evaluation or a run may contain, and the request body that makes a sample of an
+item."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ MAX_ITEMS = 10_000
 MAX_DATA_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 ENTRY_WEIGHT = 1 << 14
-"""An item with its sample: each is parsed and written several times on the controller's loop. As http/bodies counts."""
+"""The weight of an item with its sample, as http/bodies counts it: each is parsed and written several times on the
+controller's loop."""
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_CRITERIA_BYTES = 2 << 20
 MAX_SOURCE_BYTES = 256 << 10
-"""What a run says beside its items; its row is written again for every item that is judged."""
+"""The size of a run without its items; its row is written again for every item that is judged."""
 JSONL = "jsonl"
 ROW_BYTES, ITEM_BYTES = 4096, 256
-"""What a run and an item take beside their texts: 10,000 items of 11 bytes are 3 MB on the disk."""
+"""The bytes that a run and an item take in addition to their texts: 10,000 items of 11 bytes are 3 MB on the disk."""
 _FILTERS_SHOWN = 1000
 KEPT_SCHEMA = {
     "type": "object",
@@ -56,7 +58,7 @@ class CustomConfig(StrictBody):
 
 
 class KeptConfig(StrictBody):
-    """Items are what is kept, see `responses.entries`; metadata: what all that its runs look at has."""
+    """Its items are kept answers, see `responses.entries`. metadata: what all answers that its runs read have."""
 
     type: Literal["logs", "stored_completions"]
     metadata: Metadata | None = None
@@ -167,8 +169,8 @@ class Jsonl(StrictBody):
 
 
 class Sampled(StrictBody):
-    """`completions` and `responses` differ in how tools and formats are written. Kept answers need no model: what was
-    answered then is judged."""
+    """`completions` and `responses` differ in how tools and formats are written. Kept answers need no model: the stored
+    answer is judged."""
 
     type: Literal["completions", "responses"]
     source: Source
@@ -198,7 +200,7 @@ def own_bytes(source: dict[str, Any]) -> int:
 
 
 def without_items(source: dict[str, Any]) -> dict[str, Any]:
-    """A run's data source as it is shown, and kept once its items have rows."""
+    """A run's data source as it is shown, and as it is stored once its items have rows."""
     if source["source"].get("type") != "file_content":
         return source
     return {**source, "source": {**source["source"], "content": []}}
@@ -226,7 +228,7 @@ def check_eval(body: EvalCreate) -> None:
 
 
 def check_variables(grader: Grader, config: CustomConfig | KeptConfig) -> None:
-    """Raises InvalidGrader for a template that names what no item by its schema, or no sample, has."""
+    """Raises InvalidGrader for a template that names a field that no item has by its schema, or no sample has."""
     schema, no_sample = KEPT_SCHEMA, ""
     if isinstance(config, CustomConfig):
         schema = config.item_schema
@@ -240,7 +242,7 @@ _NOT_YET = "no sample is there before the model is asked"
 
 
 def _check_names(param: str, text: str, schema: dict[str, Any], no_sample: str) -> None:
-    """no_sample: why there is none, "" where there is one. Raises InvalidGrader."""
+    """no_sample: why there is no sample, "" if there is one. Raises InvalidGrader."""
     for namespace, *steps in templates.variables(text):
         if namespace == "sample":
             if no_sample:
@@ -252,7 +254,7 @@ def _check_names(param: str, text: str, schema: dict[str, Any], no_sample: str) 
 
 
 def _lacking(steps: list[str], schema: Any) -> str:
-    """The path to the first step that a JSON schema tells to be none of its properties, "" where it tells of none."""
+    """The path to the first step that is certainly not a property by a JSON schema, "" if there is none."""
     for place, step in enumerate(steps, 1):
         known = schema.get("properties") if isinstance(schema, dict) else None
         if not isinstance(known, dict) or not known or any(schema.get(name, False) is not False for name in _FURTHER):
@@ -268,8 +270,9 @@ _FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf
 
 
 def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> dict[str, str]:
-    """What the graders of an eval, as they are kept, and what a model is asked read of an item: the first step below
-    `item`, with the place of the first text that names it. Raises InvalidGrader: the box has become stricter since."""
+    """The fields of an item that an eval's stored graders and the questions to a model read: the first step below
+    `item`, with the place of the first text that names it. Raises InvalidGrader if the box has become stricter
+    since."""
     found = [
         (f"testing_criteria.{at}.{path}", text) for at, one in enumerate(criteria) for path, text in texts(parse(one))
     ]
@@ -284,7 +287,7 @@ def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> dict[st
 
 
 def _asked(messages: Template | ItemReference, param: str) -> list[tuple[str, str]]:
-    """(path, text) of what a model is asked, a reference to an item as the variable that it is."""
+    """(path, text) of the messages to a model; a reference to an item appears as the variable that it is."""
     if isinstance(messages, ItemReference):
         return [(f"{param}.item_reference", f"{{{{{messages.item_reference}}}}}")]
     return [
@@ -295,7 +298,7 @@ def _asked(messages: Template | ItemReference, param: str) -> list[tuple[str, st
 
 
 def check_items(names: dict[str, str], items: Iterable[dict[str, Any]]) -> None:
-    """names: as `names_of` finds them. Raises InvalidGrader for one that no item has."""
+    """names: from `names_of`. Raises InvalidGrader for one that no item has."""
     left, known = dict(names), set[str]()
     for item in items:
         left = {name: path for name, path in left.items() if name not in item}
@@ -335,7 +338,7 @@ def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None)
 
 
 def filters(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> str:
-    """What a source asks for, in words: whoever finds nothing looks for the one that is wrong."""
+    """A source's filters in words: a person whose filters find nothing looks for the wrong one."""
     asked = {name: value for name, value in source.model_dump(exclude_none=True).items() if name != "limit"}
     if metadata := _metadata(source, kept):
         asked["metadata"] = metadata
@@ -344,12 +347,12 @@ def filters(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None
 
 
 def _metadata(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> dict[str, str]:
-    """What the eval asks for, and its run beside or instead of that."""
+    """The eval's filters, extended or replaced by its run's."""
     return {**((kept or {}).get("metadata") or {}), **(source.metadata or {})}
 
 
 def check_takes(source: Jsonl | Sampled, kept: bool) -> None:
-    """kept: the eval is one over what is kept. Raises InvalidGrader, whose `param` is below `data_source`."""
+    """kept: the eval's items are kept answers. Raises InvalidGrader, whose `param` is below `data_source`."""
     if kept and isinstance(source, Jsonl):
         raise InvalidGrader("type", "is 'jsonl', and the eval is over what is kept: take 'completions' or 'responses'")
     if isinstance(source.source, _Kept) and not kept:
@@ -438,7 +441,7 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def sample_of(given: dict[str, Any] | None) -> Sample:
-    """The sample that an entry of the data has: `output_text`, or the message of its first choice."""
+    """The sample of an entry of the data: `output_text`, or the message of its first choice."""
     given = given or {}
     choices = given.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else None

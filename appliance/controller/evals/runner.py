@@ -1,7 +1,7 @@
-"""Runs evaluations: for each item a sample, if a model is to make one, then the graders, a few items at a time.
+"""Runs evaluations, a few items at a time: for each item first a sample, if a model is to make one, then the graders.
 
 What must outlive the controller is in the rows: an item is queued until it is judged, and the counters of a run change
-in the transaction that judges its items. After a restart the rest goes on. The runs of one owner wait for each other.
+in the transaction that judges its items. After a restart the rest continues. The runs of one owner wait for each other.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ AT_ONCE = 8
 _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
 _LOOKED_AT_BYTES = 8 << 20
-"""How much of a file is looked at before its run is made, while the caller waits: half a second at most."""
+"""How much of a file is checked before its run is made, while the caller waits: half a second at most."""
 _ERROR_CHARACTERS = 2000
 _KEPT_BYTES = 256 << 10
-"""How much is kept of what a model was asked for an item's sample, and for all its graders together: a mebibyte of
-characters, up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item itself is
-kept whole."""
+"""How much is stored of the messages to a model for an item's sample, and of those for all its graders together: a
+mebibyte of characters, up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item
+itself is stored whole."""
 _Measured = tuple[dict[str, Any], int]
 """An entry, and its bytes as JSON."""
 _Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
@@ -94,14 +94,14 @@ class EvalRunner:
         self._freeing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """After a restart: go on with what has not ended, and with what was being deleted."""
+        """After a restart: continue runs that have not ended, and deletions."""
         for run_id in evals.unfinished_ids(self._db):
             self.begin(run_id)
         self._free()
 
     async def delete(self, ids: Iterable[str], within_s: float | None = DELETE_WITHIN_S) -> None:
-        """Evals, which take their runs with them, and runs. Nobody sees them from now on; the disk is freed little by
-        little. It returns when that is done, or after this time, while it goes on."""
+        """Delete evals, with their runs, and runs. Nobody sees them from now on; the disk is freed little by little.
+        Returns when that is done, or after this time, while it goes on."""
         evals.delete(self._db, ids)
         await asyncio.wait([self._free()], timeout=within_s)
 
@@ -137,14 +137,14 @@ class EvalRunner:
             except _Failed as error:
                 self._end(run_id, "failed", {"code": error.code, "message": str(error)})
             except Exception as error:
-                # A bug; without this the run would be under way forever, with the reason only in a log.
+                # A bug; without this the run would be in progress forever, with the reason only in a log.
                 self._end(run_id, "failed", {"code": "internal_error", "message": f"{type(error).__name__}: {error}"})
                 raise
             finally:
                 del self._has_turn[owner]
 
     def waits_for(self, row: EvalRunRow) -> str:
-        """What keeps a run from going on at the moment, "" if nothing does."""
+        """Why a run does not proceed at the moment, "" if it does."""
         if row.finished:
             return ""
         first = self._has_turn.get(row.owner)
@@ -209,7 +209,7 @@ class EvalRunner:
     # --- the data
 
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> bool:
-        """Put its items into the store, checked by the schema, some at a time: all of a file as objects are 20 times
+        """Put its items into the store, checked by the schema, some at a time: as objects, a whole file takes 20 times
         its size. False: the run has ended or was deleted meanwhile. Raises _Failed."""
         clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
         await clear()  # what a preparation that was cut short has left
@@ -283,7 +283,8 @@ class EvalRunner:
     async def _item(
         self, row: EvalRunRow, source: Jsonl | Sampled, graders: list[Grader], item: EvalItemRow
     ) -> dict[str, Any]:
-        """What its row becomes, with a sample if one was made, and under `usage` what models have used for it."""
+        """The new contents of its row, with a sample if one was made, and under `usage` the tokens that models used for
+        it."""
         usage: list[ModelAnswer] = []
         sample, made = sample_of(item.sample), dict[str, Any]()
         if isinstance(source, Sampled) and source.model is not None:
@@ -345,8 +346,8 @@ class EvalRunner:
         return result
 
     async def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:
-        """Each item together with the run's counters; as long as each took, the loop is free for others. False: the
-        run has ended meanwhile."""
+        """Store each item together with the run's counters; after each, the loop is free for others for as long as it
+        took. False: the run has ended meanwhile."""
         for item, one in zip(items, judged, strict=True):
             began_s = time.monotonic()
             with self._db.transaction():
@@ -420,7 +421,8 @@ def _given(source: requests.FileContent) -> _Entries:
 
 
 def _kept(found: Iterator[Entry], filters: str) -> _Entries:
-    """What is kept, without what is too dear to judge. filters: what was asked for, in words. Raises _Failed."""
+    """Kept answers as items, without those that are too expensive to judge. filters: the source's filters, in words.
+    Raises _Failed."""
     number = 0
     for entry in found:
         text = orjson.dumps(entry)
@@ -451,8 +453,8 @@ def _read(path: Path) -> _Entries:
 
 
 def check_items(files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> None:
-    """What is read of items, where all of them are at hand. A large file, and one whose lines are no items, is left to
-    the run. Raises InvalidGrader."""
+    """Checks the fields that are read from items, if all items are at hand. A large file, and one whose lines are not
+    items, is left to the run. Raises InvalidGrader."""
     names = requests.names_of(criteria, source)
     if source.source.type == "file_content":
         requests.check_items(names, (entry.item for entry in source.source.content))
@@ -466,7 +468,7 @@ def check_items(files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl |
 
 
 def _in_chunks(entries: _Entries) -> _Chunks:
-    """What is checked and stored in one go, on a loop with other tasks. Raises _Failed."""
+    """Items that are checked and stored in one go, on a loop with other tasks. Raises _Failed."""
     chunk: list[_Measured] = []
     count, size, objects = 0, 0, 0
     for number, entry, text in entries:
@@ -486,7 +488,7 @@ def _in_chunks(entries: _Entries) -> _Chunks:
 
 
 def _check_text(number: int, text: bytes) -> None:
-    """Raises _Failed for an entry that is dear to parse."""
+    """Raises _Failed for an entry that is expensive to parse."""
     if len(text) > requests.MAX_ENTRY_BYTES:
         raise _Failed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
     try:
@@ -498,7 +500,7 @@ def _check_text(number: int, text: bytes) -> None:
 def _entry(number: int, line: bytes) -> dict[str, Any]:
     """Raises _Failed."""
     try:
-        # The parser of requests reads it: pydantic's takes NaN, and integers that no engine can be told.
+        # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
         return requests.Entry.model_validate(orjson.loads(line)).model_dump()
     except orjson.JSONDecodeError as error:
         raise _Failed("invalid_data", f"Line {number} is not JSON: {error}.") from None

@@ -13,7 +13,7 @@ from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow, columns
 from train.graders.grading import ModelAnswer
 
 NO_ERROR = {"code": "", "message": ""}
-"""The SDK's types have an error in every run and sample; one without has none that says anything."""
+"""The SDK's types have an error in every run and sample; without a failure, it is empty."""
 _SAMPLE_SCHEMA = {
     "type": "object",
     "properties": {
@@ -44,7 +44,7 @@ def eval_object(row: EvalRow, caller: Principal) -> dict[str, Any]:
 
 
 def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = "") -> dict[str, Any]:
-    """Beside OpenAI's fields: `waits_for`, what keeps it from going on, and the mean reward of each criterion."""
+    """In addition to OpenAI's fields: `waits_for`, why it does not proceed, and the mean reward of each criterion."""
     return {
         "id": row.id,
         "object": "eval.run",
@@ -53,7 +53,7 @@ def run_object(row: EvalRunRow, url: str, caller: Principal, waits_for: str = ""
         "waits_for": waits_for or None,
         "data_source": without_items(row.data_source),
         "error": row.error or NO_ERROR,
-        # The page asks for a key; a browser has none to open the API's own URL with.
+        # The page asks for a key; a browser has no key to open the API's own URL with.
         "report_url": f"{url}/ui#/evals/{row.eval_id}/{row.id}",
         "result_counts": {
             "total": row.total,
@@ -100,7 +100,7 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 
 def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
-    # What the data has may have any shape; what a model was asked has the runner's.
+    # Samples from the data may have any shape; those of a model have the runner's.
     was_asked = run.data_source.get("type") != JSONL and bool(run.model)
     asked = (row.sample or {}) if was_asked else {}
     answer = asked.get("answer") or {}
@@ -120,8 +120,8 @@ def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 
 
 def judges_sample(body: dict[str, Any], told: Sequence[ModelAnswer]) -> dict[str, Any]:
-    """What models said that a grader asked, in the form of an item's sample. body: the chat completion that the first
-    of them was asked for."""
+    """The answers of models that a grader asked, in the form of an item's sample. body: the chat completion request to
+    the first of them."""
     return {
         "input": body["messages"],
         "output": [{"role": "assistant", "content": answer.text} for answer in told],
@@ -149,7 +149,7 @@ def _error(why: str | None) -> dict[str, str]:
 
 
 def _sampled(sampling: Mapping[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
-    """How an answer was sampled; nothing, as the SDK's types have it, where no model was asked (None)."""
+    """How an answer was sampled; empty, as in the SDK's types, if no model was asked (None)."""
     if sampling is None:
         return {"finish_reason": "", "max_completion_tokens": 0, "temperature": 0.0, "top_p": 0.0, "seed": 0}
     temperature = sampling.get("temperature")

@@ -29,8 +29,8 @@ _MAX_HEADER_BYTES = 16 * 1024
 # Everything except the file: the parser processes it byte by byte, on the loop that serves all requests.
 _MAX_FORM_BYTES = 64 * 1024
 _WRITE_BYTES = 2**20
-# What looks like a boundary and is none (RFC 2046 lets no part have any) takes the parser 2 µs, and makes a piece of
-# the file of its own. A file has some by chance where its boundary is as short as nobody's.
+# Bytes that look like a boundary and are none (RFC 2046 allows no part to contain any) take the parser 2 µs each, and
+# split the file into pieces. A file has some by chance only if its boundary is shorter than any client's.
 _MOST_FALSE_BOUNDARIES = 1000
 _SLICE_BYTES = 2048
 """How much the parser may go through byte by byte before others have their turn: about 1 ms."""
@@ -154,7 +154,7 @@ class _Form:
         self._seen += len(chunk)
 
     def slices(self, chunk: bytes, parser: MultipartParser) -> Iterator[bytes]:
-        """What to give to the parser at once. What is a part's value alone it only searches through."""
+        """How many bytes to give to the parser at once. It only searches through bytes that are all a part's value."""
         within = parser.state == MultipartState.PART_DATA and parser.index == 0
         if (within and self._delimiter not in chunk) or self._ended:
             yield chunk

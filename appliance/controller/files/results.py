@@ -19,7 +19,7 @@ PURPOSE = "fine-tune-results"
 
 @dataclass(frozen=True)
 class Result:
-    """Bytes that are written and synced, and no file yet: what nobody keeps goes with `forget`, or at the next start.
+    """Bytes that are written and synced, but not a file yet: `forget`, or the next start, deletes what nobody keeps.
     sha256: in hex."""
 
     id: str

@@ -1,5 +1,5 @@
-"""Finds data to train on and joins it into one file: files of a folder of the box, or uploaded files by their names,
-that no run has taken yet. bucket.py does the same for buckets."""
+"""Finds training data that no run has taken yet, in a folder of the box or among uploaded files by name, and joins it
+into one file. bucket.py does the same for buckets."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def in_folder(folder: str, pattern: str, now_s: float) -> Found:
 
 
 def _open_without_links(path: Path, flags: int) -> int:
-    """Opens `path`, which is absolute, and returns a descriptor. Follows no link: whoever may write to a folder on the
-    way could otherwise have the box read a file that he may not read himself. Raises NoData for a link, OSError."""
+    """Opens `path`, which is absolute, and returns a descriptor. Follows no link: somebody who may write to a folder on
+    the way could otherwise make the box read a file that he may not read himself. Raises NoData for a link, OSError."""
     here = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     *folders, last = path.parts[1:] or (".",)
     for part, how in [*((one, os.O_PATH | os.O_DIRECTORY) for one in folders), (last, flags)]:
@@ -86,8 +86,8 @@ def uploaded(context: ControllerContext, pattern: str, owner: str) -> Found:
 
 
 def fitting(pattern: str) -> Callable[[str], object]:
-    """Tells whether a name fits the pattern. fnmatch's own function keeps what it has made of 32,768 patterns: whoever
-    changed his for a while had the controller keep 250 MB."""
+    """Tells whether a name fits the pattern. fnmatch's own function caches 32,768 compiled patterns: a person who kept
+    changing a pattern made the controller hold 250 MB."""
     return re.compile(fnmatch.translate(pattern)).match
 
 
@@ -98,8 +98,8 @@ def bounded(found: Found) -> Found:
 
 
 def new(found: Found, taken: Found, data: Data) -> Found:
-    """What of `found` no run has taken yet. A file of a folder or an object of a bucket is new again once it has
-    changed; an uploaded file never changes."""
+    """The part of `found` that no run has taken yet. A file of a folder or an object of a bucket is new again once it
+    has changed; an uploaded file never changes."""
     if data.take == "all":
         return found
     if not data.elsewhere:
@@ -109,8 +109,8 @@ def new(found: Found, taken: Found, data: Data) -> Found:
 
 def join_chosen(chosen: Found, folder: Path | None, target: Path, room: Callable[[], None]) -> str:
     """Joins these files into one and returns its SHA-256. They are named relative to this folder, or with None by their
-    whole paths; of each, as many bytes are read as were seen. room: raises once the disk has none. Raises OSError, and
-    NoData for what is no regular file any more."""
+    whole paths; each is read up to the size that was seen. room: raises once the disk is full. Raises OSError, and
+    NoData for what is no longer a regular file."""
     flags = os.O_RDONLY | os.O_NONBLOCK
 
     def opened(name: str) -> int:
@@ -122,7 +122,7 @@ def join_chosen(chosen: Found, folder: Path | None, target: Path, room: Callable
 
 
 def places(joined: Path, chosen: Found, lines: Sequence[int]) -> dict[int, tuple[str, int]]:
-    """Which of the joined files, and which of its lines, each of these lines is. Raises OSError."""
+    """For each of these lines, the joined file that it is from and its line there. Raises OSError."""
     found, before = {}, 0
     with open(joined, "rb") as source:
         for name, told in chosen.items():
@@ -139,8 +139,8 @@ def places(joined: Path, chosen: Found, lines: Sequence[int]) -> dict[int, tuple
 
 def write_lines(parts: Iterable[Iterator[bytes]], target: Path, room: Callable[[], None]) -> str:
     """Write the blocks of each part into a new file, with a newline after a part that ends without one; returns the
-    file's SHA-256. room: asked now and then, because others write meanwhile too. Raises OSError, and what `room`
-    does."""
+    file's SHA-256. room: called now and then, because others write at the same time. Raises OSError, and whatever
+    `room` raises."""
     digest, unasked = hashlib.sha256(), 0
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
         for part in parts:

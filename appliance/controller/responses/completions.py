@@ -1,4 +1,4 @@
-"""Kept chat completions: their rows, and what is shown of them. Pure.
+"""Kept chat completions: their rows, and the objects that are shown. Pure.
 
 Shapes: https://platform.openai.com/docs/api-reference/chat/object and …/chat/getMessages.
 """

@@ -1,5 +1,5 @@
-"""What is kept, as items of evaluations and of training files: a conversation in the form of chat completions, and what
-was answered. Reads the store: within a reading, on a thread."""
+"""Turns kept answers into items of evaluations and of training files: a conversation in the form of chat completions,
+and its answer. Reads the store: within a reading, on a thread."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from appliance.store.rows import AnswerKind, ResponseRow
 Entry = dict[str, Any]
 Message = dict[str, Any]
 MAX_TURNS, MAX_BYTES = 100, 1 << 20
-"""How much of a conversation a response goes on from: each turn is a row with its texts. A longer one is left out."""
+"""The longest conversation before a response: each turn is a row with its texts. A response after a longer one is left
+out."""
 _READ_AT_ONCE = 16
 _ANSWERED = ("completed", "incomplete")
-"""One that was cut off is an answer, as a chat completion is whose `finish_reason` is "length"."""
+"""An answer that was cut off counts, like a chat completion whose `finish_reason` is "length"."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which of an owner's. asked: values that the object has under these names, or under the name of one below another
-    ("reasoning.effort"). tools: names, of which it has one at least. limit: the newest."""
+    """Filters over an owner's answers. asked: values that the object has under these names, which may be nested
+    ("reasoning.effort"). tools: it has at least one of these names. limit: the newest so many."""
 
     kind: AnswerKind
     limit: int
@@ -60,7 +61,7 @@ def entries(db: Database, owner: str, wanted: Wanted) -> Iterator[Entry]:
 
 
 def _may_be_judged(db: Database, response_id: str) -> bool:
-    """Asked before it is read: sixteen answers as long as they may be are 320 MiB, and parsing one of them holds all
+    """Checked before it is read: sixteen answers of the greatest length are 320 MiB, and parsing one of them holds all
     threads for 50 ms."""
     status, size = responses.standing(db, response_id) or ("", 0)
     return status in _ANSWERED and size <= MAX_BYTES
@@ -146,7 +147,7 @@ def _conversation(db: Database, row: ResponseRow, told: Item) -> list[Message]:
 
 
 def _chat_messages(items: list[Item]) -> list[Message]:
-    """Items of responses as messages of a chat; what such a message has no place for (reasoning) is left out."""
+    """Items of responses as messages of a chat; reasoning, for which such a message has no place, is left out."""
     messages = list[Message]()
     for item in items:
         kind = item.get("type") or "message"

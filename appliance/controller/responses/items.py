@@ -54,8 +54,8 @@ def listed(row: ResponseRow, *, answered: bool) -> list[Item]:
 
 
 def may_list(row: ResponseRow, item_id: str) -> bool:
-    """Whether an item of this id may be among those: a look at its text, which costs a thousandth of parsing it.
-    Whoever asks chooses the id, so it may say yes to every row: the caller bounds how often it is wrong."""
+    """Whether an item of this id may be among those: it searches the text, which costs a thousandth of parsing it. The
+    client chooses the id, so the answer may be yes for every row: the caller bounds how often it is wrong."""
     text = orjson.dumps(item_id).decode()
     named = item_id.rpartition("_")[2].startswith(row.id.removeprefix("resp_"))
     return named or text in row.input or text in row.response

@@ -73,7 +73,7 @@ def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
     """The events of its stream so far with numbers above `after`, each with its number, in wire format. While the
     response runs, more are appended and none of these changes.
 
-    One by one: most of them have the whole request in them, so that all together were several times its size."""
+    One by one: most of them contain the whole request, so that all together would be several times its size."""
     for place, (kind, data) in enumerate(_events(response)):
         if place > after:
             told = orjson.dumps({"type": kind, "sequence_number": place, **data})

@@ -116,7 +116,8 @@ class StoredResponses:
                 self._keep_bounds(key_id)
             self._shrink()
         elif self._touching is None or self._touching.done():
-            # First, or what makes room would take turns that are gone on from; the next one that comes makes room.
+            # Do this first, or making room would delete turns that a later response continues from; the next response
+            # makes room.
             touch = self._background.keep("conversations that go on", self._touch_continued)
             self._touching = self.tasks.add(touch)
         for row in rows:
@@ -124,7 +125,8 @@ class StoredResponses:
         return new
 
     async def _touch_continued(self) -> None:
-        """What was gone on from is kept as long as what goes on from it: of a long one a few turns at a time."""
+        """Turns are kept as long as a response that continues from them: touched a few at a time in a long
+        conversation."""
         while self._continued:
             response_id, (owner, at_s) = next(iter(self._continued.items()))
             await little_by_little(partial(self._touched_some, response_id, owner, at_s))
@@ -137,8 +139,8 @@ class StoredResponses:
         )
 
     def grew(self, key_id: str, more: int) -> None:
-        """A response in background was answered: it has this many bytes more. The next one that comes, or housekeeping,
-        looks at its owner's bounds: this may be within the transaction that revokes a key."""
+        """A background response was answered: it has this many more bytes. The next response, or housekeeping, checks
+        its owner's bounds, because this call may be within the transaction that revokes a key."""
         self._bytes += more
         self._unchecked[key_id] += max(0, more)
 
@@ -216,7 +218,7 @@ class StoredResponses:
             raise _not_found(completion_id, COMPLETION)
 
     def delete(self, response_id: str, kind: AnswerKind = "response") -> None:
-        """Raises NotFound: whoever found it did so on a thread, and it may have gone since."""
+        """Raises NotFound: it was found on a thread and may have been deleted since."""
         size = responses.delete(self._db, response_id)
         if size is None:
             raise _not_found(response_id, kind)
@@ -268,7 +270,7 @@ class StoredResponses:
         return gone > 0
 
     def _shrink(self) -> bool:
-        """Make room as far as may be done at once; False: there is enough, or the rest is being answered."""
+        """Free as much as may be freed at once; False: there is enough room, or the rest is still being answered."""
         if self._bytes <= self._config.responses_bytes:
             return False
         # Delete to below the limit, or the next response would have to make room again.

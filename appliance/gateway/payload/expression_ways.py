@@ -20,7 +20,7 @@ _UNBOUNDED: Final = 8
 _MANY: Final = 1 << 20
 _DIGITS: Final = 9
 _WIDE_ESCAPES: Final = "wWDSpP"
-# This many alternatives are common: they may stand for a class of characters.
+# A class of at most this many characters is narrow.
 _FEW: Final = 3
 
 
