@@ -1,7 +1,7 @@
 """The memory of all hosts of the box: one `HostMemory` for home and one for each node that has joined.
 
-The same policy is asked for each, with what its node reports, and what it orders is done on that node. A job may begin
-where there is memory for it; an engine that has no memory on its node waits.
+The same policy decides for each host, from its node's reports, and its orders are carried out on that node. A job may
+begin where there is memory for it; an engine that has no memory on its node waits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Away(Protocol):
 
 
 class StoredAway:
-    """What the shared memory of a node that has joined holds and nobody needs there; `host_memory.Stored`."""
+    """Bytes that the shared memory of a joined node holds and nobody needs there; `host_memory.Stored`."""
 
     def __init__(self, nodes: Away, name: str):
         self._nodes, self._name = nodes, name
@@ -103,7 +103,7 @@ class BoxMemory:
         return lacking[0]
 
     def _lacks(self, name: str, row: JobRow) -> str:
-        """Nothing if the node has not reported yet: what runs there must not be suspended for that."""
+        """Nothing if the node has not reported yet: its jobs must not be suspended for that."""
         host = self._hosts().get(name)
         return "" if host is None else host.lacks(row)
 
@@ -124,7 +124,7 @@ class BoxMemory:
     # --- one pass ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """One look at each host. A node that is gone takes nothing with it but its own."""
+        """Look at each host once. A node that is gone affects only its own holders."""
         await self.home.look()
         self._follow()
         for name, host in list(self._away.items()):

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 FEWER_DEVICES_AFTER_S = 30.0
-"""How long a job that may run on fewer devices waits for the memory of most: others give back for it meanwhile."""
+"""How long a job that may run on fewer devices waits for the memory of the largest number: others give memory back for
+it meanwhile."""
 WANTED_FOR_S = 3.0
 """A refused engine counts as wanted until the loop has not asked for it for this long."""
 STARTING_FOR_S = 15.0
@@ -149,7 +150,7 @@ class HostMemory:
             return f"Memory is short{self._why()}; it starts by itself when there is enough."
         needs = self._needs(row)
         needed = needs[max(needs)]
-        # Parked ranks have their memory; a job once waited for as much again for as long as its own ranks held it.
+        # Parked ranks have their memory; without this, a job waited for as much again while its own ranks held it.
         if needed <= self._room() or row.id in self._parked:
             self._waiting_jobs.pop(row.id, None)
             self._waiting_since.pop(row.id, None)
@@ -168,8 +169,8 @@ class HostMemory:
         )
 
     def sizes(self, row: JobRow) -> tuple[int, ...]:
-        """The numbers of devices that there is memory for here now, of those that the job may run on; all of them, if
-        the question is not how many. One that runs has that of its ranks."""
+        """Of the numbers of devices that the job may run on, those for which there is memory here now; all of them if
+        the number does not matter. A running job already has its ranks' memory."""
         needs = self._needs(row)
         if row.id in self._parked and not row.devices:
             return tuple(needs)  # its ranks have their memory
@@ -178,7 +179,7 @@ class HostMemory:
         return tuple(size for size in needs if size <= held or needs[size] <= room) or tuple(needs)
 
     def want(self, row: JobRow) -> None:
-        """No node has memory for this job: this one gives back for it what nobody computes with."""
+        """No node has memory for this job: this node gives back for it memory that nobody computes with."""
         if row.id not in self._state.jobs and not self._state.short:
             self._waiting_jobs[row.id] = (max(self._needs(row).values()), self._clock())
 
@@ -209,7 +210,7 @@ class HostMemory:
         box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)
         if needed > self._reading.total - self.reserve // 2:
-            # Whatever others gave up for it, it would find no room: one request suspended all jobs, for ever.
+            # It would find no room, whatever others gave up for it: one request suspended all jobs for ever.
             if model not in self._too_large:
                 log.error("an engine of %s needs %s, more than %s has", model, gb(needed), self._reading.where)
                 self._too_large.add(model)
@@ -319,7 +320,7 @@ class HostMemory:
         )
 
     async def _look_at_parked(self) -> None:
-        """Only while a job waits, or one's ranks were seen: whether it is one whose ranks are there already."""
+        """Only while a job waits, or ranks of one were seen: whether it is a job whose ranks are already there."""
         if not self._waiting_jobs and not self._parked:
             return
         self._parked = frozenset(await self._means.parked.parked(self._node))
@@ -400,7 +401,7 @@ class HostMemory:
         return f" ({gb(self._reading.available)} available{self._of_others()})"
 
     def _of_others(self) -> str:
-        # Counted less often than what is available: with that they are never more than the machine has.
+        # Counted less often than the available memory: limited so that both together never exceed the machine's memory.
         if self._others is None:
             return ""
         return f", other programs hold {gb(min(self._others, self._reading.total - self._reading.available))}"

@@ -35,7 +35,8 @@ def delete_few(db: Database, table: str, where: str, parameters: Sequence[Any]) 
 
 
 async def little_by_little(step: Callable[[], bool]) -> None:
-    """Call it until it says that nothing is left; as long as each call took, the loop is free for others."""
+    """Call `delete` until it says that nothing is left; after each call the loop is free for others for as long as the
+    call took."""
     while True:
         began_s = time.monotonic()
         if not step():

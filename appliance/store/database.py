@@ -44,8 +44,7 @@ _CLOSE_S = 5.0
 _LOG_PAGES = 1000
 """SQLite's own number: a commit that makes the log longer carries it over."""
 BOX = "(the box)"
-"""The name under which the box's own work reads: no owner, so that whoever asks does not wait for it. It is no owner's
-name."""
+"""The name under which the box's own work reads, which is no owner's name, so that no owner waits for it."""
 PAGE_BYTES = 2 * 2**20
 """Text of the rows of one page. The reader of a page waits for all of it."""
 PAGE_ROWS = 500
@@ -142,7 +141,8 @@ class Database:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
             self._connection.execute("PRAGMA synchronous = FULL")
-            # Builds of SQLite differ: what was deleted, a forgotten person's texts, would stand in free pages.
+            # Builds of SQLite differ: without this, deleted rows, such as a forgotten person's texts, would stay in
+            # free pages.
             self._connection.execute("PRAGMA secure_delete = ON")
             self._connection.execute("PRAGMA foreign_keys = ON")
             migrate(self._connection, path)
@@ -172,16 +172,16 @@ class Database:
     async def read(self, whose: str | None, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """What `work` returns or raises, called within `reading` on a thread of its own; the loop is free meanwhile.
 
-        It reads what is committed when it begins. It writes nothing and touches no state of the loop's: who decides on
-        what it found writes afterwards, in a transaction that looks again at what may have changed. whose: the owner
-        for whom it reads, who has two threads at most; None: an administrator; BOX: the box's own work.
+        It reads what is committed when it begins. It writes nothing and touches no state of the loop's: a caller that
+        decides by what it found writes afterwards, in a transaction that checks again what may have changed. whose: the
+        owner for whom it reads, who has at most two threads; None: an administrator; BOX: the box's own work.
 
         Raises ReadingEnded once the database is being closed. If the task is cancelled the reading ends soon.
         """
         return await self._threads.run(whose, partial(work, *args, **named))
 
     def reading(self) -> AbstractContextManager[None]:
-        """What this thread reads within is as of one moment, and what it writes raises WriteWhileReading."""
+        """Within it, this thread reads the state of one moment, and a write raises WriteWhileReading."""
         assert self._depth == 0 or threading.get_ident() != self._thread, "it would not see what the transaction wrote"
         return self._readers.reading()
 
@@ -220,9 +220,8 @@ class Database:
 
     @contextmanager
     def log_is_left(self) -> Iterator[None]:
-        """Commits within leave what they wrote in the log, for `carry_over` to be called then: as SQLite does it, the
-        commit that makes the log long carries all of it over, by which a row of 12 MiB cost the loop twice as
-        much."""
+        """Commits within leave their pages in the log; call `carry_over` afterwards. In SQLite's own way the commit
+        that makes the log long carries all of it over, and a row of 12 MiB cost the loop twice as much."""
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
         try:
             yield
@@ -342,8 +341,8 @@ _OPEN: weakref.WeakSet[Database] = weakref.WeakSet()
 
 
 class _OfParent:
-    """Stands in a forked child in place of what the parent has open: two processes through one connection would damage
-    the file, and threads are not forked."""
+    """Replaces the parent's connection in a forked child: two processes through one connection would damage the file,
+    and threads are not forked."""
 
     def __init__(self, opened: object):
         self._opened = opened  # not closed here, for that ends locks of the parent's
@@ -390,7 +389,7 @@ def _columns(kind: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def _weight(text: str | None) -> int:
-    """The weight of a JSON text, at most: what stands in its strings counts too."""
+    """An upper bound of a JSON text's weight: signs within its strings count too."""
     if text is None:
         return 0
     return 12 * (text.count("[") + text.count("{")) + 2 * text.count('"') + text.count(",")

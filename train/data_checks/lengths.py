@@ -1,4 +1,4 @@
-"""Numbers of how long examples are: percentiles, and a curve in one line of text."""
+"""Summarises the lengths of examples: percentiles, and a curve in one line of text."""
 
 from __future__ import annotations
 

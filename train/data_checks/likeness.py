@@ -2,8 +2,8 @@
 
 The likeness of two texts is the share of their 5-grams of words that both have (Jaccard). The 120 smallest values of a
 text's 5-grams under 120 permutations make 20 bands of six; two texts with one band in common are candidates: of those
-with a likeness of 0.8 it misses 0.3 %, of 0.9 none in a hundred million. Every candidate is read again and compared for
-what it is, so none is called a duplicate that is not.
+with a likeness of 0.8 it misses 0.3 %, of 0.9 none in a hundred million. Every candidate is read again and compared
+exactly, so none is called a duplicate that is not.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Finds words of a list: profanity and slurs in 27 languages (`listed/`, by Shutterstock, CC BY 4.0, as Google's C4 was
-filtered with), and those of a list of one's own. A list knows words and no meaning: what it finds is to be looked at.
+filtered with), and those of the user's own list. A list knows words and not their meaning: a person should look at what
+it finds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from train.data_checks.words import words_of
 
 _FOLDER = Path(__file__).with_name("listed")
 _MOST_WORDS = 8
-# A word that may begin an entry is one whose last bits are those of one that does: most are told apart by a look.
+# A filter by the last bits of a word's hash: one look rules out most words that begin no entry.
 _PLACES = 1 << 16
 _MASK = np.uint64(_PLACES - 1)
 _DEFAULT = "en"
@@ -21,11 +22,12 @@ MOST_LISTED = 100_000
 
 
 class ListedWords:
-    """A list, one word or phrase a line, as hashes of its words. In scripts without spaces a single character is no
-    entry: it stands in too many words."""
+    """A list, one word or phrase a line, as hashes of its words. In scripts without spaces a single character is not an
+    entry: it is part of too many words."""
 
     def __init__(self, phrases: Iterable[str]):
-        # Entries by first word and length: however many begin alike, a place in a text has as many looks as lengths.
+        # Entries by first word and length: a place in a text needs one look for each length, however many entries begin
+        # alike.
         self._begins: dict[int, dict[int, dict[tuple[int, ...], str]]] = {}
         self._may_begin = np.zeros(_PLACES, bool)
         for phrase in map(str.strip, phrases):
@@ -44,7 +46,7 @@ class ListedWords:
 
 
 class Toxic:
-    """The lists that come with the box. A text is looked at with that of its language alone: one language's insult is
+    """The lists that come with the box. A text is compared only with its own language's list: one language's insult is
     another's hour of the day. Raises OSError where they are not installed."""
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ def _of_language(name: str) -> ListedWords | None:
 
 
 def of_file(path: Path) -> ListedWords:
-    """A list of one's own: UTF-8, an entry a line. Raises OSError, ValueError."""
+    """The user's own list: UTF-8, one entry a line. Raises OSError, ValueError."""
     entries = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(entries) > MOST_LISTED:
         raise ValueError(f"{path} has {len(entries)} entries; at most {MOST_LISTED} are taken")

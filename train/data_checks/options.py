@@ -1,4 +1,4 @@
-"""What is asked of a check and of a preparation, as plain values that go to another process as JSON."""
+"""Options of a check and of a preparation, as plain values that go to another process as JSON."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class BadOption(ValueError):
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
     """model: directory with a tokenizer, and a config.json that says how long a context is. max_tokens: instead of
-    that. method: of train.methods, or ANY. against: validation file. words: list of one's own. like: least likeness of
-    near duplicates. leave_out: names of CHECKS."""
+    that. method: of train.methods, or ANY. against: validation file. words: the user's own list. like: least likeness
+    of near duplicates. leave_out: names of CHECKS."""
 
     model: Path | None = None
     max_tokens: int | None = None
@@ -61,11 +61,11 @@ class CheckOptions:
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
-    """What is to be done to a file; nothing that is not asked for.
+    """Changes to a file; none by default.
 
     drop: names of CHECKS whose findings are left out. mask: personal data is masked. split: share of examples that go
-    into a validation file. mix: (file, share of the result) of several; a file of which no share is said has what is
-    left. order: one of ORDERS. seed: of what is drawn.
+    into a validation file. mix: (file, share of the result) of several; a file without a share gets the rest. order:
+    one of ORDERS. seed: of the random choices.
     """
 
     drop: Sequence[str] = ()

@@ -1,7 +1,7 @@
-"""Finds and masks personal data and secrets in text: by their form, and by their checksum where they have one.
+"""Finds and masks personal data and secrets in text by their form, and by their checksum if they have one.
 
-Names and addresses have no form and are not found. No pattern goes back over what it has read: every repetition is
-bounded or possessive, so a text costs what it weighs, whatever stands in it.
+Names and addresses have no fixed form and are not found. No pattern backtracks: every repetition is bounded or
+possessive, so the cost of a text is proportional to its length, whatever its content.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Found(NamedTuple):
     end: int
 
 
-# A cheap look first, a hundred times as fast as the patterns: every digit becomes 0, and what may stand between the
-# digits of one number goes. Few texts have so many zeros in a row then.
+# A cheap test first, a hundred times as fast as the patterns: every digit becomes 0, and separators within a number are
+# removed. Few texts then have so many zeros in a row.
 _ZEROS = bytes(0x30 if 0x30 <= byte <= 0x39 else byte for byte in range(256))
 _BETWEEN, _FEWEST_DIGITS = b" ().-", 7
 
@@ -107,7 +107,7 @@ _ID_CHECKS = "10X98765432"
 
 
 def find(text: str) -> list[Found]:
-    """What is found in a text, from its beginning to its end; no two overlap."""
+    """All finds in a text, in order; no two overlap."""
     found: list[Found] = []
     for of_a_kind in _candidates(text):
         found = _joined(found, of_a_kind)
@@ -115,7 +115,7 @@ def find(text: str) -> list[Found]:
 
 
 def masked(text: str) -> tuple[str, list[str]]:
-    """The text with [EMAIL], [CARD] … in place of what is found, and the kinds of it."""
+    """The text with [EMAIL], [CARD] … in place of the finds, and their kinds."""
     found = find(text)
     pieces, at = [], 0
     for kind, start, end in found:
@@ -125,13 +125,14 @@ def masked(text: str) -> tuple[str, list[str]]:
 
 
 def hinted(text: str, found: Found) -> str:
-    """Enough to find it by, too little to be it: reports are kept and shown."""
+    """Enough to locate it, too little to reveal it: reports are kept and shown."""
     value = text[found.start : found.end]
     return f"{value[:3]}… ({len(value)} characters)"
 
 
 def _joined(found: list[Found], more: Iterable[Found]) -> list[Found]:
-    """Both, in order; what overlaps one found before is left out. One step each, because a text may be full of them."""
+    """Merges both in order, without finds that overlap an earlier one. Each takes one step, because a text may be full
+    of them."""
     at, new = 0, []
     for one in more:
         while at < len(found) and found[at].end <= one.start:
@@ -194,7 +195,7 @@ def _emails(text: str) -> Iterator[Found]:
 
 
 def _addresses(text: str, pattern: re.Pattern[str]) -> Iterator[Found]:
-    """Those of one machine in the world; a private one, or a version such as 1.2.3.4.5, is nobody's."""
+    """Public addresses only: a private one, or a version such as 1.2.3.4.5, identifies nobody."""
     for match in pattern.finditer(text):
         try:
             address = ipaddress.ip_address(match[0])

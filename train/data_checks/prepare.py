@@ -1,7 +1,8 @@
-"""Writes a new data file of what a scan has read, without what was asked to be left out, and says what it did.
+"""Writes a new data file from what a scan has read, without the examples that the user wants left out, and reports what
+it did.
 
-Nothing is changed that was not asked for: a line that stays is the same bytes, unless personal data in it is masked or
-files of different shapes are mixed, whose examples all become chats.
+It changes only what the user asked for: a line that stays has the same bytes, unless personal data in it is masked, or
+files of different shapes are mixed and all their examples become chats.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DEFAULT_DROPS = "bad_lines", "empty"
 
 
 class Unusable(Exception):
-    """The result would be a file that cannot be trained on; the text says what to ask for."""
+    """The result would be a file that cannot be trained on; the text says which options to change."""
 
 
 def prepare(scan: Scan, options: PrepareOptions, target: Path, validation: Path | None = None) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def prepare(scan: Scan, options: PrepareOptions, target: Path, validation: Path 
 
 def _kept(scan: Scan, options: PrepareOptions) -> tuple[np.ndarray, dict[str, list[list[int]]]]:
     """Indices that stay, and by check the [source, line] or [source, line, source, line of what it repeats] that go,
-    each under the first check that found it. Who drops what nearly repeats an example drops what repeats it, too."""
+    each under the first check that found it. Dropping near duplicates also drops exact ones."""
     flags = np.frombuffer(scan.flags, np.uint16)
     drop = {*options.drop, *(("duplicates",) if "near_duplicates" in options.drop else ())}
     for name in _DEFAULT_DROPS:
@@ -92,7 +93,7 @@ def _dropped(scan: Scan, index: int) -> list[int]:
 
 
 def _mixed(scan: Scan, options: PrepareOptions, kept: np.ndarray, dropped: dict[str, list[list[int]]]) -> np.ndarray:
-    """Takes as many of each source as its share says, of the most for which every source has enough."""
+    """Takes each source's share of the largest total for which every source has enough."""
     if not options.mix:
         return kept
     shares = _shares(scan, options)
@@ -122,8 +123,8 @@ def _shares(scan: Scan, options: PrepareOptions) -> list[float]:
 
 
 def _held_out(scan: Scan, options: PrepareOptions, kept: np.ndarray) -> np.ndarray:
-    """(kept,) bool: which go into the validation file. Their content decides, so that examples that are the same, or
-    nearly, are on one side, and an example stays on its side when others come."""
+    """(kept,) bool: which examples go into the validation file. Their content decides, so that equal and nearly equal
+    examples are on the same side, and an example stays on its side when others are added."""
     roots = np.array([scan.root(int(index)) for index in kept], np.int64)
     salt = np.uint64(int.from_bytes(hashlib.blake2b(str(options.seed).encode(), digest_size=8).digest()))
     drawn = (scan.digests()[roots, 0] ^ salt) * np.uint64(0x9E3779B97F4A7C15)
@@ -136,7 +137,7 @@ def _held_out(scan: Scan, options: PrepareOptions, kept: np.ndarray) -> np.ndarr
 def _ordered(scan: Scan, options: PrepareOptions, part: np.ndarray) -> np.ndarray:
     if options.order == "length":
         return part[np.argsort(np.frombuffer(scan.tokens, np.uint32)[part], kind="stable")]
-    # Files of a mix would else stand one after the other, and a run would learn one after the other.
+    # Otherwise the files of a mix would follow each other, and a run would learn them one after the other.
     if options.order == "shuffled" or options.mix:
         return np.random.Generator(np.random.PCG64(options.seed + 1)).permutation(part)
     return part
@@ -155,7 +156,7 @@ def _write(scan: Scan, options: PrepareOptions, out: BinaryIO, part: np.ndarray,
 
 
 def _line(scan: Scan, options: PrepareOptions, index: int, as_chats: bool, masks: Counter[str]) -> bytes:
-    """The bytes of an example as they stand in its file, but on one line and without what is masked."""
+    """The bytes of an example as in its file, but on one line and with personal data masked."""
     if as_chats:
         return orjson.dumps(_without_personal_data(scan.made(index), options, masks))
     raw = scan.raw(index)

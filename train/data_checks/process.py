@@ -25,13 +25,13 @@ _LISTED_LINES = 1000
 
 
 class CheckFailed(Exception):
-    """A check or a preparation came to no end; the text says why, for whoever asked for it."""
+    """A check or a preparation did not finish; the text says why, for the caller."""
 
 
 def command_of(request: dict[str, Any]) -> list[str]:
-    """What runs a request: {"files": paths, "names"?: what they are called, "check": fields of CheckOptions} and, to
+    """What runs a request: {"files": paths, "names"?: their names in reports, "check": fields of CheckOptions} and, to
     prepare a new file, "prepare": fields of PrepareOptions, "target", "validation" and "lineage": paths. "niceness"?:
-    not the low priority of work that nobody looks at."""
+    in place of the low priority of work that nobody waits for."""
     return [sys.executable, "-P", "-m", "train.data_checks.process", json.dumps(request, default=str)]
 
 
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def carried_out(request: dict[str, Any]) -> dict[str, Any]:
-    """What is asked for, in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
-    # Compiled code costs half a second: not before the request is known to be one.
+    """Runs the request in this process. Raises BadOption, CheckFailed, OSError, ValueError."""
+    # Importing compiled code takes half a second: only after the request is known to be valid.
     options = _options(request["check"])
     from train.data_checks import prepare, report
     from train.data_checks.scan import Scan
@@ -126,7 +126,7 @@ def _path(request: dict[str, Any], name: str) -> Path | None:
 
 
 def _most_tokens(options: CheckOptions) -> int | None:
-    """What was asked for, else what the model's configuration says of its context. Raises BadOption."""
+    """The requested number, otherwise the model's context by its configuration. Raises BadOption."""
     if options.max_tokens is not None or options.model is None:
         return options.max_tokens
     try:

@@ -1,4 +1,4 @@
-"""Makes a report of a scan: numbers, and the first examples of everything found, by line."""
+"""Makes a report from a scan: numbers, and for every kind of find the first examples, by line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads data files once and notes of every example what each check finds; then compares the examples with each other.
+"""Reads data files once and notes for every example what each check finds; then compares the examples with each other.
 
-Only numbers are kept of an example, about 130 bytes; its text is read again where it is needed.
+It keeps only numbers of an example, about 130 bytes, and reads its text again where needed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Convert = Callable[[Record, str], Record]
 BIT = {name: 1 << place for place, name in enumerate(CHECKS)}
 MOST_SHOWN = 20
 _SHAPES_OF = 100  # examples, by which the shape of a file is known
-# The first examples are all counted, then one in this many; all that may be too long are.
+# The tokens of the first examples are all counted, then those of one in this many, and of all that may be too long.
 COUNTED_EXAMPLES, COUNTED_EACH = 2000, 50
 # The language of the first examples is found, then of one in this many.
 TOLD_EXAMPLES, TOLD_EACH = 100_000, 10
 _ODD_LANGUAGE_SHARE = 0.02
 _TIMES_AS_LONG = 3
-# What was compared lately is not read again; what is longer than this costs its own length.
+# Recently compared texts are not read again, except texts longer than this.
 _KEPT_BYTES, _MOST_KEPT = 1 << 16, 1024
 _TEMPLATE_BYTES, _MESSAGE_BYTES = 512, 64  # what a chat template adds, at the least that is reckoned with
 _CONTROL = re.compile("(?P<control>[\x00-\x08\x0b\x0c\x0e-\x1f\x7f])")
@@ -65,7 +65,7 @@ class SourceLine(NamedTuple):
 
 
 class Findings:
-    """How many examples a check found something in, how often each kind of it, and the first of them, in words."""
+    """In how many examples a check found something, how often each kind, and the first finds, in words."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -138,7 +138,7 @@ class Scan:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, path: Path, name: str | None = None) -> Source:
-        """Note of every example of a file what it has in itself. Raises OSError."""
+        """Note for every example of a file what can be found in it alone. Raises OSError."""
         number, source = len(self.sources), Source(path, name or str(path))
         self.sources.append(source)
         with open(path, "rb") as file:
@@ -221,7 +221,7 @@ class Scan:
         return does("near_duplicates") or does("toxic") or self._index is not None
 
     def _language(self, index: int, place: SourceLine, text: Said) -> str | None:
-        """The language of an example; where it is not asked about, the one of most others."""
+        """The language of an example; if it was not detected, that of most others."""
         if self._languages is None:
             return None
         if index >= TOLD_EXAMPLES and index % TOLD_EACH:
@@ -229,7 +229,7 @@ class Scan:
         language = self._languages.of(text.answer) or self._languages.of(text.body)
         if language is not None:
             self.languages[language] += 1
-            # Which are the odd ones out is known at the end; one that is first of its language may be.
+            # Which languages are rare is known only at the end; the first example of a language may be rare.
             if self.languages[language] <= MOST_SHOWN:
                 self._told.append((place, language))
         return language
@@ -243,7 +243,7 @@ class Scan:
                     self._flag("personal_data", index, place, kind=one.kind, value=personal_data.hinted(part, one))
 
     def _tokens(self, index: int, place: SourceLine, made: Record) -> int:
-        """The tokens of an example: counted, or estimated from its bytes and what those counted have said."""
+        """The tokens of an example: counted, or estimated from its bytes by the ratio of those that were counted."""
         chats = made.get("sequences", (made,))
         estimates = [estimate_tokens(chat) for chat in chats]
         # No tokenizer makes more tokens of a text than it has bytes.
@@ -289,7 +289,7 @@ class Scan:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Find what repeats an earlier example, and which languages are the odd ones out."""
+        """Find examples that repeat an earlier one, and which languages are rare."""
         if self._options.does("duplicates"):
             self._duplicates()
         if self._options.does("near_duplicates"):
@@ -305,7 +305,7 @@ class Scan:
         return SourceLine(self.source[index], self.line[index])
 
     def root(self, index: int) -> int:
-        """The example that stays of those that are this one, or nearly; itself if it is alone."""
+        """The example that stays among its duplicates and near duplicates; itself if it has none."""
         while index in self.of:
             index = self.of[index]
         return index
@@ -343,8 +343,8 @@ class Scan:
         return {"of": place.line} if len(self.sources) == 1 else {"of": place.line, "of_source": place.source}
 
     def _likeness(self, one: int, other: int) -> float:
-        """0 without a look if one has many times as many words as the other: many short ones that share a band with a
-        long one, made to do so, would each have it read again."""
+        """0 without reading if one has many times as many words as the other: otherwise a file could be made in which
+        many short examples share a band with a long one, and each would cause it to be read again."""
         if max(self._sizes[one], self._sizes[other]) > _TIMES_AS_LONG * min(self._sizes[one], self._sizes[other]):
             return 0.0
         return likeness.likeness(self._grams(one), self._grams(other))
@@ -383,7 +383,7 @@ def _bytes_of(chat: Record) -> int:
 
 
 def _template_tokens(count: Count | None) -> int:
-    """What a chat template adds to an example without a word; some begin each with a page of instructions."""
+    """How many tokens a chat template adds to an empty example; some templates begin with a page of instructions."""
     if count is None:
         return 0
     try:

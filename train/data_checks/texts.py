@@ -1,4 +1,4 @@
-"""What an example says: its text without what many examples share, its answers, and every string in it."""
+"""The texts of an example: its own text without what many examples share, its answers, and every string in it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NAMES = ("role", "from", "type", "id", "tool_call_id", "weight")
 
 
 class Said(NamedTuple):
-    """body: all that is said but system prompts, which many examples share. answer: what is learnt last. system: the
-    system prompts, and what a grader sees."""
+    """body: all texts except system prompts, which many examples share. answer: the last text that is learnt. system:
+    the system prompts, and what a grader sees."""
 
     body: str
     answer: str
@@ -38,7 +38,7 @@ def said(made: Record) -> Said:
 
 
 def lacks_answer(record: Record, shape: str) -> bool:
-    """Whether something that a model would learn to say is empty. The record need not be a good one otherwise."""
+    """Whether a text that a model would learn is empty. The record may be invalid otherwise."""
     if shape == "chat":
         messages = record.get("messages")
         return isinstance(messages, list) and any(map(_silent, messages))

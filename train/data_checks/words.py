@@ -1,4 +1,4 @@
-"""Cuts text into words, and words into n-grams, as hashes: what the checks for likeness and for listed words compare.
+"""Cuts text into words, and words into n-grams, as hashes, which the checks for likeness and for listed words compare.
 
 A word is a run of letters and digits, in lower case; a character of a script that puts no spaces between words
 (Chinese, Japanese, Korean, Thai ...) is a word by itself. Compiled by numba: in Python the words of a gigabyte alone
@@ -23,7 +23,8 @@ def words_of(text: str) -> np.ndarray:
 
 
 def grams(words: np.ndarray, n: int) -> np.ndarray:
-    """(m,) uint64: the hash of every run of n words; of fewer words than n, the one of all of them; none of none."""
+    """(m,) uint64: the hash of every run of n words; with fewer words than n, one hash of all of them; without words,
+    none."""
     return _grams(words, min(n, len(words)))
 
 
@@ -119,7 +120,8 @@ def _words(raw: np.ndarray) -> np.ndarray:
 def _grams(words: np.ndarray, n: int) -> np.ndarray:
     if n == 0:
         return np.empty(0, np.uint64)
-    # A polynomial over the last n words, rolled on: what falls out is taken off, weighed by the base to the n.
+    # A rolling polynomial over the last n words: the word that leaves the window is subtracted, times the base to the
+    # power n.
     leaving = np.uint64(1)
     for _ in range(n):
         leaving *= _GRAM_BASE

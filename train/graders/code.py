@@ -1,5 +1,5 @@
-"""What code of a python grader may be, told without running it: it is Python, imports what is there, and defines
-`grade(sample, item)`."""
+"""Checks the code of a python grader without running it: it is Python, imports only packages that are installed, and
+defines `grade(sample, item)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = (
     "numpy scipy sympy pandas rapidfuzz sklearn rouge_score deepdiff jsonschema pydantic yaml nltk sqlparse ast_grep_py"
 ).split()
 """Packages by the names that code imports: what OpenAI's API documents for its graders, less `rdkit` and `skbio`. The
-environment has more, which the box itself uses, and may lose it."""
+environment has more packages, which the box itself uses and may drop."""
 LOADED = {
     "deepdiff": ("deepdiff",),
     "pandas": ("pandas",),
@@ -24,19 +24,19 @@ LOADED = {
     "sklearn": ("sklearn.metrics", "sklearn.feature_extraction.text"),
     "sympy": ("sympy",),
 }
-"""What takes 0.5 to 2 s of CPU to import, by what code says for it: a worker does so once, before it forks for the
-first code that names it, and every call then has it."""
+"""Packages that take 0.5 to 2 s of CPU to import, by the names that code imports: a worker imports one once, before it
+forks for the first code that names it, and every later call has it."""
 _CAUGHT = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
 _MAKE_NAMES = ("exec", "globals", "locals", "setattr", "vars")
-"""With these, code binds names of its module that are written nowhere in it."""
+"""With these, code binds names of its module that do not appear in its text."""
 _MAY_NOT_RUN = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try, ast.TryStar, ast.Match)
 _SHOWN = 200
 _OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def why_refused(source: str) -> str:
-    """In words that follow the name of what has the source; "" for what can run. It takes as long as reading the code
-    does, and code can be written so that this ends the process."""
+    """What is wrong, in words that follow the name of the object with the source; "" for code that can run. It takes as
+    long as reading the code does, and code can be written so that this ends the process."""
     try:
         with warnings.catch_warnings(action="ignore"):  # they would be lines of the box's own log
             tree = ast.parse(source, "grader.py")
@@ -60,8 +60,8 @@ def named(source: str) -> set[str]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, top-level name) of what is imported, but for what the code goes on without, and what stands under an `if`:
-    for checkers of types, another Python, or where the code has found a package."""
+    """(line, top-level name) of all imports except those that the code can do without, and those under an `if`: for
+    type checkers, another Python, or a package that the code has found."""
     left: list[ast.AST] = [tree]
     while left:
         node = left.pop()
@@ -101,7 +101,7 @@ def _packages() -> list[str]:
 
 
 def _function_refused(tree: ast.Module) -> str:
-    """Why there is no function `grade` that takes a sample and an item; "" where that only shows when it runs."""
+    """Why there is no function `grade` that takes a sample and an item; "" if only running it would tell."""
     found = _bound(tree)
     if "grade" not in found:
         return "" if "*" in found else "defines no function `grade(sample, item)`"
@@ -139,8 +139,8 @@ def _names(given: ast.arguments) -> str:
 
 
 def _bound(tree: ast.Module) -> dict[str, ast.AST | None]:
-    """What each name of the module stands for in the end, None where only running it tells; "*" if it makes some that
-    are not written here."""
+    """What each name of the module finally refers to, None where only running it tells; "*" if it binds names that do
+    not appear here."""
     found: dict[str, ast.AST | None] = {}
 
     def bind(name: str, to: ast.AST | None, sure: bool) -> None:

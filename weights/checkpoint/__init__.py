@@ -1,4 +1,5 @@
-"""Whether a model's folder may be opened: what its settings may say, what may stand beside its weights.
+"""Decides whether a model's folder may be opened: what its settings may contain, and which files may be beside its
+weights.
 
 Never: Loads a model or runs anything of its files.
 Begin with folder.py.

@@ -39,7 +39,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 # Vocabularies: large, and read by tokenizers alone.
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json", "manifest.json")
-# vLLM reads the config.json of whatever these name, a path too, for a part of the model.
+# For a part of the model, vLLM reads the config.json of whatever these name, even of a path.
 _OTHER_MODELS = ("text_model_id", "audio_model_id")
 _FOLDER = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,99})?")
 _FAMILY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -63,7 +63,7 @@ def check_folder(directory: Path) -> None:
 
 
 def _check_entries(directory: Path) -> None:
-    """Nothing but plain files, and none that a library would read in place of those that were checked. Raises
+    """Allows only plain files, and none that a library would read in place of those that were checked. Raises
     PickleRefused, UnsafeLink, UnsupportedModel."""
     names = set()
     with os.scandir(directory) as entries:
@@ -88,7 +88,7 @@ def _check_entries(directory: Path) -> None:
 
 
 def check_settings(directory: Path) -> None:
-    """What the files of `directory` say, whatever else is in it. Raises CheckpointRefused."""
+    """Checks the contents of the settings files in `directory`, whatever else is in it. Raises CheckpointRefused."""
     if (directory / CONFIG_FILE).exists():
         _check_config(read_json(directory / CONFIG_FILE, CONFIG_FILE))
     if (directory / tokenizer_settings.CONFIG_FILE).exists():
@@ -136,14 +136,14 @@ def _read_any(path: Path, name: str, limit_bytes: int = MAX_CONFIG_BYTES, most_v
 def _check_config(config: Mapping[str, Any]) -> None:
     _refuse_code(config, CONFIG_FILE)
     if config.get("configuration_files"):
-        # transformers and vLLM read the one of these that fits their version, and nothing of this file.
+        # transformers and vLLM read the one of these that fits their version, and then ignore this file.
         raise UnsupportedModel(
             CONFIG_FILE,
             "has 'configuration_files', which name another file to be read in its place; give the checkpoint that one "
             "as its config.json, without the list",
         )
     if config.get("speculators_config") is not None:
-        # vLLM takes the model that it names, any path of this machine, in place of this one.
+        # vLLM loads the model that it names, from any path of this machine, in place of this one.
         raise UnsupportedModel(
             CONFIG_FILE, "has 'speculators_config': a draft for another model is not a model by itself"
         )

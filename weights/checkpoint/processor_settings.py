@@ -1,7 +1,8 @@
-"""What the settings of a processor of images or sounds may say. Pure.
+"""Checks the settings of a processor of images or sounds. Pure.
 
-transformers loads the `audio_tokenizer` that they name, a model from any path of the machine, pickles too, and some
-processors open a file that their settings name. So a checkpoint's processor is its own files, in its own directory.
+transformers loads the `audio_tokenizer` that they name, which may be a model anywhere on the machine, even a pickle,
+and some processors open a file that their settings name. So a checkpoint's processor may use only files of its own
+directory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._ -]{0,99}")
 
 
 def check(settings: Mapping[str, Any], name: str) -> None:
-    """`settings`: of the file `name`, one of FILES. Raises UnsafeLink where they name what is not the checkpoint's."""
+    """`settings`: of the file `name`, one of FILES. Raises UnsafeLink if they name something outside the checkpoint."""
     if settings.get(_AUDIO_TOKENIZER):
         raise _refused(name, _AUDIO_TOKENIZER)
     for key, value in within("", settings):

@@ -1,8 +1,9 @@
-"""What the settings of a tokenizer may say. Pure.
+"""Checks the settings of a tokenizer. Pure.
 
 transformers hands everything in tokenizer_config.json and special_tokens_map.json to the tokenizer's class as
-arguments, and some of them name a file: with `"vocab": "/…/first-key"` the box's first key was a token of the model,
-and an answer for whoever asked it. So a checkpoint's tokenizer is the files with the usual names in its own directory.
+arguments, and some of them name a file: with `"vocab": "/…/first-key"` the box's first key became a token of the model,
+which answered with it to whoever asked. So a checkpoint's tokenizer consists of the files with the usual names in its
+own directory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_map(special: Mapping[str, Any]) -> None:
-    """Raises TokenizerRefused for a special_tokens_map.json that says anything but tokens: what it says goes before
-    what tokenizer_config.json does, files and chat templates too."""
+    """Raises TokenizerRefused for a special_tokens_map.json that contains anything but tokens: its entries override
+    those of tokenizer_config.json, including files and chat templates."""
     for key, value in special.items():
         if value and not _TOKENS.fullmatch(key):
             raise _refused(MAP_FILE, key)

@@ -65,7 +65,7 @@ class StoredResponses:
         self._bytes = responses.totals(context.db)[1]
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
         self._expected: Counter[str | None] = Counter()  # by viewer
-        self._continued: dict[str, tuple[str, float]] = {}  # id -> owner, when: what leads to it is still to be touched
+        self._continued: dict[str, tuple[str, float]] = {}  # id -> owner, when: earlier turns are still to be touched
         self._background, self.tasks = context.background, RunningTasks()
         self._touching: asyncio.Task[None] | None = None
 
