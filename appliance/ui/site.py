@@ -58,12 +58,17 @@ class SiteFile:
 
 @dataclass(frozen=True, slots=True)
 class SiteAnswer:
-    """status: 200, or 304 without a body where the client has the file."""
+    """status: 200, 304 without a body where the client has the file, or 303 to where the page is."""
 
     status: int
     content_type: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
+
+
+TO_THE_PAGE: Final = SiteAnswer(
+    303, CONTENT_TYPES[".txt"], (*_SECURITY, (b"location", ROOT), (b"vary", b"accept")), b"The page is at /ui.\n"
+)
 
 
 @cache

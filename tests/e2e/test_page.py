@@ -560,9 +560,13 @@ def test_axe_finds_no_fault_in_what_opens(visit: Visit, axe: str, scheme: str) -
     page.get_by_role("button", name="Switch now").wait_for()
     found["mode"] = faults_of(page, axe)
     page.evaluate("location.hash = '#/chat'")
+    page.get_by_role("button", name="Add a model beside").click()
+    for place in range(2):
+        page.locator(".talk select").nth(place).select_option(MODEL)
     page.get_by_label("Message").fill("hi")
     page.keyboard.press("Enter")
-    page.locator(".turn.assistant[data-at=done]").wait_for()
+    page.locator(".turn.assistant[data-at=done]").nth(1).wait_for()
+    assert page.get_by_role("region", name=f"{MODEL} (2)").count() == 1, "the same model twice"
     found["answer"] = faults_of(page, axe)
     page.get_by_role("button", name="Code").first.click()
     page.locator("dialog[open]").wait_for()
@@ -651,11 +655,22 @@ WRITTEN_OVER = """[...document.querySelectorAll('.axis span')].filter((mark) => 
     .map((mark) => mark.textContent)"""
 
 
+def with_memory(status: dict[str, Any], host: dict[str, Any]) -> dict[str, Any]:
+    return {**status, "memory": {**status["memory"], "host": host}}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_in_chinese(visit: Visit, scheme: str) -> None:
+def test_it_fits_a_phone_in_chinese(visit: Visit, front: Front, scheme: str) -> None:
     page = visit(key=None, viewport={"width": 360, "height": 740}, locale="zh-CN", color_scheme=scheme)
     page.get_by_label("API 密钥").wait_for()
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    # The machine's own memory is known to a whole box alone.
+    host = {"where": "this machine", "total_bytes": 8, "available_bytes": 4, "short": ""}
+    page.route("**/admin/v1/status", lambda asked: asked.fulfill(json=with_memory(asked.fetch().json(), host)))
+    page.get_by_label("API 密钥").fill(front.key)
+    page.keyboard.press("Enter")
+    page.get_by_text("本机的内存").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 

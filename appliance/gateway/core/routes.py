@@ -109,6 +109,9 @@ EXACT: dict[bytes, Route] = {
 # The box's own page and its files: the same for everybody, so without a key. What they ask for has one.
 PAGE = Route("page", Kind.PAGE, _GET, frozenset(), b"/ui")
 
+# Whoever types the box's address into a browser is sent to the page; to programs it is an unknown URL.
+FRONT_DOOR = Route("page", Kind.PAGE, _GET, frozenset(), b"/")
+
 # The page's way to a login provider and back, before anybody has a key or a login.
 EXACT |= {
     path: Route("login", Kind.LOGIN, methods, frozenset(), path, page=True)
@@ -247,6 +250,8 @@ def resolve(method: bytes, path: bytes) -> Route:
 
 
 def _below(method: bytes, path: bytes) -> Route:
+    if path == FRONT_DOOR.path and method in FRONT_DOOR.methods:
+        return FRONT_DOOR
     for route in _ROOTS:
         size = len(route.path)
         if path.startswith(route.path) and (len(path) == size or path[size] == 0x2F):

@@ -13,7 +13,7 @@ from appliance.gateway.control.previous_response import PreviousResponse
 from appliance.gateway.control.relay import Relay, WholeRelay
 from appliance.gateway.control.scrape import Scrape
 from appliance.gateway.core import errors
-from appliance.gateway.core.routes import KEYLESS, Kind
+from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind
 from appliance.gateway.http import wire
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.handler import Handler
@@ -22,7 +22,7 @@ from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.payload.request_check import Checked, check_object, parsed_body
 from appliance.gateway.routing.table import Caller
 from appliance.gateway.state.state import State
-from appliance.ui.site import SiteAnswer, site
+from appliance.ui.site import TO_THE_PAGE, SiteAnswer, site
 from appliance.ui.site import answer as answer_file
 
 
@@ -54,7 +54,7 @@ class Dispatch:
             request.use = state.spending.use_of(caller)
             check_scopes(route, caller)
         elif kind is Kind.PAGE:
-            if request.path not in site():
+            if request.path not in site() and not _is_browser_at_the_door(request):
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
         elif kind is Kind.LOGIN:
             check_asked_by_the_page(request)
@@ -132,6 +132,8 @@ class Dispatch:
     def page(self, request: Request) -> SiteAnswer:
         """The answer with a file of the page, which `admit` found."""
         headers = request.headers
+        if request.path not in site():
+            return TO_THE_PAGE
         return answer_file(
             site()[request.path],
             if_none_match=headers.get(b"if-none-match"),
@@ -146,3 +148,8 @@ class Dispatch:
         degraded = sorted({*state.background.names(), *state.box_troubles, *away})
         told = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
         return (200 if ready else 503), b"application/json", orjson.dumps(told)
+
+
+def _is_browser_at_the_door(request: Request) -> bool:
+    """Whether somebody typed the box's address into a browser; programs ask for no document."""
+    return request.path == FRONT_DOOR.path and b"text/html" in request.headers.get(b"accept", b"").lower()

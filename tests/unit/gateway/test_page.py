@@ -71,6 +71,15 @@ async def test_nothing_else_is_below_it(start_box: Start, target: str, key: str 
     assert answer.status == 404 and answer.error["code"] == "unknown_url"
 
 
+async def test_the_bare_address_leads_a_browser_to_the_page_and_is_no_url_for_programs(start_box: Start) -> None:
+    box = await start_box()
+    told = await box.ask("GET", "/", key=None, headers="Accept: text/html,application/xhtml+xml,*/*;q=0.8\r\n")
+    assert told.status == 303 and told.headers["location"] == "/ui" and told.headers["vary"] == "accept"
+    for method, accept in (("GET", "*/*"), ("GET", "application/json"), ("POST", "text/html")):
+        answer = await box.ask(method, "/", key=None, headers=f"Accept: {accept}\r\n")
+        assert answer.status == 404 and answer.error["code"] == "unknown_url", (method, accept)
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 async def test_it_is_only_read(start_box: Start, method: str) -> None:
     box = await start_box()

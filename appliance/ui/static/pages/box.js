@@ -208,7 +208,7 @@ function Memory({ memory }) {
   const free = host ? host.available_bytes : null;
   return html`<${Card} title=${t("box.memory")}>
     <${Meter} label=${t("memory.store")} part=${memory.used_bytes / Math.max(1, memory.budget_bytes)} text=${t("of", { a: bytes(memory.used_bytes), b: bytes(memory.budget_bytes) })} />
-    ${host ? html`<${Meter} label=${t("memory.host", { where: host.where })} part=${1 - free / Math.max(1, host.total_bytes)} text=${t("of", { a: bytes(host.total_bytes - free), b: bytes(host.total_bytes) })} />` : null}
+    ${host ? html`<${Meter} label=${t("memory.host", { where: host.where === "this machine" ? t("health.home") : host.where })} part=${1 - free / Math.max(1, host.total_bytes)} text=${t("of", { a: bytes(host.total_bytes - free), b: bytes(host.total_bytes) })} />` : null}
   </${Card}>`;
 }
 

@@ -121,7 +121,7 @@ function Talk({ names, first }) {
       <${Field} label=${t("chat.max_tokens")}><input type="number" min="1" value=${settings.maxTokens} onInput=${set("maxTokens")} /></${Field}>
     </div></details>
     <div class="columns" style=${{ "--columns": columns.length }}>
-      ${columns.map((one) => html`<${Column} key=${one.key} one=${one} names=${names} alone=${columns.length === 1}
+      ${columns.map((one, place) => html`<${Column} key=${one.key} one=${one} label=${labelled(columns, place)} names=${names} alone=${columns.length === 1}
         onModel=${(model) => change(one.key, (now) => ({ ...now, model, turns: [] }))}
         onClose=${() => setColumns((before) => before.filter((other) => other.key !== one.key))}
         onCode=${() => setCode(bodyOf(one, prompt.trim() || null))} busy=${busy > 0} />`)}
@@ -139,21 +139,27 @@ function Talk({ names, first }) {
     ${code ? html`<${Code} body=${code} onClose=${() => setCode(null)} />` : null}`;
 }
 
-function Column({ one, names, alone, onModel, onClose, onCode, busy }) {
+/** Of a column: its model, and which one it is where several have it, so that each has a name of its own. */
+function labelled(columns, place) {
+  const { model } = columns[place];
+  return columns.filter((one) => one.model === model).length > 1 ? `${model} (${place + 1})` : model;
+}
+
+function Column({ one, label, names, alone, onModel, onClose, onCode, busy }) {
   const listed = names.includes(one.model) ? names : [one.model, ...names];
   const end = useRef(null);
   useEffect(() => {
     const log = end.current;
     if (log.scrollHeight - log.scrollTop - log.clientHeight < 160) log.scrollTop = log.scrollHeight;
   });
-  return html`<section class="card talk" aria-label=${one.model}>
+  return html`<section class="card talk" aria-label=${label}>
     <header>
       <label class="grow"><span class="visually-hidden">${t("model")}</span>
         <select value=${one.model} disabled=${busy} onChange=${(event) => onModel(event.target.value)}>${listed.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       <button type="button" class="small" onClick=${onCode}>${t("chat.code")}</button>
-      ${alone ? null : html`<button type="button" class="plain" disabled=${busy} aria-label=${t("chat.close", { model: one.model })} onClick=${onClose}>✕</button>`}
+      ${alone ? null : html`<button type="button" class="plain" disabled=${busy} aria-label=${t("chat.close", { model: label })} onClick=${onClose}>✕</button>`}
     </header>
-    <div class="turns" ref=${end} tabindex="0" role="log" aria-label=${t("chat.with", { model: one.model })}>
+    <div class="turns" ref=${end} tabindex="0" role="log" aria-label=${t("chat.with", { model: label })}>
       ${one.turns.length ? one.turns.map((turn, place) => html`<${Turn} key=${place} turn=${turn} />`) : html`<p class="empty">${t("chat.empty")}</p>`}
     </div>
   </section>`;
