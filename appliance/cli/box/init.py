@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +14,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 from appliance.cli.errors import CommandFailed, Conflict
-from appliance.cli.locate import BoxFile
+from appliance.cli.locate import BoxFile, data_dir_option
 
 app = group("Write a configuration to begin from.")
 Template = Literal["light", "box", "enterprise"]
@@ -27,7 +28,8 @@ Template = Literal["light", "box", "enterprise"]
         "appliance init --template box /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml",
         "",
         "Every line has its reason next to it; finance, manufacturing and education are examples at the end.",
-        "Without FILE it is appliance.toml in the data directory, which `appliance up` reads by itself.",
+        "Without FILE it is appliance.toml in the data directory (default: ~/.local/share/appliance), which",
+        "`appliance up` reads by itself.",
     )
 )
 def init(
@@ -41,6 +43,8 @@ def init(
     text = (resources.files("appliance") / "templates" / f"{template}.toml").read_text()
     home = BoxFile.read(data_dir).data_dir
     path = home / "appliance.toml" if file is None else Path(file).expanduser().resolve()
+    if file is None and data_dir is None:
+        output.say(f"note: no FILE and no --data-dir: it goes to the default data directory, {home}")
     try:
         if file is None:
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +56,7 @@ def init(
     if output_format == "json":
         output.print_json({"file": str(path), "template": template})
         return
-    named = "" if file is None else f" --config {path}"
+    named = data_dir_option(home) if file is None else f" --config {shlex.quote(str(path))}"
     output.say(f"{path} is written: read it, change what is yours, then `appliance up{named}`")
 
 

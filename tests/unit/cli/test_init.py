@@ -101,3 +101,14 @@ def test_a_file_that_is_there_stays_unless_forced(tmp_path):
     assert path.read_text() == (TEMPLATES / "box.toml").read_text()
     assert run("init", "--template", "box", str(tmp_path / "no" / "folder.toml")).exit_code == 1
     assert run("init", "--template", "huge", str(path)).exit_code == 2
+
+
+def test_where_it_goes_is_said_first_and_how_to_start_from_there_after_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("APPLIANCE_DATA_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = run("init", "--template", "light")
+    default = tmp_path / ".local" / "share" / "appliance"
+    assert (default / "appliance.toml").exists() and f"the default data directory, {default}" in told.stderr
+    assert told.output.endswith("then `appliance up`\n")
+    other = run("init", "--template", "light", "--data-dir", str(tmp_path / "box"))
+    assert "note:" not in other.stderr and other.output.endswith(f"then `appliance up --data-dir {tmp_path}/box`\n")
