@@ -85,10 +85,11 @@ def _summed(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 class Quota(NamedTuple):
     """left: tokens of the one that has fewest left, None: the key has none. spent_until_s: Unix time at which a used-up
-    one is renewed, None: some is left."""
+    one is renewed, None: some is left. spent: which one that is, in words."""
 
     left: int | None
     spent_until_s: float | None
+    spent: str
 
 
 def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
@@ -103,16 +104,16 @@ def quota_of(db: Database, row: KeyRow, now_s: float) -> Quota:
     month = day.replace(day=1)
     next_month = (month + datetime.timedelta(days=32)).replace(day=1)
     each = [
-        (limit - usage.tokens_since(db, row.id, begin.timestamp()), end.timestamp())
-        for limit, begin, end in (
-            (row.tokens_per_day, day, day + datetime.timedelta(days=1)),
-            (row.tokens_per_month, month, next_month),
+        (limit - usage.tokens_since(db, row.id, begin.timestamp()), end.timestamp(), f"{limit:,} tokens a {span}")
+        for limit, span, begin, end in (
+            (row.tokens_per_day, "day", day, day + datetime.timedelta(days=1)),
+            (row.tokens_per_month, "month", month, next_month),
         )
         if limit is not None
     ]
-    return Quota(
-        min((left for left, _ in each), default=None), max((end_s for left, end_s in each if left <= 0), default=None)
-    )
+    left = min((left for left, *_ in each), default=None)
+    end_s, spent = max(((end_s, name) for left, end_s, name in each if left <= 0), default=(None, ""))
+    return Quota(left, end_s, spent)
 
 
 def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
@@ -140,11 +141,13 @@ def _key(
 ) -> dict[str, Any]:
     """made: by owner, the printable names of what his jobs made, once they are known: an owner may have many keys, each
     with a list, and thousands of names."""
+    quota = quota_of(db, row, now_s)
     limits = {
         "models": None if row.models is None else _allowed(db, row, made),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
-        "spent_until_s": spent_until_s(db, row, now_s),
+        "spent_until_s": quota.spent_until_s,
+        "spent_quota": quota.spent or None,
         "quota": min((one for one in (row.tokens_per_day, row.tokens_per_month) if one is not None), default=None),
         "expires_s": row.expires_s,
         "sessions": sessions,

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.access.model_access import may_use
-from appliance.controller.access.spending import Spending, quota_of, spent_until_s
+from appliance.controller.access.spending import Spending, quota_of
 from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, allow
@@ -86,9 +86,9 @@ class Metering:
             return _answer(gateway_errors.missing_scope(INFERENCE))
         if not may_use(self._db, key.id, model):
             return _answer(gateway_errors.model_not_found(model))
-        until_s = spent_until_s(self._db, key, time.time())
-        if until_s is not None and until_s >= expires_s:
-            return _answer(gateway_errors.quota_spent(_moment(until_s)))
+        quota = quota_of(self._db, key, time.time())
+        if quota.spent_until_s is not None and quota.spent_until_s >= expires_s:
+            return _answer(gateway_errors.quota_spent(_moment(quota.spent_until_s), quota.spent))
         return None
 
     def waits_for(
@@ -100,9 +100,9 @@ class Metering:
         is known only at its end: without this, all lines at engines together went past the quota. One alone may.)"""
         if key is None:
             return ""
-        left, until_s = quota_of(self._db, key, time.time())
+        left, until_s, spent = quota_of(self._db, key, time.time())
         if until_s is not None:
-            return f"the quota of tokens of its key is used up until {_moment(until_s)}"
+            return f"its key's quota of {spent} is used up until {_moment(until_s)}"
         most = 0
         if left is not None:
             most = asked()

@@ -233,7 +233,7 @@ class KeySink(Protocol):
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
-        "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""
+        "tokens_per_minute", "spent_until_s", "spent_quota" that limit the key; replaces the previous set."""
 
     async def caught_up(self) -> None:
         """Returns when the gateways route by everything that was published until now, or after a short time."""

@@ -27,10 +27,9 @@ class Caller:
 
     owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
-    renews, None while quota is left; quota: tokens of the smaller of its quotas, None without one. expires_s: Unix time
-    from which the key is refused, None: it lasts. cache_salt:
-    separates its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a
-    request's body.
+    renews, None while quota is left; spent_quota: which one that is, in words; quota: tokens of the smaller of its
+    quotas, None without one. expires_s: Unix time from which the key is refused, None: it lasts. cache_salt: separates
+    its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a request's body.
     """
 
     id: str
@@ -46,6 +45,7 @@ class Caller:
     salt_field: bytes = b""
     quota: int | None = None
     expires_s: float | None = None
+    spent_quota: str = ""
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -272,6 +272,7 @@ def _caller(digest: str, row: Any) -> Caller:
         salt_field(salt),
         _limit(row.get("quota"), f"{where}.quota"),
         _moment(row.get("expires_s"), f"{where}.expires_s"),
+        str(_given(row, "spent_quota", "")),
     )
 
 

@@ -100,7 +100,9 @@ async def test_a_spent_quota_holds_the_batch_until_it_is_renewed(control: Contro
     clock = [noon]
     monkeypatch.setattr("time.time", lambda: clock[0])
     batch_id = await begun(control, [line(n) for n in range(6)])
-    batch = await until(control, batch_id, lambda b: b.waiting_for is not None and "quota" in b.waiting_for)
+    batch = await until(
+        control, batch_id, lambda b: b.waiting_for is not None and "quota of 20 tokens a day" in b.waiting_for
+    )
     assert batch.request_counts.completed == 4, "four lines of five tokens are the quota"
     assert control.gateway_keys[keys.find(control.db, key_id).sha256]["spent_until_s"] == noon + 43200
     # It does not keep back others of the same model.

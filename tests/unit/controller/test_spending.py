@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.access.model_access import may_use
-from appliance.controller.access.spending import Spending, spent_until_s
+from appliance.controller.access.spending import Spending, quota_of, spent_until_s
 from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -56,6 +56,7 @@ async def test_a_used_up_quota_is_told_to_the_gateways_at_once(control: Control)
     assert not published and "spent_until_s" not in control.gateway_keys[digest]
     spending.take([row(made["id"], prompt=1, completion=0)])
     assert published and control.gateway_keys[digest]["spent_until_s"] % 86400 == 0
+    assert control.gateway_keys[digest]["spent_quota"] == "100 tokens a day"
 
 
 def test_days_and_months_are_those_of_utc(control: Control):
@@ -65,7 +66,7 @@ def test_days_and_months_are_those_of_utc(control: Control):
     assert spent_until_s(control.db, made, NOON) is None
     assert spent_until_s(control.db, made, yesterday) == calendar.timegm((2026, 11, 21, 0, 0, 0))
     usage.add(control.db, [row(made.id, prompt=50, completion=0)], NOON)
-    assert spent_until_s(control.db, made, NOON) == calendar.timegm((2026, 12, 1, 0, 0, 0))
+    assert quota_of(control.db, made, NOON) == (-40, calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
 
 
 def test_keys_that_the_box_made_for_itself_are_one_row(control: Control):

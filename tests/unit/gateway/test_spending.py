@@ -101,10 +101,11 @@ async def test_requests_by_the_minute(box: Box) -> None:
     assert other.status == 200 and "x-ratelimit-limit-requests" not in other.headers
 
 
-async def test_a_used_up_quota_says_when_it_is_renewed(box: Box) -> None:
-    box.limit(spent_until_s=time.time() + 3600)
+async def test_a_used_up_quota_says_which_it_is_and_when_it_is_renewed(box: Box) -> None:
+    box.limit(spent_until_s=time.time() + 3600, spent_quota="1,000 tokens a day")
     response = await box.ask("POST", "/v1/chat/completions", chat())
     assert response.status == 429 and response.error["code"] == "insufficient_quota"
+    assert "its quota of 1,000 tokens a day. It is renewed at" in response.error["message"]
     assert response.headers["x-should-retry"] == "false" and "retry-after" not in response.headers
     box.limit(spent_until_s=time.time() - 1)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
