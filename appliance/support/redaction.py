@@ -22,6 +22,15 @@ _API_KEY = re.compile(r"\bsk-[A-Za-z0-9_-]{6,}")
 _JOIN_TOKEN = re.compile(r"\bjoin-[A-Za-z0-9_-]{8,}")
 _CREDENTIALS = re.compile(r"\b(Bearer|Basic)(\s+)[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
 _CLOUD_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
+# Of the hub, GitHub, GitLab and Slack by how they begin; of a login provider, which are JSON in base64 between dots.
+_TOKEN = re.compile(
+    r"\b(?:hf_|gh[opsru]_)[A-Za-z0-9]{20,}|\b(?:github_pat_|glpat-|xox[abprs]-)[A-Za-z0-9_-]{10,}"
+    r"|\beyJ[A-Za-z0-9_-]{6,}\.[A-Za-z0-9_-]{6,}\.[A-Za-z0-9_-]*"
+)
+_OPTION = re.compile(r"""(--[a-z-]{0,30}(?:token|secret|password|api-key)["']?,?\s{1,4}["']?)(?!-)[^\s"',<]+""")
+_COOKIE = re.compile(
+    r"""(\b(?:cookie|x-appliance-page)(?:\\?["'])?\s*[=:]\s*(?:\\?["'])?)[^"'\\\s<][^"'\\\n]*""", re.IGNORECASE
+)
 # `hf_token = "…"`, `"secret_key": "…"`, `PASSWORD=…`, `x-api-key: …`; quotes may be escaped, in JSON within JSON. What
 # is quoted goes on to its end, however long, or to that of its line: messages are cut short in the midst of a value.
 _FIELD = re.compile(
@@ -64,6 +73,9 @@ class Redaction:
         text = _JOIN_TOKEN.sub(self._by("join token", "<join token>"), text)
         text = _CREDENTIALS.sub(self._by("credentials", r"\1\2<credentials>"), text)
         text = _CLOUD_KEY.sub(self._by("cloud key", "<cloud key>"), text)
+        text = _TOKEN.sub(self._by("token", "<token>"), text)
+        text = _OPTION.sub(self._by("option that names a secret", r"\1<secret>"), text)
+        text = _COOKIE.sub(self._by("cookie", r"\1<cookie>"), text)
         text = _FIELD.sub(self._field, text)
         text = _USER_OF_URL.sub(self._by("user of a URL", r"\1"), text)
         text = _QUERY_OF_URL.sub(self._by("query of a URL", r"\1"), text)

@@ -91,7 +91,8 @@ def logs(folder: Path, *, since_s: float) -> Iterator[Part | Missing]:
         else:
             text = _end(folder / one.name)
             left -= len(text)
-            yield Part(name, text, str(folder / one.name))
+            if text:  # Ray begins hundreds that stay empty
+                yield Part(name, text, str(folder / one.name))
 
 
 def _end(path: Path) -> str:

@@ -34,6 +34,12 @@ CANARY = "Zq7Canary93xW"
         f"https://user:{CANARY}@hub.example/models",
         f"s3://bucket/x?X-Amz-Signature={CANARY}",
         f"join-{CANARY}",
+        f"pulled with hf_{CANARY * 2}, pushed with ghp_{CANARY * 2} and glpat-{CANARY}",
+        f"id_token eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhbm4ifQ.{CANARY}-x_y",
+        f"appliance --url https://box --api-key {CANARY} status",
+        f'["appliance", "join", "--token", "{CANARY}"]',
+        f"Cookie: a=b; __Host-appliance={CANARY}; c=d",
+        f'{{"cookie": "__Host-appliance={CANARY}", "x-appliance-page": "{CANARY}"}}',
         f"-----BEGIN PRIVATE KEY-----\n{CANARY}\n-----END PRIVATE KEY-----",
         f"-----BEGIN EC PRIVATE KEY-----\n{CANARY}",
         f"mail to {CANARY}@example.com",
@@ -57,6 +63,7 @@ def test_a_secret_or_a_person_is_gone(text):
         "step-48 of ftjob-V5xcf9MJVf0tJ87ZnCriMq6b left the disk tier: no rule keeps it",
         "torch.Size([1, 2]) at std::vector<int>::push_back",
         '"hf_token": null, "password": ""',
+        "appliance join HOST:6380 --token - --name two; hf_hub_download of 2 files by huggingface_hub, cookies: 3",
     ],
 )
 def test_what_says_what_is_wrong_stays(text):
@@ -103,6 +110,10 @@ RUNS = [
     "-----BEGIN ",
     "a@a.",
     "Bearer ",
+    "cookie:",
+    "--token ",
+    "hf_",
+    "eyJaaaaaa.",
 ]
 
 
