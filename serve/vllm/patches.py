@@ -101,7 +101,24 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     if _applied:
         return
     _applied.append(True)
+    _patch_processes(segment_prefix, numa_nodes)
+    _patch_core()
+    answer_shapes.apply()
+    # An answer names the version that computed it.
+    answer_version.apply()
+    # In this order: what reads requests wraps what bounds them.
+    _bound_requests()
+    _patch_requests()
+    _patch_adapters()
+    otel.get_span_exporter = _span_exporter
+    if kind_of(kind).on_host:
+        _patch_on_host(kind, eager)
+    else:
+        _patch_on_device(kind)
 
+
+def _patch_processes(segment_prefix: str, numa_nodes: Sequence[int | None]) -> None:
+    """How the frontend, the core and its workers start, end, and hear of each other's errors."""
     # vLLM spawns its processes on the CPU platform and wherever it suspects threads, and so imports itself again in
     # each (12 s). This process was forked from a parent without threads or CUDA, so forking again is safe.
     engine_utils.get_mp_context = _fork_context
@@ -129,6 +146,15 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
     worker.__init__ = _leaves_word(worker.__init__)
 
+    # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
+    # here let the supervisor remove them after a crash.
+    shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
+    multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
+
+
+def _patch_core() -> None:
+    """Calls of the frontend to the core that vLLM lacks."""
     # A paused scheduler runs no fingerprint request, and resuming it would also run the held requests. And
     # `wake_up(["kv_cache"])` resumes scheduling at once, so weights with an unchecked fingerprint would answer requests
     # queued during the sleep.
@@ -144,15 +170,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     EngineCore.shm_move_finishing = _move_finishing
     EngineCore.shm_end_finishing = _end_finishing
 
-    # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
-    # here let the supervisor remove them after a crash.
-    shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
-    multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
 
-    answer_shapes.apply()
-    # An answer names the version that computed it.
-    answer_version.apply()
+def _bound_requests() -> None:
+    """What keeps one request, or one owner, from slowing an engine's steps or its frontend's loop for all others."""
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
     expression_backend.apply(backend_xgrammar)
@@ -183,6 +203,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # After it: room is made for what the step may load alone.
     adapter_steps.apply()
     unfit_requests.apply()
+
+
+def _patch_requests() -> None:
+    """How requests are read, and answers written in their form; the modules say why."""
     request_faults.apply()
     forced_calls.apply()
     # Reads `tools` alone: `functions` of a client were ignored without a word.
@@ -191,8 +215,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 
-    otel.get_span_exporter = _span_exporter
 
+def _patch_adapters() -> None:
     # An adapter's config has names of layers, not regular expressions of its own.
     layer_names.apply()
     # Adapters load inside a step, and nothing in vLLM counts or times the loads.
@@ -200,35 +224,39 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
     PrometheusStatLogger.__init__ = _then(PrometheusStatLogger.__init__, no_series_of_adapters)
 
-    if not kind_of(kind).on_host:
-        # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-        # would compile each new one again, for 30 s and more, into the same code.
-        ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
-        # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
-        forget_devices(type(current_platform))
-        if kind_of(kind).compiled_attention:
-            prefer_ready_made(type(current_platform), kind_of(kind))
-        # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
-        load = _LazyRegisteredModel.load_model_cls
-        _LazyRegisteredModel.load_model_cls = told_of_the_device(load, current_platform, kind_of(kind))
-    else:
-        # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
-        # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
-        EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
-        EngineCore._attach_weight_version = _attach_weight_version
-        punica_cpu.PunicaWrapperCPU = GroupedLoRA
-        # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
-        # away by then.
-        host = torch.device(kind_of(kind).torch_type)
-        base_linear._get_lora_device = lambda layer: host
-        gloo_device.apply()
-        # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
-        # process has already done.
-        _LazyRegisteredModel.inspect_model_cls = _inspect_here
-        if eager:
-            # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
-            # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
-            torch.compiler.set_stance("force_eager")
+
+def _patch_on_device(kind: str) -> None:
+    """kind: of device, on which torch computes and which has memory of its own."""
+    # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
+    # would compile each new one again, for 30 s and more, into the same code.
+    ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
+    # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
+    forget_devices(type(current_platform))
+    if kind_of(kind).compiled_attention:
+        prefer_ready_made(type(current_platform), kind_of(kind))
+    # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
+    load = _LazyRegisteredModel.load_model_cls
+    _LazyRegisteredModel.load_model_cls = told_of_the_device(load, current_platform, kind_of(kind))
+
+
+def _patch_on_host(kind: str, eager: bool) -> None:
+    # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
+    # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
+    EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
+    EngineCore._attach_weight_version = _attach_weight_version
+    punica_cpu.PunicaWrapperCPU = GroupedLoRA
+    # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
+    # away by then.
+    host = torch.device(kind_of(kind).torch_type)
+    base_linear._get_lora_device = lambda layer: host
+    gloo_device.apply()
+    # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
+    # process has already done.
+    _LazyRegisteredModel.inspect_model_cls = _inspect_here
+    if eager:
+        # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
+        # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
+        torch.compiler.set_stance("force_eager")
 
 
 def _span_exporter(endpoint: str) -> Any:
