@@ -102,7 +102,7 @@ def _batched(found: Iterable[tuple[str, int]], most: int) -> Iterator[list[tuple
 
 
 def _basic_plane() -> Iterator[str]:
-    """All its signs but surrogates, a few thousand in each text."""
+    """All its characters except surrogates, a few thousand in each text."""
     for start in range(0, 0x10000, 0x1000):
         yield "".join(chr(sign) for sign in range(start, start + 0x1000) if sign not in _SURROGATES)
 

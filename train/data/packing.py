@@ -114,10 +114,10 @@ class Row:
 
 @dataclass(frozen=True)
 class RolloutRow(Row):
-    """A row of answers that the model itself has sampled. advantages: (n,) float32, by how much each label is better
-    than was to be expected. sampled: (n,) float32, its log-probability when it was sampled. allowed: what finds (n,
-    words) int32, a bit for each token of the vocabulary that could have been sampled in its place; None where all
-    could. It is asked for the row that is learnt from, and not kept: 20 KB of each token."""
+    """A row of answers that the model itself has sampled. advantages: (n,) float32, how much better than expected each
+    label is. sampled: (n,) float32, its log-probability when it was sampled. allowed: a function that returns (n,
+    words) int32, a bit for each token of the vocabulary that could have been sampled in its place; None if all could.
+    It is called for the row that is learnt from, and its result is not kept: 20 KB for each token."""
 
     advantages: np.ndarray | None = None
     sampled: np.ndarray | None = None

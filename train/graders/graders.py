@@ -29,14 +29,15 @@ MAX_PARTS = 64
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_BYTES = 2 << 20
 MAX_VARIABLES = 2048
-"""As many as a whole grader may have, like its bytes: whoever parses it serves others too."""
+"""The limit for a whole grader, like that of its bytes: the process that parses it serves others too."""
 DEFAULT_ANSWER_TOKENS = 1024
 REASON_CHARACTERS = 160
 REASON_TOKENS = 512
-"""From which limit on a judge gives a reason before its result. REASON_CHARACTERS take as many only where nearly each
-is a rare sign that a tokenizer writes byte by byte, so that the result comes."""
+"""With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS take as many tokens only
+if nearly all are rare characters that a tokenizer writes byte by byte, so the result still fits."""
 _EACH_OF = 101
-"""Whole numbers of a range that an expression lists; of a wider one it has the digits alone, and the score is cut."""
+"""How many whole numbers of a range an expression lists; for a wider range it only has digits, and the score is
+clipped."""
 _DECIMALS = 4
 """Behind the point of a judge's number."""
 
@@ -48,7 +49,7 @@ class _Strict(BaseModel):
 class _Grader(_Strict):
     name: str = Field(min_length=1, max_length=256)
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
-    """From which reward on a sample counts as passed; without one, above half of the grader's range."""
+    """A sample passes with at least this reward; without it, above half of the grader's range."""
 
     def check(self, param: str) -> None:
         """Raises InvalidGrader for what its types cannot tell."""
@@ -133,7 +134,7 @@ def parts_of(content: str | _HasText | Sequence[str | _HasText], param: str) -> 
 
 
 def _role(given: Any) -> Any:
-    """OpenAI's simple messages have any text as their role: one that no template knows is the user's."""
+    """The role of OpenAI's simple messages may be any text: one that no template knows becomes the user's."""
     known = ("system", "developer", "user", "assistant")
     return given if not isinstance(given, str) or given in known else "user"
 
@@ -149,7 +150,7 @@ class _Message(_Strict):
 
 
 class _Sampling(_Strict):
-    # OpenAI's API spells it like this; the others are how its documentation does.
+    # OpenAI's API spells it like this; the other spellings are from its documentation.
     max_completions_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 17)
     max_tokens: int | None = Field(None, ge=1, le=1 << 17)
@@ -160,8 +161,8 @@ class _Sampling(_Strict):
 
 
 class _ModelGrader(_Grader):
-    """Asks a model of the box, which answers by a form: an expression or a choice, and not a JSON schema. Between the
-    parts of that a model may write as many spaces and line breaks as it likes, and small ones spent all their tokens on
+    """Asks a model of the box, which answers in a form: an expression or a choice, and not a JSON schema. Between the
+    parts of JSON a model may write any number of spaces and line breaks, and small models spent all their tokens on
     them."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -266,7 +267,7 @@ def _numbers(low: float, high: float) -> str:
     least, most = math.ceil(low), math.floor(high)
     if most - least >= _EACH_OF:
         digits, sign = len(str(math.ceil(max(abs(low), abs(high))))), "-?" if low < 0 else ""
-        # JSON has no 007, and a judge that wrote it had given no grade.
+        # JSON has no 007, and a judge that wrote it would have given no grade.
         return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
     if (least, most) != (low, high):
         if low >= 0:
@@ -280,8 +281,8 @@ def _numbers(low: float, high: float) -> str:
 
 
 def _between(low: float, high: float) -> str:
-    """An expression for the numbers from 0 ≤ low to high, of which one is not whole, with _DECIMALS behind the point;
-    where there is none of so few, that next to the range, to which the score is cut."""
+    """An expression for the numbers from 0 ≤ low to high, one of which is not whole, with _DECIMALS decimals; if the
+    range contains none with so few, for the nearest one, and the score is clipped to the range."""
     scale = 10**_DECIMALS
     least, most = math.ceil(round(low * scale, 3)), math.floor(round(high * scale, 3))
     most = max(least, most)
@@ -294,7 +295,7 @@ def _between(low: float, high: float) -> str:
 
 
 def _decimals(first: str, last: str) -> str:
-    """An expression for what stands behind a point, from 0.first to 0.last, zeros at the end left out or not."""
+    """An expression for decimals, from 0.first to 0.last, with or without zeros at the end."""
     if not first.strip("0") and not last.strip("9"):
         return f"[0-9]{{1,{len(first)}}}"
     begins, ends = int(first[0]), int(last[0])
@@ -317,7 +318,7 @@ Leaf = Annotated[StringCheck | TextSimilarity | Python | ScoreModel | LabelModel
 
 
 class Multi(_Grader):
-    """What the formula `calculate_output` makes of the rewards of several graders."""
+    """The value of the formula `calculate_output` for the rewards of several graders."""
 
     type: Literal["multi"]
     calculate_output: str
@@ -327,7 +328,8 @@ class Multi(_Grader):
 
     @field_serializer("graders", mode="wrap")
     def _as_given(self, graders: dict[str, Leaf], dumped: SerializerFunctionWrapHandler) -> Any:
-        """In the form of those that `parse` takes in which it was said: a client's type has that one alone."""
+        """In the form, among those that `parse` takes, in which the client wrote it: a client's type has only that
+        one."""
         by_name = dumped(graders)
         if self._form == "by name":
             return by_name
@@ -353,7 +355,8 @@ TYPES = ("string_check", "text_similarity", "python", "score_model", "label_mode
 
 def parse(given: Any) -> Grader:
     """The graders of a `multi` may be a dictionary by name, a list, or one alone: the documentation and the SDK of
-    OpenAI's API have all three. One of a dictionary that has no name is called by its key. Raises InvalidGrader."""
+    OpenAI's API have all three. A grader in a dictionary without a name of its own gets its key as name. Raises
+    InvalidGrader."""
     if not isinstance(given, Mapping):
         raise InvalidGrader("", f"a grader is an object with a `type`, one of {', '.join(TYPES)}")
     parts = given.get("graders")
@@ -362,7 +365,7 @@ def parse(given: Any) -> Grader:
     try:
         written = json.dumps(given)
         _check_size(written)
-        # Lax about nothing but JSON's one kind of number: 1 is a float.
+        # Lax only about JSON's one kind of number: 1 is a float.
         grader = _ANY.validate_json(written)
     except ValidationError as error:
         _refuse(error)
@@ -377,7 +380,7 @@ def parse(given: Any) -> Grader:
 
 
 def _check_size(written: str) -> None:
-    """Raises InvalidGrader for JSON that takes too long to look through."""
+    """Raises InvalidGrader for JSON that takes too long to check."""
     if len(written) > MAX_BYTES:
         raise InvalidGrader("", f"the grader has {len(written)} bytes; at most {MAX_BYTES} are taken")
     if (variables := written.count("{{")) > MAX_VARIABLES:
@@ -408,7 +411,7 @@ def sources(grader: Grader) -> dict[str, str]:
 
 
 def models_asked(kept: Mapping[str, Any]) -> set[str]:
-    """Names of the models that a grader asks, as it was kept when it was parsed; it is not parsed again."""
+    """Names of the models that a stored grader asks; it is not parsed again."""
     parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
     return {part["model"] for part in parts if part["type"] in _ASKING}
 
@@ -449,7 +452,7 @@ def _by_name(graders: Any) -> Any:
 def _refuse(error: ValidationError) -> NoReturn:
     found = error.errors(include_url=False, include_input=False)
     first = found[0]
-    if first["type"] == "missing":  # a name that is spelt wrong is missing and unknown: what was written is told
+    if first["type"] == "missing":  # a misspelt name is both missing and unknown: report the one that was written
         unknown = (one for one in found if one["type"] == "extra_forbidden" and one["loc"][:-1] == first["loc"][:-1])
         first = next(unknown, first)
     # A union adds what it tried to the path.

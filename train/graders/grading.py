@@ -1,5 +1,5 @@
-"""From a grader, a sample, its item and the answers of models to a reward. It may take minutes of CPU: whoever serves
-others meanwhile calls it in a process of its own (host.py)."""
+"""Computes the reward of a sample from a grader, its item and the answers of models. It may take minutes of CPU: a
+process that serves others calls it in another process (host.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel,
 from train.graders.templates import Sample
 
 MAX_ASKED = 2 * templates.MAX_TEXT
-"""Characters that models are to read for one sample, of all its graders together: their caller has it in memory."""
+"""Characters of all questions to models for one sample, over all its graders: the caller has them in memory."""
 
 RunPython = Callable[[str, dict[str, Any], Any], float]
 """`(source, sample, item) -> reward`; raises GradingFailed."""
@@ -24,7 +24,7 @@ RunPython = Callable[[str, dict[str, Any], Any], float]
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """What a model said to a request of `requests`: its text, or why there is none."""
+    """A model's answer to a request of `requests`: its text, or why there is none."""
 
     text: str = ""
     model: str = ""
@@ -45,7 +45,7 @@ class ModelAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A sample's reward; 0 with the flags in `errors` if it could not be told."""
+    """A sample's reward; 0 with the flags in `errors` if there is none."""
 
     reward: float
     passed: bool
@@ -60,7 +60,7 @@ class Graded:
 
 def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, Any]]:
     """Bodies of chat completions that the grader needs answers to, by the name of the grader that asks; a grader whose
-    data lacks a variable asks nothing, nor does one that would make it more than MAX_ASKED, and `grade` says so."""
+    data lacks a variable asks nothing, nor does one whose question would exceed MAX_ASKED; `grade` then reports it."""
     asked: dict[str, dict[str, Any]] = {}
     size = 0
     for name, leaf in leaves(grader).items():
@@ -79,7 +79,7 @@ def requests(grader: Grader, sample: Sample, item: Any) -> dict[str, dict[str, A
 def grade(
     grader: Grader, sample: Sample, item: Any, answers: Mapping[str, ModelAnswer], run_python: RunPython
 ) -> Graded:
-    """Never raises for what the sample, the item or a user's code brings: that is in the result's flags."""
+    """Never raises for faults of the sample, the item or a user's code: the result's flags report them."""
     started_s = time.perf_counter()
     rewards: dict[str, float] = {}
     errors, messages = GradingErrors(), []

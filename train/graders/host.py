@@ -1,5 +1,5 @@
-"""Grades in a worker process: the side of whoever asks. A worker starts when it is asked for, ends after a while
-without work, and is ended and started again when it takes too long or breaks."""
+"""The caller's side of grading in a worker process. A worker starts on the first request, ends after a while without
+work, and is killed and started again when it takes too long or breaks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from train.graders.templates import Sample
 from train.graders.worker import CHECK_BYTES, CHECK_CPU_S, END, FORK, LENGTH, LOAD, RESULT, WAITED_FOR, graded_of
 
 OWN_TIME_S = 60.0
-"""Seconds that a batch may take beside what its python graders may take."""
+"""Seconds that a batch may take in addition to the time of its python graders."""
 IDLE_S = 300.0
 _RESULT_BYTES = 32 << 20
 _AT_ONCE_BYTES = 256 << 10
 
 
 class WorkerBroke(Exception):
-    """The worker ended or took too long; what it was asked is not answered."""
+    """The worker ended or took too long; the request has no answer."""
 
 
 class ForkBroke(WorkerBroke):
-    """What it was asked ended the process in which that was looked at, by its limits for example."""
+    """The request ended the process that handled it, for example by its limits."""
 
 
 class GraderHost:
-    """One worker; requests wait for each other. `stop` it in the end."""
+    """One worker; requests wait for each other. Call `stop` at the end."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -45,7 +45,7 @@ class GraderHost:
         self._idle: asyncio.TimerHandle | None = None
 
     async def requests(self, grader: Grader, samples: Sequence[tuple[Sample, Any]]) -> list[dict[str, dict[str, Any]]]:
-        """What models are to be asked for each sample, by the name of the grader that asks."""
+        """The questions to models for each sample, by the name of the grader that asks."""
         told = await self._ask(await _written(grader, samples, None, only_requests=True), OWN_TIME_S)
         return list(told["requests"])
 
@@ -135,8 +135,8 @@ class GraderHost:
             mark = await process.stdout.readexactly(1)
         status = (await process.stdout.readexactly(1))[0]
         if mark != END or status or told is None:
-            # What is left of the request would be read by the next fork.
-            raise ForkBroke(f"the process that grades ended: it ended with {status}")
+            # The next fork would read the rest of this request.
+            raise ForkBroke(f"the process that grades ended with {status}")
         return told
 
     async def _started(self) -> asyncio.subprocess.Process:
@@ -148,7 +148,7 @@ class GraderHost:
                 f"import sys; sys.path.insert(0, {os.path.abspath(_ROOT)!r}); {_BEGIN}",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                # Nothing of the box's environment or of where its data lies: users' code reads what is there.
+                # Contains nothing of the box's environment or of its data's location: users' code can read it.
                 cwd="/",
                 env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                 limit=1 << 20,
@@ -181,8 +181,8 @@ async def _written(
     *,
     only_requests: bool = False,
 ) -> bytes:
-    """What a worker is asked, as JSON. Sample by sample, with the loop free in between: the items of one question of a
-    job may be 64 MiB together, and whoever serves others writes them."""
+    """The request to a worker, as JSON. It is written sample by sample, with the loop free in between: the items of one
+    question of a job may be 64 MiB together, and this process serves others."""
     pieces, size = [], 0
     for place, (sample, item) in enumerate(samples):
         one = {

@@ -1,4 +1,5 @@
-"""A worker for each owner who has something graded: code of one that runs for minutes keeps no other waiting."""
+"""A worker for each owner whose answers are being graded: one owner's code that runs for minutes keeps no other
+waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from weakref import WeakValueDictionary
 from train.graders.host import GraderHost
 
 MAX_BUSY = 4
-"""Owners who have something graded at the same time; others wait for one of them."""
+"""How many owners may have workers at the same time; others wait for one of them."""
 MAX_IDLE = 2
 
 
@@ -48,16 +49,16 @@ class GraderHosts:
                 await self._end_idle()
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """`GraderHost.unusable`, by one worker for all owners that runs no code: nobody waits there for what runs for
-        minutes. Requests of an owner wait for each other first: code can be written so that it takes as long to read as
-        it may, and a hundred of them stood in front of everybody else's job and eval."""
+        """`GraderHost.unusable`, by one worker for all owners that runs no code, so that nobody waits for code that
+        runs for minutes. Requests of an owner wait for each other first: code can be written so that reading it takes
+        the whole time limit, and a hundred of those delayed everybody else's jobs and evals."""
         async with self._reading.setdefault(owner, asyncio.Lock()):
             return await self._reader.unusable(sources)
 
     async def refused_schema(self, owner: str, schema: Mapping[str, Any]) -> str:
         """Why it is not a JSON schema, "" if it is one; in turns like code. Raises WorkerBroke."""
         async with self._reading.setdefault(owner, asyncio.Lock()):
-            # An empty object may lack what the schema requires: what is said of the item counts for nothing here.
+            # The empty object may lack what the schema requires: only the verdict on the schema counts here.
             found = await self._reader.refused_items(dict(schema), [{}])
         return next((why for place, why in found if place < 0), "")
 
@@ -67,6 +68,6 @@ class GraderHosts:
             await one.host.stop()
 
     async def _end_idle(self) -> None:
-        # Looked at again after every wait: meanwhile one may be wanted again, or ended by another.
+        # Check again after every wait: meanwhile a worker may be wanted again, or ended by another task.
         while len(idle := [name for name, one in self._owners.items() if not one.wanted]) > MAX_IDLE:
             await self._owners.pop(idle[0]).host.stop()

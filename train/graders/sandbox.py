@@ -28,13 +28,13 @@ TIME_S = 120
 """Seconds of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
 MEMORY_BYTES = 2 << 30
 THREADS = 64
-"""Stacks may be so small that its memory holds more threads than the machine has numbers for: no other process of it
-could start then."""
+"""With small stacks, its memory could hold more threads than the machine has ids for: then no other process could
+start."""
 NICENESS = 10
-"""More than that of the box's work, to which code of users yields."""
+"""Higher than that of the box's work, so that users' code yields to it."""
 FEW_THREADS, _LEAST_NICENESS = 4, 19
-"""With more it has what processors have left: sixty at its worker's niceness weigh as much as seven of an engine, which
-then got half of its time."""
+"""With more threads than this it gets only idle processor time: sixty threads at its worker's niceness weigh as much as
+seven of an engine, which then got half of its time."""
 _LOOK_S = 0.02
 _RESULT_BYTES = 16 << 10
 _DETAIL_CHARACTERS = 2000
@@ -111,8 +111,8 @@ def _failed(details: str, kind: type[GradingFailed] = GradingFailed) -> GradingF
 
 
 def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> bytes | None:
-    """All that the child writes until it closes its end; None if it takes too long. Raises GradingFailed: it has too
-    many threads."""
+    """Everything that the child writes until it closes its end; None if it takes too long. Raises GradingFailed: it has
+    too many threads."""
     told, seen = b"", (1, 0)
     while (left_s := until_s - time.monotonic()) > 0:
         # Neither seccomp nor a limit of its own counts them: RLIMIT_NPROC is of all that the box's user runs.
@@ -166,8 +166,8 @@ def _child(writing: int, source: str, sample: dict[str, Any], item: Any) -> None
 
 def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
     _reseed()
-    # A module like any other: dataclasses, pydantic and pickle look for it by the name that classes say. And without
-    # what this file says of annotations, which the code need not say.
+    # Registered like any other module: dataclasses, pydantic and pickle look it up by the name in its classes. It is
+    # compiled without this file's `annotations` import, which the code need not have.
     sys.modules["grader"] = module = ModuleType("grader")
     exec(compile(source, "grader.py", "exec", dont_inherit=True), module.__dict__)
     if not callable(function := getattr(module, "grade", None)):
@@ -205,7 +205,8 @@ def _reseed() -> None:
 
 
 def _only_these_files(writing: int) -> None:
-    """3: where the result goes; 0 to 2: nothing. All others are closed: the worker's answers go through one."""
+    """3: where the result goes; 0 to 2: nothing. All others are closed, because one of them carries the worker's
+    answers."""
     os.dup2(writing, 3)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):

@@ -23,7 +23,7 @@ _NAME = r"""[^\s.\[\]{}'"|(),:;=<>!?~+*/%^&`\\]+"""
 _FIRST = re.compile(_NAME)
 _STEP = re.compile(rf"""\s*(?:\.\s*({_NAME})|\[\s*(?:(\d+)|'([^']*)'|"([^"]*)")\s*\])""")
 _BRACES = ("'{{'", '"{{"')
-"""As Jinja writes two braces that begin no variable: `{{ '{{' }}`."""
+"""Two literal braces, as Jinja writes them: `{{ '{{' }}`."""
 _UNENDED = re.compile(r"\{\{\s*(?:item|sample)\s*[.\[]")
 
 
@@ -49,8 +49,8 @@ class Sample:
         return {}
 
     def read(self, text: str) -> Any:
-        """What stands in a text of it that is JSON; the text itself if it is none. Read once: a template has room for
-        40,000 variables, and each of them read a whole answer again."""
+        """The parsed value of an answer's text if it is JSON, otherwise the text. Parsed once: a template has room for
+        40,000 variables, and each of them parsed the whole answer again."""
         if text not in self._read:
             try:
                 self._read[text] = json.loads(text)
@@ -121,11 +121,11 @@ def fill(template: str, sample: Sample, item: Any) -> str:
 
 
 def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
-    """Its texts, each with the variable that follows it: what stands between `{{` and the next `}}`. The last has none,
-    and so have braces that are meant as such.
+    """Its texts, each with the variable that follows it between `{{` and the next `}}`. The last text has none, nor
+    have literal braces.
 
-    In one go over the text. A regular expression looked for the end behind each beginning: 32,000 braces without an end
-    took it 20 s, on the controller's loop."""
+    This reads the text once. A regular expression looked for the end behind each beginning: 32,000 braces without an
+    end took it 20 s, on the controller's loop."""
     place = 0
     while (begin := template.find("{{", place)) >= 0 and (end := template.find("}}", begin + 2)) >= 0:
         path = template[begin + 2 : end]
@@ -143,7 +143,7 @@ def _shown(path: str) -> str:
 
 
 def value(path: str, sample: Sample, item: Any) -> Any:
-    """What stands at `item.a.b`. Raises GradingFailed when it is not there, InvalidGrader for what is not a path."""
+    """The value at `item.a.b`. Raises GradingFailed if it is missing, InvalidGrader for what is not a path."""
     namespace, *steps = _steps(path, "")
     found: Any = item
     if namespace == "sample":
@@ -156,7 +156,7 @@ def value(path: str, sample: Sample, item: Any) -> Any:
         elif isinstance(found, list) and _PLACE.fullmatch(step) and int(step) < len(found):
             found = found[int(step)]
         else:
-            # That an answer lacks it is the answer's fault, which a model is to learn to avoid, and not the grader's.
+            # If an answer lacks it, the answer is at fault, not the grader, and a model has to learn to avoid that.
             lacks = GradingErrors(**{"sample_parse_error" if namespace == "sample" else "invalid_variable_error": True})
             raise GradingFailed(f"the variable {_shown(path)} has no value: {step[:_SHOWN]!r} is not there", lacks)
     return found

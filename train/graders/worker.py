@@ -40,8 +40,8 @@ WAITED_FOR_CPU_S = 2.0
 """Processor time for which a request that work of the box waits for has the priority of that work: at a lower one,
 sixteen calls of 9 ms took 5 to 17 s where other processes took both processors, most of a step of training."""
 LOOPS = 3
-"""Calls of one code that ran out of time, before any other ended, after which a request runs it no more: the devices of
-a job waited two minutes for each of its answers, hours for a grader that never ends."""
+"""If this many calls of the same code run out of time before any call ends, a request runs it no more: otherwise a
+job's devices waited two minutes for each of its answers, which is hours for a grader that never ends."""
 _REFUSED_SHOWN = 20
 CHECK_CPU_S = 10
 CHECK_BYTES = 1 << 30
@@ -70,8 +70,8 @@ def _preload() -> None:
     import re  # noqa: F401
     import statistics  # noqa: F401
 
-    # nltk imports these where they are, for parts of it that no metric uses: a worker then took 2 s more to start and
-    # 100 MB. Code of users that names them has them, see LOADED.
+    # nltk imports these if they are installed, for parts that no metric uses: a worker then took 2 s longer to start
+    # and 100 MB more. Users' code that names them gets them, see LOADED.
     left_out = [name for name in ("pandas", "scipy", "sklearn") if name not in sys.modules]
     sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ def _answer(waited_for: bool) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         (length,) = LENGTH.unpack(_read(LENGTH.size))
         asked = json.loads(_read(length))
-        # Half of a sign, which JSON and users' code may hold, is not a text that anybody could be told.
+        # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
         written = json.dumps(answer(asked, waited_for), ensure_ascii=False).encode(errors="replace")
         _write(RESULT + LENGTH.pack(len(written)) + written)
         status = 0
@@ -181,7 +181,8 @@ def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
 
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
-        # Without a registry it opens what `$ref` names: files of the box, and addresses that only the box reaches.
+        # Without a registry it opens whatever `$ref` names: files of the box, and addresses that only the box can
+        # reach.
         validator = jsonschema.Draft202012Validator(schema, registry=Registry())
         return _refused(validator, items)
     except jsonschema.SchemaError as error:

@@ -3,8 +3,8 @@
 the ranks will, through the model's chat template; with a length, those of every example, and cuts each as they will.
 
 JSON parsing and bracket matching block all other threads of a process: for most of a second with one 16 MiB example.
-This process prints how far it is, and at last the report as JSON, runs at low priority once it has
-taken seconds, ends with its parent, and is killed beyond its CPU and memory limits.
+This process prints its progress, and at the end the report as JSON, runs at low priority once it has taken seconds,
+ends with its parent, and is killed beyond its CPU and memory limits.
 """
 
 from __future__ import annotations

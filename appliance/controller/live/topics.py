@@ -1,4 +1,4 @@
-"""Topics of the event stream: of which rows each is, and whose changes a key hears of. Pure."""
+"""Topics of the event stream: which rows each covers, and whose changes a key receives. Pure."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def check_asked_by_the_page(request: Request) -> None:
 
 def _asked_by_the_page(method: bytes, headers: Headers) -> bool:
     """Browsers say where a request comes from (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this
-    machine; elsewhere the origin says it, of all but reads."""
+    machine; elsewhere the origin header says it, except for reads."""
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         return site == b"same-origin"

@@ -1,4 +1,5 @@
-"""Defines the interface that answers one client request: an inference exchange, a relay to the controller, a scrape."""
+"""Defines the interface of a handler, which answers one client request: inference, a relay to the controller, a
+scrape."""
 
 from __future__ import annotations
 

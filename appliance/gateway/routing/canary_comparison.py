@@ -53,8 +53,8 @@ class _Version:
 class Comparison:
     """Every attempt of a request counts for the version it was sent to, so a request that fails on the canary and
     succeeds on the other version is an error of the canary. Clients that disconnect count for no version, nor do
-    requests that are refused for their own fault: somebody would have a canary promoted by what no version answers.
-    What the canary alone refused is counted apart."""
+    requests that are refused for their own fault: otherwise somebody could have a canary promoted with requests that no
+    version answers. Requests that only the canary refused are counted separately."""
 
     def __init__(self) -> None:
         self.compares = False

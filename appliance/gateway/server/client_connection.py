@@ -123,7 +123,7 @@ class ClientConnection(Receiver):
         handler, request = self.active, self.active_request
         self.active = self.active_request = None
         if request is not None:
-            # Also where making a handler failed: its body would count for its owner for ever.
+            # Also if creating a handler failed: otherwise its body would count for its owner for ever.
             if handler is not None:
                 handler.client_lost()
             request.status = request.status or 499
@@ -183,8 +183,9 @@ class ClientConnection(Receiver):
         if request.caller is not None:
             self._owner = request.caller.owner
         if self.active is not None or self.write_paused:
-            # Pipelining: answer in order, and read nothing more until its turn. It is nobody's while the client does
-            # not read: three thousand requests for a script of the page, 200 kB, had a worker hold 149 MB of answers.
+            # Pipelining: answer in order, and read nothing more until its turn. No request's turn comes while the
+            # client does not read: otherwise three thousand requests for a script of the page, 200 kB, made a worker
+            # hold 149 MB of answers.
             self._held = self._held or self.active is None
             if len(self._waiting) >= self._state.limits.pipelined_requests:
                 raise errors.protocol_error("Too many pipelined requests.")
@@ -503,7 +504,7 @@ class ClientConnection(Receiver):
                 request.caller = caller  # it may be held, or its earlier turns be fetched, and is judged again then
 
     def _has_ended(self, request: Request) -> bool:
-        """Whether the login of the page that it came by is no more. Who ends it is answered."""
+        """Whether the page login that it came by has ended. The request that ended it is still answered."""
         session = request.session
         return bool(session) and session not in self._state.session_ids and request.route is not SESSIONS
 
