@@ -6,11 +6,12 @@ and both shares in time: in the first half hour, in which it learns, and after i
 constant.
 
     python benchmarks/auto_regret.py [--only NAME ...] [--new] [--seeds 1 2 3] [--drawn N] [--hours 1.5] [--devices 8]
-        [--processes N] [--every] [--rows FILE] [--json FILE]
+        [--processes N] [--every] [--rows FILE] [--json FILE] [--splits-of FILE]
 
 --every runs all splits instead of a bisection, and the oracle. --rows appends a line for each run, and does not run
 again what it has there: a run that was cut goes on. --drawn adds N kinds whose every parameter is drawn from the first
-seed; with `--only -` they are all there is.
+seed; with `--only -` they are all there is. --splits-of runs `auto` alone again, on what --json once wrote of the same
+kinds, and takes the splits from there: a tenth of the time.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
-from benchmarks._regret import Row, Window, measured
-from benchmarks._traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn
+from benchmarks._regret import LEARNING_S, Row, Window, measured, window
+from benchmarks._traffic import KINDS, NEW, SEVERAL, Traffic, at_scale, drawn, made
+from scheduler.core.workload import Policy
 from scheduler.simulator import oracle
-from scheduler.simulator.simulate import Figures, Setup
+from scheduler.simulator.simulate import Figures, Setup, run_policy
 from scheduler.simulator.trace import Requests, merged
 
 Job = tuple[str, list[Traffic], int]
@@ -95,14 +98,42 @@ def bound_hours(setup: Setup, figures: Figures, ends: range) -> float:
     return bound_s / 3600
 
 
-def _one(job: Job, devices: int, every: bool) -> Row:
+def again(row: Row, models: list[Traffic], devices: int, every: bool) -> Row:
+    """The row with `auto` as it is now and its splits as they were: a split depends on no policy. What a row has of the
+    oracle and of all devices stays only where `every` asks for it."""
+    first, *others = [made(kind, row.seed + 7919 * n) for n, kind in enumerate(models)]
+    setup = Setup(first, {f"model {n + 2}": one for n, one in enumerate(others)}, gpus_per_node=devices)
+    traces = setup.named()
+    if sum(map(len, traces.values())) != row.requests:
+        raise ValueError(f"{row.kind}, seed {row.seed}: the traffic is another now")
+    auto, end = run_policy(setup, Policy("auto")), int(setup.horizon_s) + 1
+    full = run_policy(setup, Policy("split", 0)) if every else auto
+
+    def part(before: Window, ends: range) -> Window:
+        # Against itself: `auto` in this part, and what of it all devices would not have been late with.
+        itself = window(traces, auto, lambda n: full if n == devices else auto, devices, ends, every=every)
+        found = {name: getattr(itself, name) for name in ("auto_in_time", "auto_hours", "avoidable")}
+        return replace(before, **found, oracle_hours=bound_hours(setup, auto, ends) if every else None)
+
+    learned = min(int(LEARNING_S), end)
+    after = row.after and part(row.after, range(learned, end))
+    handovers_per_hour = 3600 * auto.handovers / max(setup.horizon_s, 1.0)
+    return replace(row, handovers_per_hour=handovers_per_hour, first=part(row.first, range(learned)), after=after)
+
+
+def _one(job: Job, devices: int, every: bool, before: dict[tuple[str, int], Row]) -> Row:
     name, models, seed = job
+    if before:
+        return again(before[name, seed], models, devices, every)
     return measured(models, devices, name, seed, bound=bound_hours if every else None)
 
 
+def _row(row: dict[str, Any]) -> Row:
+    return Row(**row | {part: row[part] and Window(**row[part]) for part in ("first", "after")})
+
+
 def _read(file: Path) -> list[Row]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [Row(**row | {part: row[part] and Window(**row[part]) for part in ("first", "after")}) for row in rows]
+    return [_row(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def main() -> None:
@@ -117,6 +148,7 @@ def main() -> None:
     parser.add_argument("--every", action="store_true")
     parser.add_argument("--rows", metavar="FILE", type=Path)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--splits-of", metavar="FILE", type=Path)
     args = parser.parse_args()
     one_model = {name: (name,) for name in KINDS}
     kinds = {
@@ -137,8 +169,13 @@ def main() -> None:
     rows = _read(args.rows) if args.rows else []
     done = {(row.kind, row.seed) for row in rows}
     jobs = [job for job in jobs if (job[0], job[2]) not in done]
+    before = {}
+    if args.splits_of:
+        before = {(row.kind, row.seed): row for row in map(_row, json.loads(args.splits_of.read_text()))}
+        if missing := [job[0] for job in jobs if (job[0], job[2]) not in before]:
+            parser.error(f"{args.splits_of} has no splits of {missing[0]!r} with all of these seeds")
     with mapped(args.processes) as run:
-        for row in run(partial(_one, devices=args.devices, every=args.every), jobs):
+        for row in run(partial(_one, devices=args.devices, every=args.every, before=before), jobs):
             rows.append(row)
             print(show(row), flush=True)
             if args.rows:

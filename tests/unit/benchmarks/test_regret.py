@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from benchmarks._regret import Window, burst, deviation, measured, window
 from benchmarks._traffic import Traffic
-from benchmarks.auto_regret import bound_hours
+from benchmarks.auto_regret import again, bound_hours
 from scheduler.core.config import WhenLate
 from scheduler.simulator.simulate import Figures
 from scheduler.simulator.trace import Requests
@@ -97,3 +98,15 @@ def test_the_oracle_of_a_part_trains_no_less_than_auto_or_than_a_split_that_is_i
         assert part is not None and part.oracle_hours is not None
         assert part.auto_hours <= part.oracle_hours <= 2 * 1801 / 3600
         assert all(hours <= part.oracle_hours for share, hours in part.splits.values() if share >= part.auto_in_time)
+
+
+def test_auto_is_run_again_against_splits_as_they_were() -> None:
+    kinds = [Traffic(2.0, 2400.0, prompt=2000)]
+    row = measured(kinds, 2, "two devices", 5, bound=bound_hours)
+    assert row.after is not None
+    other = replace(row, first=replace(row.first, auto_hours=0.0, avoidable=1.0), after=None)
+    assert again(other, kinds, 2, every=True) == replace(row, after=None)
+    alone = again(row, kinds, 2, every=False)
+    assert alone.after == replace(row.after, avoidable=None, oracle_hours=None), "what needs a split that was not run"
+    with pytest.raises(ValueError, match="seed 5"):
+        again(replace(row, requests=1), kinds, 2, every=False)
