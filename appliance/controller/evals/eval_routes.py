@@ -12,10 +12,9 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 
 from appliance.controller.access.model_access import check_may_ask
-from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import views
-from appliance.controller.evals.new_run import check_given, check_judges, checked_source, insert_run
+from appliance.controller.evals.new_run import check_judges, check_new_run, checked_source, insert_run
 from appliance.controller.evals.requests import (
     KEPT_SCHEMA,
     CustomConfig,
@@ -26,13 +25,12 @@ from appliance.controller.evals.requests import (
     check_eval,
     check_variables,
 )
-from appliance.controller.evals.runner import EvalRunner, check_items
-from appliance.controller.grading.given import check_code, check_form, check_schema, grader_of
+from appliance.controller.evals.runner import EvalRunner
+from appliance.controller.grading.given import check_code, check_schema, grader_of
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Order, WholeLimit, list_object
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
-from appliance.controller.http.strict_body import out_of_bounds
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
@@ -145,22 +143,11 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = known(eval_id, caller)
         check_metadata(body.metadata)
-        # On a thread: the schema of its answers may have 25,000 parts.
-        await db.read(caller.viewer, check_given, context, of, body.data_source, caller)
-        if isinstance(body.data_source, Sampled) and (said := body.data_source.sampling_params) is not None:
-            await check_form(hosts, said.response_format, caller, "data_source.sampling_params.response_format")
-            if said.text is not None:
-                await check_form(hosts, said.text.format, caller, "data_source.sampling_params.text.format")
-        if isinstance(body.data_source, Sampled) and body.data_source.model is not None:
-            check_may_ask(db, caller, body.data_source.model, param="data_source.model")
-            _check_room(context, body.data_source, body.data_source.model)
+        model = body.data_source.model if isinstance(body.data_source, Sampled) else None
+        if model is not None:
+            check_may_ask(db, caller, model, param="data_source.model")
         check_judges(context, of, caller)
-        try:
-            await asyncio.to_thread(check_items, context.files_dir, of.criteria, body.data_source)
-        except InvalidGrader as error:
-            raise BadRequest(
-                f"Invalid '{error.param}': {error.message}.", param=error.param, code="invalid_grader"
-            ) from None
+        await check_new_run(context, hosts, of, body.data_source, model, caller)
         data_source = checked_source(body.data_source)
 
         def make() -> EvalRunRow:
@@ -250,20 +237,6 @@ async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Prin
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         refused = f"is of type {kinds!r}, and an item is an object"
         raise BadRequest(f"Invalid '{param}': {refused}.", param=param, code="invalid_json_schema")
-
-
-def _check_room(context: ControllerContext, source: Sampled, model: str) -> None:
-    """Raises BadRequest where an answer may have more tokens than the model's context: an engine takes no such request,
-    and each item would be an error."""
-    found, said = resolve(context.db, model), source.sampling_params
-    longest = context.sizes.context(found.model, found.version) if found is not None else None
-    for name in ("max_completion_tokens", "max_completions_tokens"):
-        asked = getattr(said, name, None)
-        if asked is not None and longest is not None and asked > longest:
-            param = f"data_source.sampling_params.{name}"
-            whose = f", the context of {shown(model)}"
-            told, code = out_of_bounds(param, "less_than_equal", longest, asked, whose)
-            raise BadRequest(told, param=param, code=code)
 
 
 async def _criteria(

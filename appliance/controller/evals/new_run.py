@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from appliance.controller.access.model_access import check_may_ask
+from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.requests import (
     ROW_BYTES,
     FileId,
     Jsonl,
     Sampled,
+    Sampling,
     check_sampled,
     check_source,
     check_takes,
     fields_of,
     size_of,
 )
+from appliance.controller.evals.runner import check_items
 from appliance.controller.files import storage
-from appliance.controller.grading.given import check_asked
-from appliance.controller.interfaces.errors import Forbidden, InvalidValue
+from appliance.controller.grading.given import check_asked, check_form
+from appliance.controller.http.strict_body import out_of_bounds
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.principal import INFERENCE, Principal, allow
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
 from train.graders.graders import models_asked
+from train.graders.hosts import GraderHosts
 
 
 def insert_run(
@@ -99,3 +106,46 @@ def check_given(
         storage.known_file(context, given.source.id, caller, f"{param}.source.id")
     if isinstance(given, Sampled) and not known:
         check_asked(fields_of(given), f"{param}.sampling_params")
+
+
+async def check_new_run(
+    context: ControllerContext,
+    hosts: GraderHosts,
+    of: EvalRow,
+    given: Jsonl | Sampled,
+    model: str | None,
+    caller: Principal,
+    param: str = "data_source",
+    *,
+    known: bool = False,
+) -> None:
+    """What `check_given` says, and what only a worker, a model's size or a file's lines tell: the schema of the
+    answers, their length, and names that no item has. model: that will be asked. Raises ApiError."""
+    # On a thread: the schema of its answers may have 25,000 parts.
+    check = partial(check_given, context, of, given, caller, param, known=known)
+    await context.db.read(caller.viewer, check)
+    if isinstance(given, Sampled) and (said := given.sampling_params) is not None:
+        await check_form(hosts, said.response_format, caller, f"{param}.sampling_params.response_format")
+        if said.text is not None:
+            await check_form(hosts, said.text.format, caller, f"{param}.sampling_params.text.format")
+        if model is not None:
+            _check_room(context, said, model, f"{param}.sampling_params")
+    try:
+        await asyncio.to_thread(check_items, context.files_dir, of.criteria, given, param)
+    except InvalidGrader as error:
+        raise BadRequest(
+            f"Invalid '{error.param}': {error.message}.", param=error.param, code="invalid_grader"
+        ) from None
+
+
+def _check_room(context: ControllerContext, said: Sampling, model: str, param: str) -> None:
+    """Raises BadRequest where an answer may have more tokens than the model's context: an engine takes no such request,
+    and each item would be an error."""
+    found = resolve(context.db, model)
+    longest = context.sizes.context(found.model, found.version) if found is not None else None
+    for name in ("max_completion_tokens", "max_completions_tokens"):
+        asked = getattr(said, name)
+        if asked is not None and longest is not None and asked > longest:
+            whose = f", the context of {shown(model)}"
+            told, code = out_of_bounds(f"{param}.{name}", "less_than_equal", longest, asked, whose)
+            raise BadRequest(told, param=f"{param}.{name}", code=code)

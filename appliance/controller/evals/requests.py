@@ -269,15 +269,15 @@ _FURTHER = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf
 """With these a schema may say more of an object's properties than `properties` does."""
 
 
-def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> dict[str, str]:
+def names_of(criteria: list[dict[str, Any]], source: Jsonl | Sampled, param: str) -> dict[str, str]:
     """The fields of an item that an eval's stored graders and the questions to a model read: the first step below
-    `item`, with the place of the first text that names it. Raises InvalidGrader if the box has become stricter
-    since."""
+    `item`, with the place of the first text that names it. param: the source's place. Raises InvalidGrader if the box
+    has become stricter since."""
     found = [
         (f"testing_criteria.{at}.{path}", text) for at, one in enumerate(criteria) for path, text in texts(parse(one))
     ]
     if isinstance(source, Sampled) and source.input_messages is not None:
-        found += _asked(source.input_messages, "data_source.input_messages")
+        found += _asked(source.input_messages, f"{param}.input_messages")
     names: dict[str, str] = {}
     for path, text in found:
         for namespace, *steps in templates.variables(text):

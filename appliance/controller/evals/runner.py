@@ -452,10 +452,12 @@ def _read(path: Path) -> _Entries:
         raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
 
 
-def check_items(files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled) -> None:
+def check_items(
+    files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled, param: str = "data_source"
+) -> None:
     """Checks the fields that are read from items, if all items are at hand. A large file, and one whose lines are not
     items, is left to the run. Raises InvalidGrader."""
-    names = requests.names_of(criteria, source)
+    names = requests.names_of(criteria, source, param)
     if source.source.type == "file_content":
         requests.check_items(names, (entry.item for entry in source.source.content))
     elif source.source.type == "file_id":

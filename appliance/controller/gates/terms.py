@@ -10,7 +10,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.evals.new_run import check_given, check_judges, checked_source
+from appliance.controller.evals.new_run import check_given, check_judges, check_new_run, checked_source
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES, Sampled
 from appliance.controller.http.strict_body import meant, place_in, said_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, InvalidValue, NotFound, shown
@@ -19,6 +19,7 @@ from appliance.controller.jobs.gate_request import RULES, GateCanary, GateReques
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, GateRow, JobRow
+from train.graders.hosts import GraderHosts
 
 _SOURCE: TypeAdapter[Sampled] = TypeAdapter(Sampled)
 MAX_EVALS_BYTES = MAX_SCHEMA_BYTES + MAX_CRITERIA_BYTES
@@ -43,6 +44,22 @@ def new_gate(context: ControllerContext, given: GateRequest, job: JobRow, caller
         terms=checked(context, given, caller),
         reason=f"{job.id} has not made its version yet",
     )
+
+
+async def check_data(
+    context: ControllerContext, hosts: GraderHosts, given: GateRequest, model: str, caller: Principal
+) -> None:
+    """What a run on a suite's data would be refused for, besides what `checked` says; of an eval that is not there and
+    of items that are in no file, it does. Said after the training, the version has cost its device-hours and is not
+    judged. model: from which the version is made. Raises ApiError."""
+    seen = set[bytes]()
+    for place, suite in enumerate(given.suites):
+        of, param = evals.find(context.db, suite.eval_id, viewer=caller.viewer), f"gate.suites.{place}.data_source"
+        if of is None or suite.data_source is None or (said := orjson.dumps([of.id, suite.data_source])) in seen:
+            continue
+        seen.add(said)
+        if (parsed := _parsed(suite.data_source, param)).source.type == "file_id":
+            await check_new_run(context, hosts, of, parsed, model, caller, param, known=True)
 
 
 def checked(context: ControllerContext, given: GateRequest, caller: Principal, param: str = "gate") -> dict[str, Any]:

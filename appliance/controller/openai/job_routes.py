@@ -22,7 +22,7 @@ from appliance.controller.jobs import requests
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import JobValidation, lines_of
 from appliance.controller.jobs.wanted import ask, known_job
-from appliance.controller.openai.new_job import check_grader, insert_job
+from appliance.controller.openai.new_job import check_judges, insert_job
 from appliance.store.objects import job_records, jobs
 from appliance.store.rows import JobJudgeRow, JobRow
 from train.graders.hosts import GraderHosts
@@ -48,7 +48,7 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
 
-        await check_grader(hosts, body, caller)
+        await check_judges(context, hosts, body, caller)
 
         def make() -> JobRow:
             return insert_job(context, body, caller)

@@ -9,7 +9,7 @@ from typing import Any
 from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
-from appliance.controller.gates.terms import new_gate
+from appliance.controller.gates.terms import check_data, new_gate
 from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
 from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
@@ -61,9 +61,12 @@ def check_job(context: ControllerContext, body: JobCreate, caller: Principal) ->
     _check_forms(context, body, caller)
 
 
-async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Reads the code of its grader's python graders; `insert_job` checks all else. Raises BadRequest."""
+async def check_judges(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
+    """Reads the code of its grader's python graders, and the data of its gate's suites; `insert_job` checks all else.
+    Raises ApiError."""
     requests.check(body)
+    if body.gate is not None:
+        await check_data(context, hosts, body.gate, body.model, caller)
     try:
         grader = parse(requests.beside_hyperparameters(body).get("grader"))
     except InvalidGrader:
@@ -73,9 +76,11 @@ async def check_grader(hosts: GraderHosts, body: JobCreate, caller: Principal) -
 
 
 async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Says of a job that is made later what `insert_job` and `check_grader` would say of its grader. Raises
-    ApiError."""
+    """Says of a job that is made later what `insert_job` and `check_judges` would say of its grader, and the latter of
+    its gate. Raises ApiError."""
     requests.check(body)
+    if body.gate is not None:
+        await check_data(context, hosts, body.gate, body.model, caller)
     if requests.method(body).judged_by == "grader":
         given, param = _who_judges(body)
         await check_code(hosts, grader_of(context, given, caller, param), caller, param)

@@ -361,6 +361,30 @@ async def test_what_cannot_be_a_gate_is_refused_in_words(control: Control, event
         await control.job(extra_body={"publish_as": "fraud", "gate": {"suites": [good]}})
 
 
+async def test_data_on_which_no_version_could_be_judged_is_refused_before_the_training(
+    control: Control, events: JobEvents, answers: Answers
+):
+    models.update(control.db, "starter", max_model_len=512)
+    good = await suite(control)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nope"}}}
+    template = {"type": "template", "template": [{"role": "user", "content": "{{ item.nothing }}"}]}
+    refused = [
+        ({"sampling_params": {"response_format": form}}, "no JSON schema", "sampling_params.response_format"),
+        ({"sampling_params": {"max_completion_tokens": 513}}, "<= 512, the context", "sampling_params.max_completion"),
+        ({"input_messages": template}, "names 'item.nothing', which no item", "input_messages.template.0.content"),
+    ]
+    pipeline = {"name": "p", "data": {"uploads": "*.jsonl"}, "train": {"model": "starter", "publish_as": "fraud"}}
+    for fields, says, param in refused:
+        data_source = {**good["data_source"], **fields}
+        with pytest.raises(openai.BadRequestError, match=says) as caught:
+            await gated(control, {**good, "data_source": data_source})
+        assert (caught.value.param or "").startswith(f"gate.suites.0.data_source.{param}")
+        evaluate = {"eval": good["eval_id"], "data_source": data_source}
+        answer = await control.http.post("/v1/pipelines", json={"spec": {**pipeline, "evaluate": evaluate}})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == caught.value.param, answer.text
+    assert jobs.page(control.db, viewer=None, after=None, limit=10).data == []
+
+
 async def test_the_data_of_the_newest_run_is_a_suites_unless_another_is_given(
     control: Control, events: JobEvents, answers: Answers
 ):
