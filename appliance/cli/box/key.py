@@ -126,6 +126,15 @@ def create(
     output.print_json(answer) if session.as_json else print(answer["key"])
 
 
+@box_command(app, "appliance key rotate alice", "appliance key rotate key_4f2a81")
+def rotate(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")]) -> None:
+    """Give a key a new secret and show it once. The old one is refused at once; jobs, batches and limits stay."""
+    answer = session.client.post(f"/admin/v1/keys/{segment(key)}/rotate")
+    if not session.as_json:
+        output.say(f"Key {answer['name']} has a new secret, and the old one is refused. It is not shown again:")
+    output.print_json(answer) if session.as_json else print(answer["key"])
+
+
 @box_command(
     app,
     "appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000",

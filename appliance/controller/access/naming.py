@@ -38,7 +38,7 @@ OWNER_RULE = "1 to 64 letters (a to z, A to Z), digits, blanks, '.', '_', '@' or
 
 def _owner_name(name: str) -> str:
     if not re.fullmatch(OWNER_PATTERN, name):
-        raise PydanticCustomError("owner_name", f"expected {OWNER_RULE}")
+        raise PydanticCustomError("owner_name", f"expected {OWNER_RULE}: it is sent in HTTP heads, which are ASCII")
     return name
 
 

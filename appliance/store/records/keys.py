@@ -27,7 +27,7 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
 
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
-    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    key = _new_secret()
     row = KeyRow(
         id=new_id("key_"),
         name=name,
@@ -40,6 +40,22 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None,
     )
     insert(db, row)
     return row, key
+
+
+def renew(db: Database, key_id: str) -> tuple[KeyRow, str]:
+    """Give a live key a new secret: the old one, and the logins of the page that were made by it, end. Returns as
+    `create` does. Raises RowNotFound."""
+    key = _new_secret()
+    with db.transaction():
+        update(db, key_id, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS])
+        page_sessions.end_of_key(db, key_id)
+    row = _TABLE.find(db, key_id)
+    assert row is not None
+    return row, key
+
+
+def _new_secret() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def fingerprint(key: str) -> str:

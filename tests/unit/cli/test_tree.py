@@ -336,6 +336,7 @@ FROZEN = {
     ],
     "key list": [*BOX, "--all"],
     "key revoke": [*BOX, "KEY"],
+    "key rotate": [*BOX, "KEY"],
 }
 
 

@@ -14,7 +14,7 @@ from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.devices.mode import read_mode
 from appliance.last_backup import LastBackup
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import audit, keys, operations
+from appliance.store.records import audit, keys, operations, page_sessions
 from appliance.store.rows import JobMetricRow, OperationRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 
@@ -64,11 +64,26 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
     assert [row["name"] for row in listed] == ["laptop"] and "key" not in listed[0] and "sha256" not in listed[0]
     conflict = await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "laptop"})
     assert conflict.status_code == 409 and conflict.headers["x-should-retry"] == "false"
+    digest = await rotated(control, made)
     revoked = await ask(control, "DELETE", "/keys/laptop")
     assert revoked["revoked_s"] is not None and digest not in control.gateway_keys
     await ask(control, "DELETE", "/keys/nobody", 404)
-    assert actions(control) == [("key.create", made["id"], "done"), ("key.revoke", made["id"], "done")]
+    done = ["key.create", "key.rotate", "key.revoke"]
+    assert actions(control) == [(action, made["id"], "done") for action in done]
+    await ask(control, "POST", "/keys/laptop/rotate", 404)
     assert made["key"] not in str(audit.page(control.db, after=None, limit=9))
+
+
+async def rotated(control: Control, made: dict[str, Any]) -> str:
+    """The new secret's SHA-256: the key is the same one, and the gateways know its old secret no more."""
+    page_sessions.create(control.db, made["id"], agent="", now_s=1.0, until_s=1e12, most=16)
+    again = await ask(control, "POST", "/keys/laptop/rotate")
+    assert again["id"] == made["id"] and again["key"] != made["key"] and again["key"].startswith(again["prefix"])
+    digest = keys.fingerprint(again["key"])
+    assert control.gateway_keys[digest]["id"] == made["id"]
+    assert keys.fingerprint(made["key"]) not in control.gateway_keys
+    assert "sessions" not in control.gateway_keys[digest], "who had the old one is logged in no more"
+    return digest
 
 
 @pytest.mark.parametrize(

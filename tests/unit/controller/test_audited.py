@@ -133,6 +133,7 @@ async def test_every_route_leaves_its_row(control: Control, checked_here: None):
     await ask("DELETE /admin/v1/sessions/{session_id}", f"/admin/v1/sessions/{login}")
     await ask("POST /admin/v1/keys", json={"name": "ann"})
     await ask("PATCH /admin/v1/keys/{id_or_name}", "/admin/v1/keys/ann", json={"requests_per_minute": 5})
+    await ask("POST /admin/v1/keys/{id_or_name}/rotate", "/admin/v1/keys/ann/rotate")
     await ask("DELETE /admin/v1/keys/{id_or_name}", "/admin/v1/keys/ann")
     await ask("PUT /admin/v1/mode", json={"policy": "serve"})
     await ask("POST /admin/v1/mode/plan", json={"policy": "serve"})

@@ -203,6 +203,7 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("POST", "/admin/v1/keys"),
             ("PATCH", "/admin/v1/keys/{id_or_name}"),
             ("DELETE", "/admin/v1/keys/{id_or_name}"),
+            ("POST", "/admin/v1/keys/{id_or_name}/rotate"),
             ("POST", "/admin/v1/limits/measure"),
             ("PUT", "/admin/v1/mode"),
             ("POST", "/admin/v1/mode/plan"),

@@ -182,9 +182,7 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row = keys.find(db, id_or_name)
-        if row is None or row.revoked_s is not None:
-            raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+        row = _live(context, id_or_name)
         _refuse_unknown(context, body.models, known=row.models or ())
         _refuse_past(body.expires_s)
         if row.subject and body.expires_s is not None:
@@ -203,6 +201,23 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             context.scheduler.nudge(f"{row.id} lost a model")
         return views.key(keys.find(db, row.id) or row)
 
+    @router.post("/keys/{id_or_name}/rotate")
+    async def rotate(id_or_name: str, caller: Caller) -> dict[str, Any]:
+        """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
+        the page that came by it; jobs, batches, usage and limits stay."""
+        row = _live(context, id_or_name)
+        if row.subject:
+            raise BadRequest(
+                f"{row.name} comes by the login provider, and nobody holds that key; make one of the same owner.",
+                param="id",
+                code="key_of_a_login",
+            )
+        with db.transaction():
+            renewed, key = keys.renew(db, row.id)
+            record(context, caller, "key.rotate", row.id, name=row.name)
+        context.publish_keys()
+        return views.key(renewed) | {"key": key}
+
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
         """Stops the key's work: fails its background responses and batches, pauses its jobs. Revoking it again has no
@@ -218,6 +233,14 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes and not one.session for one in keys.list_live(db))}
         )
+
+
+def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
+    """Raises NotFound."""
+    row = keys.find(context.db, id_or_name)
+    if row is None or row.revoked_s is not None:
+        raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+    return row
 
 
 def _refuse_past(expires_s: float | None) -> None:
