@@ -77,4 +77,6 @@ def _mismatch(error: ValidationError) -> str:
     told = next((one for one in found if not one["type"].endswith(_OTHER_TYPE)), found[0])
     # Names of types are among the names of fields.
     names = [str(name) for name in told["loc"] if str(name).islower() or isinstance(name, int)]
-    return f"Invalid value for `{'.'.join(names) or 'messages'}`: {told['msg'][:_WORDS]}."
+    # What a check of pydantic's says begins with pydantic's own words, and names no field where it looks at several.
+    what = told["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")[:_WORDS].removesuffix(".")
+    return f"Invalid value for `{'.'.join(names) or 'messages'}`: {what}."

@@ -369,11 +369,18 @@ def _mismatch(message: str) -> tuple[str, str | None]:
         return message[:_MESSAGE_CHARS], None
     told = next((one for one in found if not one["type"].endswith(_OTHER_TYPE)), found[0])
     param = _param(told["loc"])
-    same = [one["msg"][1:-1] for one in found if _param(one["loc"]) == param]
-    what = "; or ".join(dict.fromkeys(same if told is found[0] else [told["msg"][1:-1]]))
+    same = [_said(one["msg"]) for one in found if _param(one["loc"]) == param]
+    what = "; or ".join(dict.fromkeys(same if told is found[0] else [_said(told["msg"])]))
     if told["type"] == "missing":
         return f"You must provide the parameter `{param}`.", param
+    if not param:  # a check of several fields together, which its words name
+        return f"{what}."[:_MESSAGE_CHARS], None
     return f"Invalid value for `{param}`: {what}."[:_MESSAGE_CHARS], param
+
+
+def _said(quoted: str) -> str:
+    """A message out of vLLM's list, without pydantic's words before those of a check and the dot behind them."""
+    return re.sub(r"\A(?:Value error|Assertion failed), ", "", quoted[1:-1]).removesuffix(".")
 
 
 def _param(location: str) -> str:

@@ -223,6 +223,17 @@ MISSING = (
             "Invalid value for `messages[0].content`: Input should be a valid string; or Input should be a valid list.",
         ),
         (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),
+        (
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'body', 'msg': 'Value error, a must be less than b.'}",
+            None,
+            "a must be less than b.",
+        ),
+        (
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'body.tool_choice', 'msg': "
+            "\"Value error, tool_choice.name is required when type is 'tool'\", 'input': '<d>'}",
+            "tool_choice",
+            "Invalid value for `tool_choice`: tool_choice.name is required when type is 'tool'.",
+        ),
         ("2 validation errors:\nnothing that we know", None, "2 validation errors:\nnothing that we know"),
     ],
 )
