@@ -193,7 +193,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
-    loop.connect(effects, states, journal, memory.book_engine)
+    loop.connect(effects, states, journal, memory.book_engine, memory.too_large)
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device

@@ -121,6 +121,11 @@ class BoxMemory:
         host = self._hosts().get(node)
         return host is None or host.book_engine(model)
 
+    def too_large(self, model: str) -> str:
+        """Why no host of the box is ever large enough for an engine of the model; "" where one may be."""
+        told = [host.too_large(model) for host in self._hosts().values()]
+        return told[0] if all(told) else ""
+
     # --- one pass ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:

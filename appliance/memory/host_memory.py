@@ -209,10 +209,10 @@ class HostMemory:
         """Whether memory allows one more engine of the model, waking or new. For a model without an awake engine the
         box gives up other memory; a further engine waits."""
         needed = self._means.engine_bytes(model)
-        if needed > self._reading.total - self.reserve // 2:
+        if told := self.too_large(model):
             # It would find no room, whatever others gave up for it: one request suspended all jobs for ever.
             if model not in self._too_large:
-                log.error("an engine of %s needs %s, more than %s has", model, gb(needed), self._reading.where)
+                log.error(told)
                 self._too_large.add(model)
             self._wanted.pop(model, None)
             return False
@@ -236,6 +236,12 @@ class HostMemory:
                 )
             self._wanted[model] = (needed, self._clock())
         return False
+
+    def too_large(self, model: str) -> str:
+        """Why no memory of this host is ever enough for an engine of the model, in a sentence; "" where it may be."""
+        needed = self._means.engine_bytes(model)
+        fits = needed <= self._reading.total - self.reserve // 2
+        return "" if fits else f"an engine of {model} needs {gb(needed)}, more than {self._reading.where} has"
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 

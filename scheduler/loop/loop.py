@@ -70,6 +70,7 @@ class SchedulerLoop:
     _reporter: StatusReporter
     _state: ClusterState
     _book_engine: Callable[[str, str], bool]
+    _too_large: Callable[[str], str]
 
     def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
         self._clock, self._config = clock, config or SchedulerConfig()
@@ -99,12 +100,15 @@ class SchedulerLoop:
         state_store: StateStore,
         journal: Journal,
         book_engine: Callable[[str, str], bool] = lambda model, node: True,
+        too_large: Callable[[str], str] = lambda model: "",
     ) -> SchedulerLoop:
         """Call it once, before anything but `nudge`. Returns the loop.
 
         book_engine: whether the host memory of this node allows one more engine of this model now. The loop asks
-        before each start and wake, and asks again in the next round for a refused model."""
-        self._effects, self._store, self._journal, self._book_engine = effects, state_store, journal, book_engine
+        before each start and wake, and asks again in the next round for a refused model. too_large: why no host ever
+        has the memory for an engine of this model, which is a failure of the model; "" where one may have."""
+        self._effects, self._store, self._journal = effects, state_store, journal
+        self._book_engine, self._too_large = book_engine, too_large
         self._reporter = StatusReporter(state_store)
         self._state = ClusterState(effects, self._clock, self._config, self._reporter)
         return self
@@ -257,7 +261,7 @@ class SchedulerLoop:
     # --- one round ----------------------------------------------------------------------------------------------
 
     def _round(self) -> bool:
-        """Plan and start the resulting chains. True if it started a hand-over."""
+        """Plan and start the resulting chains. True if it started a hand-over, or has to plan again."""
         self._workload = self._store.load()
         now_s = self._clock.now_s()
         self._take_policy_in_force(now_s)
@@ -276,12 +280,28 @@ class SchedulerLoop:
         self._allocation = plan(plan_input, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._hysteresis = self._allocation.hysteresis
-        handover = handover_.only_with_room(self._steps(plan_input, self._allocation), self._book_engine)
+        wanted = self._steps(plan_input, self._allocation)
+        if self._refused(wanted):
+            self._wake.set()  # planned again without it, before anybody gives up devices for it
+            return True
+        handover = handover_.only_with_room(wanted, self._book_engine)
         self._reporter.waiting(plan_input, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False
         self._launch(handover, reason_of(handover, plan_input.policy))
         return True
+
+    def _refused(self, handover: Handover) -> bool:
+        """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
+        they are held, and nobody would say why."""
+        told = {
+            (step.model, step.version): why
+            for chain in handover.take
+            if (step := chain.waking) is not None and (why := self._too_large(step.model))
+        }
+        for (model, version), why in told.items():
+            self._state.model_failed(model, version, why, blame="input")
+        return bool(told)
 
     def _steps(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
         known = {j.id for j in plan_input.jobs}

@@ -873,6 +873,30 @@ async def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_t
     await rig.task
 
 
+@in_virtual_time
+async def test_of_an_engine_that_no_memory_is_enough_for_who_asks_is_told_and_nobody_gives_up_devices() -> None:
+    """Its requests were held for ten minutes without a word, and status said of it that it was cold."""
+    store = FakeStore(Policy("auto"), jobs=(JOB,), deployments=(replace(MODEL, min_replicas=1),))
+    rig = Rig(store, devices=1)
+    booked: list[str] = []
+    rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
+        rig.effects,
+        store,
+        rig.journal,
+        lambda model, node: booked.append(model) or True,
+        lambda model: f"an engine of {model} needs 900 GB, more than this machine has",
+    )
+    rig.task = asyncio.create_task(rig.loop.run())
+    await rig.settle()
+    assert store.troubles["m"].lasting and "900 GB" in store.troubles["m"].reason
+    assert "900 GB" in rig.loop.status()["troubles"][0]["message"]
+    assert rig.world.replicas == {} and booked == [] and "j1" in rig.world.groups
+    await asyncio.sleep(5 * rig.config.backoff_max_s)
+    assert rig.world.replicas == {} and "j1" in rig.world.groups
+    rig.loop.stop()
+    await rig.task
+
+
 def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
     def take(replica_id: str, verb: str, model: str, after: frozenset[Holder] = frozenset()) -> handover.Chain:
         holder = Holder("replica", replica_id)

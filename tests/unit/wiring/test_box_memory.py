@@ -109,6 +109,13 @@ async def test_an_engine_starts_on_a_node_whose_host_has_memory_for_it(box, worl
     assert box.book_engine("new", "n2"), "a node that has not reported yet is not refused"
 
 
+async def test_an_engine_is_too_large_where_no_host_is_large_enough(box, world):
+    box.home._means = replace(box.home._means, engine_bytes=lambda model: 40 * GB)
+    assert box.too_large("chat") == "", "it fits on n1"
+    box._away["n1"]._means = box.home._means
+    assert "needs 40.0 GB, more than this machine has" in box.too_large("chat")
+
+
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
     box, world, db, add_model, add_job
 ):
