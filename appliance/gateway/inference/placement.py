@@ -136,7 +136,7 @@ class Placement(Placeable):
         attempt.only = choice.load.inflight == 1
         request.replica, request.model_version = replica.id, replica.version
         if state.comparison.compares:
-            attempt.crowded = choice.load.crowded_for(choice.owner)
+            attempt.crowded = self._crowded(choice)
         state.changed()
         conn = state.pool.acquire(replica.socket)
         if conn is not None:
@@ -332,6 +332,10 @@ class Placement(Placeable):
             choice, attempt.choice = attempt.choice, None
             self.state.ended(choice)
 
+    def _crowded(self, choice: Choice) -> bool:
+        few = self.state.comparison.few(self.checked.model, choice.model != self.checked.model)
+        return choice.load.crowded_for(choice.owner, few)
+
     def _count(self, *, failed: bool) -> None:
         if not self.state.comparison.compares:
             return
@@ -340,7 +344,7 @@ class Placement(Placeable):
         if choice is not None:
             # A client that knows which version answers a conversation can fill that version's engine: others then wait
             # because of the client, not the version.
-            timed = first_s and not attempt.crowded and not choice.load.crowded_for(choice.owner)
+            timed = first_s and not attempt.crowded and not self._crowded(choice)
             owner, comparison = self.request.caller.owner if self.request.caller else "", self.state.comparison
             comparison.add(
                 self.checked.model,

@@ -28,7 +28,7 @@ AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
 _PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
-_CROWD = 4
+FEW: Final = 4
 _CROWD_TOKENS = 256
 
 SUSPECT_FIRST_S = 0.25
@@ -113,10 +113,10 @@ class Load:
     def weight(self) -> int:
         return self.pending + self.tokens // _PENDING_TO_TOTAL
 
-    def crowded_for(self, owner: str) -> bool:
-        """Whether one other owner has most of what runs there, and more than a few requests, or most of what is read
+    def crowded_for(self, owner: str, few: int = FEW) -> bool:
+        """Whether one other owner has most of what runs there, and more than `few` requests, or most of what is read
         there, and more than a short prompt: four long ones are a crowd."""
-        most, read = max(_CROWD, self.inflight // 2), max(_CROWD_TOKENS, self.pending // 2)
+        most, read = max(few, self.inflight // 2), max(_CROWD_TOKENS, self.pending // 2)
         return any(number > most and who != owner for who, number in self.owners.items()) or any(
             number > read and who != owner for who, number in self.reads.items()
         )

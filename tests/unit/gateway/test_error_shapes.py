@@ -224,9 +224,9 @@ MISSING = (
         ),
         (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),
         (
-            "1 validation error:\n  {'type': 'value_error', 'loc': 'body', 'msg': 'Value error, a must be less than b.'}",
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'body', 'msg': 'Value error, a must be below b.'}",
             None,
-            "a must be less than b.",
+            "a must be below b.",
         ),
         (
             "1 validation error:\n  {'type': 'value_error', 'loc': 'body.tool_choice', 'msg': "
