@@ -220,7 +220,9 @@ class JobEvents:
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, at_s = self._db, int(event["step"]), event.pop("at_s", None)
         # One that is done again, after the death of a rank, say, counts once.
-        again = job_records.metric_at(db, row.id, step) is not None
+        before = job_records.metric_at(db, row.id, step)
+        if before is not None and before.created_s == at_s:
+            return  # read in the run's log by a new controller, and delivered too, by ranks that outlived the old one
         job_records.upsert_metric(
             db,
             JobMetricRow(
@@ -247,7 +249,7 @@ class JobEvents:
             "tokens_per_s": event.get("tokens_per_s"),
             "eta_s": self._eta_s(row.id, step, total),
         }
-        if not again:
+        if before is None:
             changes["trained_tokens"] = (row.trained_tokens or 0) + int(event.get("tokens") or 0)
         jobs.update(db, row.id, **changes)
         loss = event.get("loss")

@@ -192,6 +192,17 @@ async def test_steps_read_all_at_once_were_done_when_the_ranks_say(control: Cont
     assert "at_s" not in first.data
 
 
+async def test_a_step_that_is_read_and_then_delivered_too_is_told_once(control: Control, events: JobEvents):
+    """After kill -9 of the controller a job's events had eleven steps twice: its ranks had outlived it."""
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    for at_s in (1e9, 1e9, 1e9 + 60):  # read in the log, delivered, and done again
+        events.ingest(job_id, metrics(1, 1.0) | {"at_s": at_s})
+    told = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
+    assert len([event for event in told if event.type == "metrics"]) == 2
+    assert jobs.get(control.db, job_id).trained_tokens == 600
+
+
 async def test_an_event_twice_makes_one_version_and_one_checkpoint(control: Control, events: JobEvents):
     job_id = await control.job()
     events.started(job_id, ["n0/0"], resumed=False)
