@@ -54,6 +54,10 @@ def add(
         if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (cron.split(), tz):
             told = f"{other['id']} ({mode_name(other)}) begins at the same times and holds no more: the later one does"
             output.say(f"{told}; `appliance mode schedule remove {other['id']}` removes it")
+    now = session.client.get("/admin/v1/mode")
+    if now["window"] is not None and now["window"]["id"] == answer["id"]:
+        until = "" if now["until_s"] is None else f", until {formats.moment(now['until_s'])}"
+        output.say(f"note: it is that time already: the mode {mode_name(answer)} holds from now on{until}")
 
 
 @box_command(app, "appliance mode schedule list", "appliance mode schedule list -o json", name="list")

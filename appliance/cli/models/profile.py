@@ -113,6 +113,10 @@ def _table(found: dict[str, Any], asked: int) -> Any:
     seconds, steps, of_job = found["seconds"], found["steps"], "step" in found
     fewer = f"after {MOST_ROWS} rows of data, a minute, or at the job's end" if of_job else "after a minute"
     short = f"{steps} of the {asked} steps asked for: a profile ends {fewer}" if steps < asked else None
+    if not of_job and not found["operators"]:
+        model = found["model"]
+        asks = f"ask it while it is profiled (`appliance chat {model}`)"
+        return f"{model} made no step in {seconds:.0f} s, for nobody asked it: {asks}"
     shares = output.table(
         ("WHERE", ">SHARE", ">S/STEP"),
         ((name, f"{took / seconds:.1%}", f"{took / max(1, steps):.4f}") for name, took in found["share"].items()),

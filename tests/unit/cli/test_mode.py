@@ -58,6 +58,12 @@ def test_a_window_that_hides_another_for_ever_says_so(box: ControlledBox):
     assert f"{night['id']} (train) begins at the same times and holds no more" in told
 
 
+def test_a_window_that_is_under_way_when_it_is_made_says_that_it_holds(box: ControlledBox):
+    assert "holds from now on" not in box.run("mode", "schedule", "add", "0 0 1 1 *", "train", "--for", "1m").stderr
+    told = box.run("mode", "schedule", "add", "* * * * *", "split --train 3", "--for", "10m").stderr
+    assert "the mode split --train 3 holds from now on, until 20" in told
+
+
 def test_a_mode_that_overrides_a_window_says_so(box: ControlledBox):
     box.run("mode", "schedule", "add", "0 0 1 * *", "train")
     box.run("mode", "set", "serve")

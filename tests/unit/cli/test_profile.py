@@ -79,6 +79,17 @@ def test_an_engine_that_is_awake(box: ControlledBox):
     assert box.run("profile", "engine", "nobody").exit_code == 3
 
 
+def test_an_engine_that_nobody_asks_has_no_table(box: ControlledBox, monkeypatch: pytest.MonkeyPatch):
+    async def idle(model: str, steps: int) -> dict[str, Any]:
+        share = {"compute": 0.0, "communication": 0.0, "input": 0.0, "idle": 60.0}
+        told = {"steps": 1, "seconds": 60.0, "share": share, "operators": [], "trace": "r1.trace.json.gz", "bytes": 722}
+        return {**told, "model": model, "version": "v1"}
+
+    monkeypatch.setattr(box.context.scheduler, "profile_engine", idle)
+    shown = box.run("profile", "engine", "starter", "--steps", "4").output
+    assert "starter made no step in 60 s, for nobody asked it" in shown and "idle" not in shown
+
+
 def on_gpus(box: ControlledBox, *indices: int) -> None:
     """The running job holds these."""
     for device in box.context.scheduler.devices:
