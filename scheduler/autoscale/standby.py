@@ -309,7 +309,7 @@ class StandbyLearner:
             self._reference = self._most
         if 0 < self._moving_lost_to < self._reference:
             # What it lost to was too few.
-            self._bars.forgive(_MOVING)
+            self._bars.lift(_MOVING)
             self._moving_lost_to = 0
         self._end_stint(now_s)
         moving = [] if self._bars.barred(_MOVING, now_s) else self._moving if left == 1.0 else self._early

@@ -61,8 +61,8 @@ class Bars:
         bar.until_s = now_s + bar.for_s
         bar.for_s = min(2 * bar.for_s, LONGEST_BAR_S)
 
-    def forgive(self, key: int | str) -> None:
-        """It failed against a reference that has turned out not to be one."""
+    def lift(self, key: int | str) -> None:
+        """Lifts a bar: the choice failed against a reference that has turned out to be wrong."""
         bar = self._bars.get(key)
         if bar is not None:
             bar.until_s, bar.for_s = 0.0, max(bar.for_s / 2, FIRST_BAR_S)

@@ -70,8 +70,8 @@ class Flip:
 
 
 class FinishingScheduler(Scheduler):
-    """Owns the assignment of requests to weights. owner_of: whose a request is, which serve.vllm.fairness.owner_places
-    knows."""
+    """Owns the assignment of requests to weights. owner_of: returns a request's owner (serve.vllm.fairness.owner_places
+    knows it)."""
 
     owner_of: Callable[[Request], int] = staticmethod(lambda request: 0)
 
@@ -182,9 +182,9 @@ class FinishingScheduler(Scheduler):
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def _leave_out(self, pace: PrefillPace) -> list[Request]:
-        """Takes answers out of `running` for this step, where several owners have some and all of them would make it
-        long. Each owner has as many in it as the others, and his own take turns. Not those of adapters: others would be
-        let in beside them, and the next step had more adapters than it may."""
+        """Takes answers out of `running` for this step if several owners have some and all of them would make it long.
+        Each owner has as many in it as the others, and an owner's answers take turns. Answers of adapters stay: in
+        their place vLLM would admit others, and the next step would have more adapters than allowed."""
         answers = [one for one in self.running if is_written(one)]
         if (most := pace.answers()) is None or len(answers) <= most:
             return []
@@ -248,7 +248,8 @@ class FinishingScheduler(Scheduler):
         self.scheduler_config.long_prefill_token_threshold = most
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """What is left to others is not for one more prompt: each of those that are begun has less of the next step."""
+        """What is left for others is not for one more prompt: each prompt in progress would get less of the next
+        step."""
         if self._left_to_others and self.owner_of(request) in self._reading:
             return False
         ready: bool = super()._handle_blocked_waiting_request(request)
@@ -315,7 +316,7 @@ def salt(request: Request, value: str) -> None:
 
 
 def is_written(request: Request) -> bool:
-    """Whether its prompt is computed, so that a step takes one token of it, of its answer."""
+    """Whether its prompt is computed, so that a step takes only one token of it: of its answer."""
     return bool(request.num_tokens - request.num_computed_tokens <= 1)
 
 

@@ -1,4 +1,5 @@
-"""How many tokens an engine's step may compute while somebody waits for the next one. Pure: it is told the times.
+"""Decides how many tokens an engine's step may compute while somebody waits for the next one. Pure: callers pass the
+times.
 
 On a CPU the prompt tokens of a step take milliseconds each, and all streams of the engine wait for the step: a prompt
 of 1,700 tokens in one piece stopped them for 13 s. So a step gets as many tokens as take 0.75 s while answers are being
@@ -23,14 +24,14 @@ LEAST = 32
 """Tokens: fewer than that take little less time."""
 FIRST = 64
 """Before anything was measured."""
-_TELLING = 16
-"""A step with fewer tokens says nothing of what a token takes."""
-LEAST_ANSWERS = _TELLING
-"""Steps of fewer would never be told to have become quicker."""
+_FEWEST_TOKENS = 16
+"""A step with fewer tokens does not show how long a token takes."""
+LEAST_ANSWERS = _FEWEST_TOKENS
+"""Steps with fewer answers would never be seen to become quicker."""
 _SMOOTHING = 0.5
 _LINE_SMOOTHING = 0.1
 _APART = 1 / 8
-"""A share of their mean: as far apart as the answers of steps deviate before a line through them tells anything."""
+"""The spread of answers in a step, as a share of their mean, from which on a line through the steps is meaningful."""
 
 
 class PrefillPace:
@@ -45,7 +46,7 @@ class PrefillPace:
 
     def computed(self, tokens: int, seconds: float, answers_alone: bool = False) -> None:
         """A step has taken this long. answers_alone: each of its tokens is of another answer."""
-        if tokens < _TELLING or seconds <= 0:
+        if tokens < _FEWEST_TOKENS or seconds <= 0:
             return
         if answers_alone:
             self._line.add(tokens, seconds)
@@ -85,7 +86,7 @@ class Line:
         return self._xx > (_APART * self._x) ** 2
 
     def offset_in_steps(self, most: int) -> int:
-        """How many x the line rises by as much as it has at 0; `most` where it hardly rises."""
+        """The x at which the line has twice its value at 0; `most` if it hardly rises."""
         slope = self._xy / self._xx
         offset = self._y - slope * self._x
         return max(0, int(min(most, offset / slope))) if slope > 0 else most

@@ -112,9 +112,9 @@ class ShmCPUWorker(CPUWorker):
 
 @contextmanager
 def untouched(runner: Any) -> Iterator[None]:
-    """Within it a request whose prompt is not read to its end in this step draws nothing from its own random numbers:
-    what is sampled for it is thrown away. vLLM 0.32 lets it draw and then turns the numbers back, which a generator on
-    the host cannot: an engine died of any long prompt with a `seed` (_bookkeeping_sync)."""
+    """Within it, a request whose prompt is not read to its end in this step draws no random numbers of its own: its
+    sample is thrown away. vLLM 0.32 lets it draw and then rewinds the generator, which a generator on the host cannot
+    do: an engine died of any long prompt with a `seed` (_bookkeeping_sync)."""
     generators = runner.input_batch.generators
     unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
     kept = {place: generators.pop(place) for place in unread.tolist() if place in generators}

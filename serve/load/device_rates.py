@@ -29,7 +29,7 @@ from runtime.processes.kernel import die_with_parent
 
 MEET_S = 60.0
 EXACT = 256
-"""Terms of a sum of ones and minus ones that every format which is multiplied in holds exactly."""
+"""How many terms a sum of ones and minus ones may have to be exact in every format that is multiplied in."""
 
 
 @dataclass(frozen=True, slots=True)

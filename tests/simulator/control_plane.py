@@ -49,7 +49,7 @@ class SimulatedScheduler:
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.profiled: list[tuple[str, int]] = []
-        self.forgiven: list[str] = []
+        self.failures_reset: list[str] = []
         self.unloaded: list[str] = []
         self.converged: list[str] = []
         self.swap_error: str | None = None
@@ -81,7 +81,7 @@ class SimulatedScheduler:
                 device["health"] = "draining" if device["id"] in cordoned else "ok"
 
     def reset_failures(self, model: str) -> None:
-        self.forgiven.append(model)
+        self.failures_reset.append(model)
 
     def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
         """`awake`: models with one engine each, on this device. `quiet`: those of them that nobody asks."""

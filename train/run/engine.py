@@ -63,7 +63,7 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
         dist_backend=kind.collectives, timeout=timeout, auto_mpi_discovery=False, verbose=False, init_method=meeting
     )
     if not kind.on_host:
-        # What is left to the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
+        # Work on the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))
 
 

@@ -174,7 +174,7 @@ def prompt_of(tokenizer: Any, question: Question) -> Prompt:
         tokenizer(f"{question.begun} {word}", add_special_tokens=False)["input_ids"]
         for word in (question.right, *question.wrong)
     ]
-    # Where the answers part: what a tokenizer makes of the space before a word may belong to either side.
+    # Where the answers diverge: the token of the space before a word may belong to either side.
     same = 0
     while all(len(answer) > same + 1 and answer[same] == answers[0][same] for answer in answers):
         same += 1
@@ -200,7 +200,7 @@ class Prefix:
         if keeps_state(model):
             self.common = 0  # transformers repeats no state (DynamicCache.batch_repeat_interleave)
         elif window and window < max(map(len, rows)) + 4 * NEW_TOKENS:
-            self.common = 0  # what rows are filled up with would stand inside the window, behind the common tokens
+            self.common = 0  # otherwise padding would be inside the window, behind the common tokens
         if self.common:
             begun = torch.tensor([rows[0][: self.common]], device=device)
             model(input_ids=begun, past_key_values=self._cache, use_cache=True, logits_to_keep=last(begun, 1))

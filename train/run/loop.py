@@ -52,7 +52,7 @@ _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
 class LeftForSnapshot(RuntimeError):
-    """The run goes on from its last snapshot in another world, which forgets what this one computed since."""
+    """The run continues from its last snapshot in another world, without what this one has computed since."""
 
 
 class Run:

@@ -1,7 +1,7 @@
 """Profiles some steps of a running rank on demand: where their time went, and a trace file.
 
-Only the asked rank is measured, so no other rank has to agree; all of them wait for it while it writes. What goes wrong
-is said, and costs the profile, never the job.
+Only the asked rank is measured, so no other rank has to agree; all of them wait for it while it writes. An error is
+reported and costs the profile, never the job.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Profiling:
         return nullcontext() if self._profiler is None else torch.profiler.record_function(INPUT)
 
     def end(self, step: int) -> None:
-        """Tell what was measured, if anything is; also where the job's last step is done."""
+        """Report what was measured, if anything was; also called when the job's last step is done."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -86,7 +86,7 @@ async def test_a_deployment_is_changed_field_by_field(control: Control):
     assert row is not None and (row.pinned, row.tensor_parallel, row.max_replicas) == (1, 2, None)
     assert (await ask(control, "GET", "/models/starter"))["deployment"] == made
     assert actions(control) == [("model.deploy", "starter", "done")] * 3
-    assert control.scheduler.forgiven == ["starter"] * 3
+    assert control.scheduler.failures_reset == ["starter"] * 3
     insert_model(control.db, "team/model")
     assert (await ask(control, "PATCH", "/models/team/model/deployment", json={"pinned": True}))["pinned"] is True
     await ask(control, "PATCH", "/models/none/deployment", 404, json={"pinned": True})
