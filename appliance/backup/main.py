@@ -30,8 +30,8 @@ from appliance.config import BackupSettings, load_resolved
 from appliance.paths import BoxPaths
 from runtime.logs import configure_logging
 from weights.format.errors import WeightsError
+from weights.tiers.locations import objects_at
 from weights.tiers.objects import Objects
-from weights.tiers.places import objects_at
 
 REPORT_EVERY_S = 0.2
 NICE = 10

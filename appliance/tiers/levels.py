@@ -8,9 +8,9 @@ from weights.format.config import Packing, WeightsConfig
 from weights.format.header import TensorSpec
 from weights.tiers.codec import Codec
 from weights.tiers.directory import DirectoryTier
+from weights.tiers.locations import objects_at
 from weights.tiers.objects import DirectoryObjects, Objects
 from weights.tiers.packed import PackedTier, moment_codecs
-from weights.tiers.places import objects_at
 
 
 def make_levels(config: WeightsConfig, paths: BoxPaths) -> list[Level]:

@@ -19,7 +19,7 @@ from werkzeug.serving import make_server
 from appliance.controller.interfaces.config import Bucket
 from tests.e2e.box_support import WholeBox, wait_for, whole_box
 from tests.e2e.test_pipeline_soak import GRADER, THINGS, asked, step_of, ten_lines
-from weights.tiers.places import s3_at
+from weights.tiers.locations import s3_at
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(2400)]
 PIPELINE = "fraud-nightly"

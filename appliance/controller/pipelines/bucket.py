@@ -11,8 +11,8 @@ from threading import Event
 from appliance.controller.interfaces.config import Bucket
 from appliance.controller.pipelines.new_data import MOST_FILES, Found, NoData, bounded, fitting, write_lines
 from weights.format.errors import ObjectDamaged
+from weights.tiers.locations import s3_at
 from weights.tiers.objects_s3 import S3Objects
-from weights.tiers.places import s3_at
 
 MOST_KEYS = 1_000_000
 """At most so many objects are listed; nothing is taken from a bucket with more."""

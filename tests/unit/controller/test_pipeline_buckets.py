@@ -30,8 +30,8 @@ from tests.unit.controller.test_pipelines import (  # noqa: F401 - fixtures
     says,
     train,
 )
+from weights.tiers.locations import s3_at
 from weights.tiers.objects_s3 import S3Objects
-from weights.tiers.places import s3_at
 
 DATA = {"bucket": "chats", "pattern": "*.jsonl"}
 
