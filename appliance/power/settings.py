@@ -37,7 +37,10 @@ class PowerSettings(BaseModel):
         "of those that overlap, the first counts",
     )
     price_per_kwh: float | None = Field(None, ge=0, description="of electricity; unset: costs are not told")
-    currency: str = Field("EUR", min_length=1, max_length=8, description="of the price")
+    price_per_device_hour: float | None = Field(
+        None, ge=0, description="of a device, whatever it draws, for `plan job`; unset: it is not told"
+    )
+    currency: str = Field("EUR", min_length=1, max_length=8, description="of the prices")
     pue: float = Field(
         1.0, ge=1, le=10, description="power usage effectiveness: what the site draws for each watt of the machine"
     )

@@ -22,6 +22,7 @@ from appliance.controller.jobs.fit import box_facts, shape_of
 from appliance.controller.jobs.planned import estimate, planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
+from appliance.power import cost
 from appliance.store.objects import job_records
 from runtime.devices.published import accelerator_called
 from train.methods.method import Method
@@ -113,7 +114,9 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
             caller.viewer, energy_views.estimate, context.db, context.power, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip
-    return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated}
+    hours = [device_hours] if device_hours is not None else estimated and estimated["device_hours"]
+    hire = cost.hire(context.power, hours)
+    return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated, "hire": hire}
 
 
 async def _device_hours(

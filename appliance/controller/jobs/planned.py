@@ -221,6 +221,7 @@ def plan_imagined(
     examples: int | None = None,
     method: str = DEFAULT.name,
     price_per_kwh: float | None = None,
+    price_per_device_hour: float | None = None,
 ) -> dict[str, Any]:
     """A job on one machine with this many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
     model: see `imagine`. Raises BadShape."""
@@ -237,9 +238,12 @@ def plan_imagined(
     verdict = settings.verdict(imagined.shape, chosen, box, how)
     answer = planned(model, how, chosen, dataset, verdict, counted=False)
     answer["numbers"]["host"]["room_bytes"] = None
-    shown, power = verdict.numbers["devices"], PowerSettings(price_per_kwh=price_per_kwh)
+    shown = verdict.numbers["devices"]
+    power = PowerSettings(price_per_kwh=price_per_kwh, price_per_device_hour=price_per_device_hour)
     known = ACCELERATORS.get(_key(accelerator))
     told = estimate(imagined.shape, how, chosen, dataset, shown, known, power)
-    if told is not None:
-        told["currency"] = None  # that of the price
-    return {**answer, "device_hours": None, "energy": None, "estimate": told}
+    hire = cost.hire(power, told["device_hours"] if told is not None else None)
+    for priced in (told, hire):
+        if priced is not None:
+            priced["currency"] = None  # that of the price
+    return {**answer, "device_hours": None, "energy": None, "estimate": told, "hire": hire}

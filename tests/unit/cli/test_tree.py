@@ -201,6 +201,7 @@ FROZEN = {
         "--lora-rank",
         "--max-length",
         "--model",
+        "--price-per-device-hour",
         "--price-per-kwh",
         "--set",
         "--tensor-parallel",

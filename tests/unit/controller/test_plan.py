@@ -109,6 +109,8 @@ def test_a_job_on_devices_that_nobody_has_is_estimated_as_a_range():
     assert told["site_kwh"] == [pytest.approx(0.7 * least), pytest.approx(0.7 * most)]
     assert told["cost"] == [pytest.approx(0.35 * least), pytest.approx(0.35 * most)]
     assert planned.plan_imagined("70b", {"lora_rank": 16}, **given)["estimate"]["cost"] is None
+    hire = planned.plan_imagined("70b", {"lora_rank": 16}, price_per_device_hour=2.5, **given)["hire"]
+    assert hire == {"per_device_hour": 2.5, "cost": [2.5 * least, 2.5 * most], "currency": None}
     assert planned.plan_imagined("70b", {}, devices=8, accelerator="80gb")["estimate"] is None
     offloaded = planned.plan_imagined("8b", {"full": True, "offload": "optimizer"}, devices=8, accelerator="h100")
     assert offloaded["estimate"] is None, "the processors decide how long it takes"

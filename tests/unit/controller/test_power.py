@@ -227,10 +227,10 @@ async def test_of_a_job_that_was_counted_for_half_its_time_nothing_is_told_per_s
 
 
 async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_devices(control: Control):
-    control.context.power = PowerSettings(price_per_kwh=0.5, rest_w_per_device=100)
+    control.context.power = PowerSettings(price_per_kwh=0.5, rest_w_per_device=100, price_per_device_hour=2)
     asked = {"job": {"model": "starter", "examples": 1000}}
     plan = await ask(control, "POST", "/plan", json=asked)
-    assert plan["device_hours"] is None and plan["energy"] is None
+    assert plan["device_hours"] is None and plan["energy"] is None and plan["hire"] is None
     job_id = await control.job()
     trained(control, job_id, steps=50, tokens=20_000, joules=0.0, metered_s=0.0)
     assert (await ask(control, "POST", "/plan", json=asked))["energy"] is None, "nothing tells what they draw"
@@ -241,6 +241,7 @@ async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_dev
     plan = await ask(control, "POST", "/plan", json=asked)
     told, hours = plan["energy"], plan["device_hours"]
     assert (told["watts_per_device"], told["watts_from"]) == (300.0, "jobs")
+    assert plan["hire"] == {"per_device_hour": 2.0, "cost": [2.0 * hours], "currency": "EUR"}
     assert told["device_kwh"] == pytest.approx(0.3 * hours) and told["cost"] == pytest.approx(0.4 * hours * 0.5)
 
 
