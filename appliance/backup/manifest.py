@@ -10,6 +10,8 @@ import calendar
 import hashlib
 import json
 import logging
+import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -25,6 +27,8 @@ CHUNK_BYTES = 16 << 20
 DATABASE_CHUNK_BYTES = 1 << 20
 """Smaller, because some of its pages change before each backup and most do not: 16 MiB were written for a few kB."""
 _FOLDER = "backups/"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TIME = "%Y-%m-%dT%H-%M-%SZ"
 log = logging.getLogger(__name__)
 
@@ -98,9 +102,33 @@ def _read(objects: Objects, name: str) -> Manifest:
         if fields.pop("format") != FORMAT:
             raise BackupDamaged(f"the backup {name} at {objects.where} is of a newer release; restore it with that one")
         files = tuple(SavedFile(**{**file, "chunks": tuple(file["chunks"])}) for file in fields.pop("files"))
-        return Manifest(**fields, files=files)
-    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _checked(Manifest(**fields, files=files), name)
+    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BackupDamaged(f"the manifest of {name} at {objects.where} cannot be read: {error}") from error
+
+
+def _checked(found: Manifest, name: str) -> Manifest:
+    """A place is elsewhere, and others may write there: what is read of it is what `write` writes, names no place
+    outside the data directory, and shows a terminal nothing but text. Raises ValueError."""
+    texts = (found.box_id, found.version, found.data_dir)
+    numbers = [found.schema, found.new_bytes, *(file.bytes for file in found.files)]
+    times = [file.mtime_ns for file in found.files]
+    for file in found.files:
+        os.fsencode(file.path)
+        if file.path.startswith("/") or "\0" in file.path or not {"", ".", ".."}.isdisjoint(file.path.split("/")):
+            raise ValueError(f"it names a file outside the data directory: {file.path!r}")
+        if not all(_DIGEST.fullmatch(chunk) for chunk in file.chunks):
+            raise ValueError(f"it names no chunk by its sum for {file.path!r}")
+    paths = {file.path for file in found.files}
+    folders = {str(folder) for path in paths for folder in PurePosixPath(path).parents}
+    if len(paths) < len(found.files) or not paths.isdisjoint(folders):
+        raise ValueError("it names a file twice, or as a folder")
+    if not all(type(number) is int and abs(number) < 1 << 63 for number in (*numbers, *times)) or min(numbers) < 0:
+        raise ValueError("it has no numbers where numbers belong")
+    if found.name != name or any(_CONTROL.search(text) for text in texts) or type(found.secrets) is not bool:
+        raise ValueError("it has other texts than are written there")
+    time.gmtime(found.made_s)
+    return found
 
 
 def next_name(objects: Objects, made_s: float) -> str:

