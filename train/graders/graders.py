@@ -55,6 +55,11 @@ class _Grader(_Strict):
         """Raises InvalidGrader for what its types cannot tell."""
 
     @property
+    def highest(self) -> float | None:
+        """The highest reward that it can give; None if only its code or formula knows."""
+        return 1.0
+
+    @property
     def default_threshold(self) -> float:
         return 0.5
 
@@ -107,6 +112,10 @@ class Python(_Grader):
     source: str
     image_tag: str | None = None
     """A field of OpenAI's API. A box has one set of packages, so that every tag means the same."""
+
+    @property
+    def highest(self) -> float | None:
+        return None
 
     def check(self, param: str) -> None:
         size = len(self.source.encode(errors="replace"))
@@ -223,6 +232,10 @@ class ScoreModel(_ModelGrader):
             raise InvalidGrader(f"{param}range", f"is {self.range}; expected [low, high] within ±1,000,000")
 
     @property
+    def highest(self) -> float | None:
+        return self.range[1]
+
+    @property
     def default_threshold(self) -> float:
         return sum(self.range) / 2
 
@@ -326,6 +339,10 @@ class Multi(_Grader):
     """Graders by the name that the formula uses."""
     _form: Literal["by name", "list", "one"] = PrivateAttr("by name")
 
+    @property
+    def highest(self) -> float | None:
+        return None
+
     @field_serializer("graders", mode="wrap")
     def _as_given(self, graders: dict[str, Leaf], dumped: SerializerFunctionWrapHandler) -> Any:
         """In the form, among those that `parse` takes, in which the client wrote it: a client's type has only that
@@ -376,7 +393,15 @@ def parse(given: Any) -> Grader:
     if isinstance(grader, Multi):
         grader._form = "list" if isinstance(parts, list) else "one" if _is_one(parts) else "by name"
     grader.check("")
+    _check_threshold(grader)
     return grader
+
+
+def _check_threshold(grader: Grader) -> None:
+    """Raises InvalidGrader for one that no reward reaches: every item would fail, whatever is answered."""
+    asked, most = grader.pass_threshold, grader.highest
+    if asked is not None and most is not None and asked > most:
+        raise InvalidGrader("pass_threshold", f"is {asked:g}, and the grader gives {most:g} at most")
 
 
 def _check_size(written: str) -> None:

@@ -433,3 +433,22 @@ def test_a_threshold_decides_what_passes() -> None:
     }
     assert graded(similar, "").reward == 0.5 and graded(similar, "").passed
     assert not graded({**similar, "pass_threshold": 0.6}, "").passed
+
+
+def test_a_threshold_that_no_reward_reaches_is_refused() -> None:
+    """Every item of an evaluation failed, whatever was answered."""
+    check = {"type": "string_check", "name": "x", "operation": "eq", "input": "a", "reference": "a"}
+    judge = {
+        "type": "score_model",
+        "name": "j",
+        "model": "m",
+        "range": [0, 10],
+        "input": [{"role": "user", "content": "?"}],
+    }
+    code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 5"}
+    for taken in ({**check, "pass_threshold": 1}, {**judge, "pass_threshold": 10}, {**code, "pass_threshold": 5}):
+        parse(taken)
+    for refused, most in (({**check, "pass_threshold": 1.5}, "1"), ({**judge, "pass_threshold": 11}, "10")):
+        with pytest.raises(InvalidGrader, match=f"the grader gives {most} at most") as refusal:
+            parse(refused)
+        assert refusal.value.param == "pass_threshold"
