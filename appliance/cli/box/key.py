@@ -170,7 +170,9 @@ def limit(
 
 @box_command(app, "appliance key list", "appliance key list --all -o json", name="list")
 def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False) -> None:
-    """List keys by name, scopes and first characters. Only its owner knows the key itself."""
+    """List keys by name, scopes and first characters. Only its owner knows the key itself.
+
+    ASKED: the last hour in which it asked a model; reads and scrapes are not counted."""
     answer = session.client.get("/admin/v1/keys")
     shown = [key for key in answer["data"] if all_ or key["revoked_s"] is None]
     session.show({**answer, "data": shown}, _table)
@@ -203,13 +205,14 @@ def _revoked(answer: dict[str, Any]) -> str:
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "EXPIRES", "REVOKED"),
+        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "ASKED", "EXPIRES", "REVOKED"),
         (
             (
                 *formats.cells(k, "id name owner scopes"),
                 f"{k['prefix']}…",
                 _limits(k),
                 formats.moment(k["created_s"]),
+                formats.moment(k.get("last_asked_s")),
                 formats.moment(k.get("expires_s")),
                 formats.moment(k["revoked_s"]),
             )

@@ -69,6 +69,17 @@ def test_days_and_months_are_those_of_utc(control: Control):
     assert quota_of(control.db, made, NOON) == (-40, calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
 
 
+async def test_the_list_of_keys_says_when_each_last_asked_a_model(control: Control):
+    idle = await ask(control, "POST", "/keys", json={"name": "idle"})
+    busy = await ask(control, "POST", "/keys", json={"name": "busy"})
+    for when_s in (NOON, NOON - 86400):
+        usage.add(control.db, [row(busy["id"])], when_s)
+    listed = {one["id"]: one["last_asked_s"] for one in (await ask(control, "GET", "/keys"))["data"]}
+    assert listed[idle["id"]] is None and listed[busy["id"]] == NOON - 1800
+    plan = control.db.execute("EXPLAIN QUERY PLAN SELECT max(hour_s) FROM usage WHERE key_id = ?", ["k"]).fetchall()
+    assert "SEARCH usage USING COVERING INDEX usage_of_keys" in plan[0]["detail"]
+
+
 def test_keys_that_the_box_made_for_itself_are_one_row(control: Control):
     for name in ("chat-1", "chat-2"):
         made, _ = keys.create(control.db, name, ["inference"], owner="the box itself")

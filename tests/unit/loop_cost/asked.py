@@ -164,6 +164,7 @@ CHANGES: dict[Route, Any] = {
     ("PATCH", "/admin/v1/models/{name:path}/settings"): {"set": {"max_num_seqs": 4}},
     ("POST", "/admin/v1/keys"): {"name": "new", "owner": "{owner}"},
     ("PATCH", "/admin/v1/keys/{id_or_name}"): {"max_priority": 1},
+    ("POST", "/admin/v1/keys/{id_or_name}/rotate"): None,
     ("POST", "/admin/v1/session-keys"): {},
     ("POST", "/admin/v1/sessions"): {},
     ("POST", "/admin/v1/sessions/{session_id}/touch"): None,
@@ -228,6 +229,7 @@ PLACES: dict[Route, str] = {
     ("DELETE", "/admin/v1/models/{name:path}"): "model-0",
     ("DELETE", "/admin/v1/keys/{id_or_name}"): "key-2",
     ("PATCH", "/admin/v1/keys/{id_or_name}"): "key-2",
+    ("POST", "/admin/v1/keys/{id_or_name}/rotate"): "key-2",
     ("PUT", "/admin/v1/models/{name:path}/canary"): "model-0",
 }
 _KINDS = {

@@ -206,6 +206,7 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "expires_s": at.now_s if at.place % 2 else None,
             "models": [MODEL, *(f"name-{n}" for n in range(20))] if at.place % 4 == 2 else None,
             "tokens_per_day": 10**9,
+            "subject": at.id("subject") if at.place % 8 == 3 else "",
         },
     ),
     "page_sessions": (

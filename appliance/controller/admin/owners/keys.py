@@ -28,7 +28,7 @@ from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import batches, models
-from appliance.store.records import keys, session_keys
+from appliance.store.records import keys, session_keys, usage
 from appliance.store.rows import KeyRow
 
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
@@ -149,7 +149,11 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
 
     @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
     def list_keys() -> dict[str, Any]:
-        return {"object": "list", "data": [views.key(row) for row in keys.list_all(db) if not row.session]}
+        """`last_asked_s`: when the last hour began in which it asked a model; null: never, or its usage is deleted.
+        Reads and scrapes are not counted."""
+        asked, rows = usage.last_asked(db), keys.list_all(db)
+        data = [{**views.key(row), "last_asked_s": asked.get(row.id)} for row in rows if not row.session]
+        return {"object": "list", "data": data}
 
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:

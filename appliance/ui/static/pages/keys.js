@@ -107,6 +107,7 @@ function List() {
     [t("keys.models"), (row) => (row.models ? row.models.join(", ") : t("keys.all_models"))],
     [t("keys.limits"), (row) => limitsOf(row)],
     [t("created"), (row) => ago(row.created_s), "nowrap"],
+    [t("keys.asked"), (row) => (row.last_asked_s ? ago(row.last_asked_s) : "–"), "nowrap"],
     [t("keys.expires"), (row) => (row.expires_s ? moment(row.expires_s) : "–"), "nowrap"],
     ["", (row) => row.revoked_s ? html`<${Badge} state="revoked">${t("keys.revoked")}</${Badge}>` : html`<${Sure} class="small" label=${t("keys.revoke")} question=${t("keys.revoke.sure", { name: row.name })} busy=${busy} onYes=${() => revoke(row)} />`],
   ];
