@@ -75,7 +75,9 @@ async def test_the_list_of_keys_says_when_each_last_asked_a_model(control: Contr
     for when_s in (NOON, NOON - 86400):
         usage.add(control.db, [row(busy["id"])], when_s)
     listed = {one["id"]: one["last_asked_s"] for one in (await ask(control, "GET", "/keys"))["data"]}
-    assert listed[idle["id"]] is None and listed[busy["id"]] == NOON - 1800
+    assert listed == {idle["id"]: None, busy["id"]: busy["created_s"]}, "not before there was the key"
+    keys.update(control.db, busy["id"], created_s=0.0)
+    assert (await ask(control, "GET", "/keys"))["data"][1]["last_asked_s"] == NOON - 1800
     plan = control.db.execute("EXPLAIN QUERY PLAN SELECT max(hour_s) FROM usage WHERE key_id = ?", ["k"]).fetchall()
     assert "SEARCH usage USING COVERING INDEX usage_of_keys" in plan[0]["detail"]
 
