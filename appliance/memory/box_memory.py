@@ -123,7 +123,10 @@ class BoxMemory:
 
     def too_large(self, model: str) -> str:
         """Why no host of the box is ever large enough for an engine of the model; "" where one may be."""
-        told = [host.too_large(model) for host in self._hosts().values()]
+        hosts = self._hosts()
+        if not hosts.keys() >= set(self._nodes.alike()):
+            return ""  # one has not reported yet, as after each start of the controller: a canary was rolled back
+        told = [host.too_large(model) for host in hosts.values()]
         return told[0] if all(told) else ""
 
     # --- one pass ---------------------------------------------------------------------------------------------------

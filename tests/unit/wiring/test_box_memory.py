@@ -114,6 +114,9 @@ async def test_an_engine_is_too_large_where_no_host_is_large_enough(box, world):
     assert box.too_large("chat") == "", "it fits on n1"
     box._away["n1"]._means = box.home._means
     assert "needs 40.0 GB, more than this machine has" in box.too_large("chat")
+    world.memory = dict
+    await box.look()
+    assert box.too_large("chat") == "", "n1 has not reported yet, and may be large enough"
 
 
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
