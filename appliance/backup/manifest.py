@@ -30,6 +30,8 @@ _FOLDER = "backups/"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _TIME = "%Y-%m-%dT%H-%M-%SZ"
+_NAME_BYTES = 255
+_NO_TIME_S = 1 << 37  # the year 6325; time.gmtime ended with OSError at 1e18 s, and took None for now
 log = logging.getLogger(__name__)
 
 
@@ -103,7 +105,7 @@ def _read(objects: Objects, name: str) -> Manifest:
             raise BackupDamaged(f"the backup {name} at {objects.where} is of a newer release; restore it with that one")
         files = tuple(SavedFile(**{**file, "chunks": tuple(file["chunks"])}) for file in fields.pop("files"))
         return _checked(Manifest(**fields, files=files), name)
-    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ObjectDamaged, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BackupDamaged(f"the manifest of {name} at {objects.where} cannot be read: {error}") from error
 
 
@@ -114,7 +116,8 @@ def _checked(found: Manifest, name: str) -> Manifest:
     numbers = [found.schema, found.new_bytes, *(file.bytes for file in found.files)]
     times = [file.mtime_ns for file in found.files]
     for file in found.files:
-        os.fsencode(file.path)
+        if max(map(len, os.fsencode(file.path).split(b"/"))) > _NAME_BYTES:
+            raise ValueError("it names a file that no file system takes")
         if file.path.startswith("/") or "\0" in file.path or not {"", ".", ".."}.isdisjoint(file.path.split("/")):
             raise ValueError(f"it names a file outside the data directory: {file.path!r}")
         if not all(_DIGEST.fullmatch(chunk) for chunk in file.chunks):
@@ -127,7 +130,8 @@ def _checked(found: Manifest, name: str) -> Manifest:
         raise ValueError("it has no numbers where numbers belong")
     if found.name != name or any(_CONTROL.search(text) for text in texts) or type(found.secrets) is not bool:
         raise ValueError("it has other texts than are written there")
-    time.gmtime(found.made_s)
+    if type(found.made_s) not in (int, float) or not 0 <= found.made_s < _NO_TIME_S:
+        raise ValueError("it was made at no time")
     return found
 
 

@@ -76,8 +76,7 @@ def verify(objects: Objects, name: str | None, *, report: Report = lambda done, 
                 _write(objects, file, Path(folder) / DATABASE)
                 _check_database(Path(folder) / DATABASE, found.name)
             else:
-                for digest in file.chunks:
-                    _chunk(objects, digest, file.path)
+                _check_size(file, sum(len(_chunk(objects, digest, file.path)) for digest in file.chunks))
             done += file.bytes
     report(found.bytes, found.bytes)
     return found
@@ -101,10 +100,14 @@ def _write(objects: Objects, file: SavedFile, path: Path) -> None:
             written.write(_chunk(objects, digest, file.path))
         written.flush()
         os.fsync(handle)
-    if path.stat().st_size != file.bytes:
-        raise BackupDamaged(f"{file.path} has {path.stat().st_size} bytes instead of {file.bytes}; use another backup")
+    _check_size(file, path.stat().st_size)
     if file.mtime_ns:
         os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+
+
+def _check_size(file: SavedFile, found: int) -> None:
+    if found != file.bytes:
+        raise BackupDamaged(f"{file.path} has {found} bytes instead of {file.bytes}; use another backup")
 
 
 def _chunk(objects: Objects, digest: str, path: str) -> bytes:

@@ -303,6 +303,9 @@ def test_one_damaged_manifest_costs_that_backup(paths, place, tmp_path, which):
         ("files", [{"chunks": [5]}]),
         ("files", [{"chunks": [["x"]]}]),
         ("files", [{"chunks": ["../../../etc/passwd"]}]),
+        ("files", [{"path": "a" * 256}]),
+        ("made_s", 1e18),
+        ("made_s", None),
     ],
 )
 def test_what_somebody_else_wrote_as_a_manifest_is_damaged_and_stops_nothing(paths, place, tmp_path, field, value):
@@ -319,6 +322,15 @@ def test_what_somebody_else_wrote_as_a_manifest_is_damaged_and_stops_nothing(pat
             read()
     assert not (tmp_path / "back").exists() and manifests.readable(place)[1] == ([] if value == [] else [made.name])
     assert verify(place, take(paths, place, keep=1, clock=lambda: 1e9 + 1).name).files
+
+
+def test_a_file_of_another_size_than_its_manifest_says_is_not_whole(paths, place):
+    made = take(paths, place, clock=lambda: 1e9)
+    other = next(file for file in made.files if file.path != "appliance.db")
+    files = [replace(file, bytes=file.bytes + (file is other)) for file in made.files]
+    manifests.write(place, replace(made, files=tuple(files)))
+    with pytest.raises(BackupDamaged, match=f"{other.path} has {other.bytes} bytes instead of {other.bytes + 1}"):
+        verify(place, made.name)
 
 
 def test_whoever_deletes_files_without_end_keeps_no_backup_from_being_taken(paths, place, monkeypatch, tmp_path):
