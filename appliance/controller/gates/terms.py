@@ -52,6 +52,7 @@ async def check_data(
     """What a run on a suite's data would be refused for, besides what `checked` says; of an eval that is not there and
     of items that are in no file, it does. Said after the training, the version has cost its device-hours and is not
     judged. model: from which the version is made. Raises ApiError."""
+    _check_evals(context, given, "gate")
     seen = set[bytes]()
     for place, suite in enumerate(given.suites):
         of, param = evals.find(context.db, suite.eval_id, viewer=caller.viewer), f"gate.suites.{place}.data_source"

@@ -490,6 +490,10 @@ async def test_what_a_gate_says_and_the_evaluations_that_it_names_are_bounded_to
             smaller.setattr(terms, name, 100)
             with pytest.raises(openai.BadRequestError, match=says):
                 await gated(control, asked)
+    monkeypatch.setattr(terms, "MAX_EVALS_BYTES", 100)
+    monkeypatch.setattr(terms, "evals", SimpleNamespace(bytes_of=evals.bytes_of))  # none is read before
+    with pytest.raises(openai.BadRequestError, match="evals of"):
+        await gated(control, asked)
 
 
 async def test_the_newest_run_is_found_by_an_index(control: Control):
