@@ -393,12 +393,12 @@ def parse(given: Any) -> Grader:
     if isinstance(grader, Multi):
         grader._form = "list" if isinstance(parts, list) else "one" if _is_one(parts) else "by name"
     grader.check("")
-    _check_threshold(grader)
     return grader
 
 
-def _check_threshold(grader: Grader) -> None:
-    """Raises InvalidGrader for one that no reward reaches: every item would fail, whatever is answered."""
+def check_threshold(grader: Grader) -> None:
+    """Of a new grader; jobs and evaluations that have one from before go on with it. Raises InvalidGrader for one that
+    no reward reaches: every item would fail, whatever is answered."""
     asked, most = grader.pass_threshold, grader.highest
     if asked is not None and most is not None and asked > most:
         raise InvalidGrader("pass_threshold", f"is {asked:g}, and the grader gives {most:g} at most")

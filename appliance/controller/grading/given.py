@@ -18,7 +18,7 @@ from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
-from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, leaves, parse, sources
+from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
 from train.graders.host import ForkBroke, WorkerBroke
 from train.graders.hosts import GraderHosts
 
@@ -33,6 +33,7 @@ def grader_of(context: ControllerContext, given: Any, caller: Principal, param: 
     one that asks a model that the caller may not ask."""
     try:
         grader = parse(given)
+        check_threshold(grader)
     except MissingField as error:
         path = f"{param}.{error.param}"
         raise BadRequest(

@@ -517,6 +517,10 @@ async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_j
 
 REFUSED = {
     "no grader": ({"testing_criteria": [{**CHECK, "operation": "is"}]}, "testing_criteria.0.operation"),
+    "a threshold out of reach": (
+        {"testing_criteria": [{**CHECK, "pass_threshold": 1.5}]},
+        "testing_criteria.0.pass_threshold",
+    ),
     "the same name": ({"testing_criteria": [CHECK, CHECK]}, "testing_criteria.1.name"),
     "no schema": (
         {"data_source_config": {**SCHEMA, "item_schema": {"type": "objekt"}}, "testing_criteria": [PLAIN]},

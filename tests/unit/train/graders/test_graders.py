@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from train.graders import formula, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader
-from train.graders.graders import LabelModel, ScoreModel, leaves, parse
+from train.graders.graders import LabelModel, ScoreModel, check_threshold, leaves, parse
 from train.graders.grading import Graded, ModelAnswer, grade, requests
 from train.graders.templates import Sample, fill
 
@@ -447,8 +447,8 @@ def test_a_threshold_that_no_reward_reaches_is_refused() -> None:
     }
     code = {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 5"}
     for taken in ({**check, "pass_threshold": 1}, {**judge, "pass_threshold": 10}, {**code, "pass_threshold": 5}):
-        parse(taken)
+        check_threshold(parse(taken))
     for refused, most in (({**check, "pass_threshold": 1.5}, "1"), ({**judge, "pass_threshold": 11}, "10")):
         with pytest.raises(InvalidGrader, match=f"the grader gives {most} at most") as refusal:
-            parse(refused)
+            check_threshold(parse(refused))  # `parse` alone takes what a job has been trained by since before
         assert refusal.value.param == "pass_threshold"
