@@ -27,7 +27,12 @@ _TOKEN = re.compile(
     r"\b(?:hf_|gh[opsru]_)[A-Za-z0-9]{20,}|\b(?:github_pat_|glpat-|xox[abprs]-)[A-Za-z0-9_-]{10,}"
     r"|\beyJ[A-Za-z0-9_-]{6,}\.[A-Za-z0-9_-]{6,}\.[A-Za-z0-9_-]*"
 )
-_OPTION = re.compile(r"""(--[a-z-]{0,30}(?:token|secret|password|api-key)["']?,?\s{1,4}["']?)(?!-)[^\s"',<]+""")
+# On a command line, or in a list of arguments as Python or JSON writes it; what is quoted goes on to its end.
+_OPTION = re.compile(
+    r"""(--[a-z-]{0,30}(?:token|secret|password|api-key)(?:\\?["'],\s{0,4}|\s{1,4})(?P<quote>\\?["'])?)
+        (?![-<\\])(?(quote)[^"'\\\n]+|[^\s"',<]+)""",
+    re.VERBOSE,
+)
 _COOKIE = re.compile(
     r"""(\b(?:cookie|x-appliance-page)(?:\\?["'])?\s*[=:]\s*(?:\\?["'])?)[^"'\\\s<][^"'\\\n]*""", re.IGNORECASE
 )

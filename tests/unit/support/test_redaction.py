@@ -38,6 +38,7 @@ CANARY = "Zq7Canary93xW"
         f"id_token eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJhbm4ifQ.{CANARY}-x_y",
         f"appliance --url https://box --api-key {CANARY} status",
         f'["appliance", "join", "--token", "{CANARY}"]',
+        f'["appliance","join","--token","two words, {CANARY}"]',
         f"Cookie: a=b; __Host-appliance={CANARY}; c=d",
         f'{{"cookie": "__Host-appliance={CANARY}", "x-appliance-page": "{CANARY}"}}',
         f"-----BEGIN PRIVATE KEY-----\n{CANARY}\n-----END PRIVATE KEY-----",
