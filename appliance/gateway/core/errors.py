@@ -171,12 +171,11 @@ def model_not_found(model: str) -> HttpError:
 
 def version_not_served(model: str, version: str, served: list[str]) -> HttpError:
     shown = version if len(version) <= 200 else version[:200] + "…"
-    if version == "challenger":  # an alias, which no command takes for a version
+    if version == "challenger":  # an alias, which no command takes for a version; a gate's may have no engine
         return HttpError(
             404,
-            f"No version of the model `{model}` is its challenger now: none is its canary, and no gate judges one. "
-            f"`appliance model canary {model} VERSION` makes one a canary; "
-            f"{', '.join(f'`{name}`' for name in served)} is served.",
+            f"No challenger of the model `{model}` is served now; {', '.join(f'`{name}`' for name in served)} is. "
+            f"`appliance model canary {model} VERSION` serves a version alongside the other.",
             param="model",
             code="model_version_not_served",
         )
