@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,4 +108,5 @@ def is_main_process(pid: int, data_dir: Path) -> bool:
 
 def data_dir_option(data_dir: Path) -> str:
     """What a command for the box on this directory has to be given; "" for the default one."""
-    return "" if data_dir == Path(DEFAULT_DATA_DIR).expanduser().resolve() else f" --data-dir {data_dir}"
+    default = Path(DEFAULT_DATA_DIR).expanduser().resolve()
+    return "" if data_dir == default else f" --data-dir {shlex.quote(str(data_dir))}"

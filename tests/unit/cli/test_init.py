@@ -112,3 +112,5 @@ def test_where_it_goes_is_said_first_and_how_to_start_from_there_after_it(tmp_pa
     assert told.output.endswith("then `appliance up`\n")
     other = run("init", "--template", "light", "--data-dir", str(tmp_path / "box"))
     assert "note:" not in other.stderr and other.output.endswith(f"then `appliance up --data-dir {tmp_path}/box`\n")
+    spaced = run("init", "--template", "light", "--data-dir", str(tmp_path / "my box"))
+    assert spaced.output.endswith(f"then `appliance up --data-dir '{tmp_path}/my box'`\n")
