@@ -241,6 +241,12 @@ def _stays_so(copy: Path, database: Path) -> None:
         for key_id, scopes in connection.execute("SELECT id, scopes FROM now.keys").fetchall():
             kept = json.dumps([scope for scope in json.loads(scopes) if scope in known])
             connection.execute("UPDATE main.keys SET scopes = ? WHERE id = ?", (kept, key_id))
+        # A secret that was replaced since is known to somebody who must not have it.
+        connection.execute(
+            "UPDATE main.keys SET (sha256, prefix) ="
+            " (SELECT sha256, prefix FROM now.keys WHERE now.keys.id = main.keys.id)"
+            " WHERE id IN (SELECT id FROM now.keys)"
+        )
         if all(_has(connection, of, "keys", "models") for of in ("main", "now")):
             connection.execute(
                 "UPDATE main.keys SET models = (SELECT models FROM now.keys WHERE now.keys.id = main.keys.id)"

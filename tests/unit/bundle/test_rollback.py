@@ -119,6 +119,15 @@ def test_a_key_that_was_revoked_or_deleted_after_the_question_stays_so(releases,
     assert live == [] and rows(data_dir / DATABASE, "SELECT revoked_s FROM keys WHERE id = 'kept'") == [(99,)]
 
 
+def test_a_secret_that_was_replaced_since_does_not_come_back(releases, data_dir, monkeypatch):
+    """Whoever had seen the old one could ask again, and its owner, with the new one, could not."""
+    migrated(data_dir, monkeypatch)
+    with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
+        connection.execute("UPDATE keys SET sha256 = 'new', prefix = 'sk-new' WHERE id = 'kept'")
+    restore(way_back(releases, data_dir), data_dir)
+    assert rows(data_dir / DATABASE, "SELECT sha256, prefix FROM keys WHERE id = 'kept'") == [("new", "sk-new")]
+
+
 def test_what_was_deleted_cut_or_forgotten_since_does_not_come_back(releases, data_dir, monkeypatch):
     """A response that its owner had deleted was there again, and a key that was an administrator's once was one."""
     with Database(data_dir / DATABASE) as db:
