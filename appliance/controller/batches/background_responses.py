@@ -46,7 +46,7 @@ ASKER = "background responses"
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
 _REVOKED_WITHIN_S = WRITTEN_WITHIN_S = 10.0
-KEY_REVOKED = "The API key of this response was revoked."
+KEY_ENDED = "The API key of this response {}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class BackgroundResponses:
             row = responses.find(self._db, response_id)
             if row is not None and not row.finished:
                 self.forget(response_id)
-                self._fail(row, "invalid_prompt", KEY_REVOKED)
+                self._fail(row, "invalid_prompt", KEY_ENDED.format(keys.how_ended(self._db, row.key_id)))
                 return True
         return False
 
@@ -373,8 +373,8 @@ class BackgroundResponses:
 
     async def _asked(self, row: ResponseRow, model: str) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned; ApiError where the earlier turns are gone."""
-        if keys.is_revoked(self._db, row.key_id):
-            raise ApiError(401, KEY_REVOKED)
+        if how := keys.how_ended(self._db, row.key_id):
+            raise ApiError(401, KEY_ENDED.format(how))
         if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is no longer shared
             raise unknown_model(model)
         before = None

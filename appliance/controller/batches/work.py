@@ -221,7 +221,7 @@ class BatchWork:
             return "cancelled"
         if row.expires_s <= time.time():
             return "expired"
-        if keys.is_revoked(self._db, row.key_id):
+        if how := keys.how_ended(self._db, row.key_id):
             # As at the gateways, requests of a revoked key stop.
             self._set(
                 errors=[
@@ -229,7 +229,7 @@ class BatchWork:
                         "code": "invalid_api_key",
                         "line": None,
                         "param": None,
-                        "message": "The API key of this batch was revoked.",
+                        "message": f"The API key of this batch {how}.",
                     }
                 ]
             )

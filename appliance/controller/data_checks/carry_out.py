@@ -51,8 +51,9 @@ class Prepared:
 
     def keep(self, context: ControllerContext) -> None:
         """Call within `storage.with_row`. Raises KeyRevoked for a key that has ended while they were made."""
-        if any(keys.is_revoked(context.db, row.key_id) for row in self.rows):
-            raise KeyRevoked
+        for row in self.rows:
+            if how := keys.how_ended(context.db, row.key_id):
+                raise KeyRevoked(how)
         for row, place in zip(self.rows, self.places, strict=True):
             storage.keep(context, row, place)
 

@@ -182,8 +182,8 @@ class EvalRunner:
         self._end(run_id, "completed", None)
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
-        if keys.is_revoked(self._db, row.key_id):
-            raise _Failed("key_revoked", "The API key of this run was revoked.")
+        if how := keys.how_ended(self._db, row.key_id):
+            raise _Failed("key_revoked", f"The API key of this run {how}.")
         try:
             self._context.quotas.check_eval_goes_on(row.key_id)
         except ApiError as error:

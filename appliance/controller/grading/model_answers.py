@@ -167,8 +167,8 @@ class ModelAnswers:
         return str(refusal.body["error"]["message"]) if refusal is not None else ""
 
     def _forbidden(self, key_id: str | None, model: str, url: str) -> str:
-        if keys.is_revoked(self._db, key_id):
-            return "the key that asks was revoked"
+        if how := keys.how_ended(self._db, key_id):
+            return f"the key that asks {how}"
         return why_not_asked(self._db, key_id, model, chats=url == URL)
 
     async def _ended_while_allowed(self, asked: asyncio.Task[Any], forbidden: Callable[[], str]) -> str:

@@ -35,8 +35,8 @@ class RolloutGrading:
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the grader of the job was deleted"}
-        if keys.is_revoked(self._db, row.key_id):
-            return {"failed": "the API key of the job was revoked, and its answers are graded on behalf of it"}
+        if how := keys.how_ended(self._db, row.key_id):
+            return {"failed": f"the API key of the job {how}, and its answers are graded on behalf of it"}
         asked = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
 
         async def ask(body: dict[str, Any]) -> ModelAnswer:

@@ -28,8 +28,8 @@ class Teaching:
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the teacher of the job is not known any more"}
-        if keys.is_revoked(self._db, row.key_id):
-            return {"failed": "the API key of the job was revoked, and its teacher is asked on behalf of it"}
+        if how := keys.how_ended(self._db, row.key_id):
+            return {"failed": f"the API key of the job {how}, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
         versions = set[str]()
         with self._saying.waiting(job_id, "teacher", teacher):

@@ -134,8 +134,8 @@ def once(
         earlier = find(db, config, attempt)
         if earlier is not None and (row := known(earlier)) is not None:
             return row, False
-        if keys.is_revoked(db, attempt.key_id):
-            raise KeyRevoked
+        if how := keys.how_ended(db, attempt.key_id):
+            raise KeyRevoked(how)
         row = make()
         _remember(db, attempt, row.id)
     return row, True

@@ -112,10 +112,10 @@ class Unauthorized(ApiError):
 
 
 class KeyRevoked(ApiError):
-    """The gateways say it in the same words (`gateway.core.errors.key_revoked`)."""
+    """The gateways say it in the same words (`gateway.core.errors.key_ended`). how: as of `keys.how_ended`."""
 
-    def __init__(self) -> None:
-        super().__init__(401, "The API key of this request was revoked while it ran.", code="invalid_api_key")
+    def __init__(self, how: str):
+        super().__init__(401, f"The API key of this request {how} while it ran.", code="invalid_api_key")
 
 
 class SessionEnded(ApiError):

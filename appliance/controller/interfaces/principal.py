@@ -66,12 +66,12 @@ def viewer_of_request(request: Request) -> str | None:
 
 
 async def read_principal(request: Request) -> Principal:
-    """Who asks. Raises KeyRevoked for a key that was revoked before the whole request was here, SessionEnded for a
-    login that ended: gateways learn that a moment later than the store, or not at all while they cannot read a table,
-    and pass on what has come until then."""
-    principal, revoked = _standing(request)
-    if revoked:
-        raise KeyRevoked
+    """Who asks. Raises KeyRevoked for a key that has ended, or got another secret, before the whole request was here,
+    SessionEnded for a login that ended: gateways learn that a moment later than the store, or not at all while they
+    cannot read a table, and pass on what has come until then."""
+    principal, ended = _standing(request)
+    if ended:
+        raise KeyRevoked(ended)
     request.scope["state"]["viewer"] = principal.viewer
     session, key_id, db = principal.session, principal.key_id, request.app.state.context.db
     if session is not None and (key_id is None or not page_sessions.is_live(db, session, key_id, time.time())):
@@ -79,16 +79,17 @@ async def read_principal(request: Request) -> Principal:
     return principal
 
 
-def _standing(request: Request) -> tuple[Principal, bool]:
+def _standing(request: Request) -> tuple[Principal, str]:
+    """Who asks, and how the key has ended; empty: it has not."""
     state = request.scope["state"]
     identity = state.get("identity")
     if not isinstance(identity, Identity):
         raise Unauthorized  # no listener has identified it
     # Read for each request instead of sent by the gateway: a key's owner, and its end, are stored in one place only.
-    key_id, owner, revoked = identity.key_id, "", False
+    key_id, owner, ended = identity.key_id, "", ""
     if key_id is not None:
-        owner, revoked = keys.standing(request.app.state.context.db, key_id)
-    return Principal(key_id, identity.scopes, state["request_id"], owner, identity.session), revoked
+        owner, ended = keys.standing(request.app.state.context.db, key_id, identity.secret)
+    return Principal(key_id, identity.scopes, state["request_id"], owner, identity.session), ended
 
 
 Caller = Annotated[Principal, Depends(read_principal)]

@@ -68,8 +68,8 @@ def routes(context: ControllerContext) -> APIRouter:
         "without_key" which of the owners have none."""
         # Each change is a new table for every gateway, which reads it while its streams wait.
         async with context.new_tables.turn(caller.viewer):
-            if keys.is_revoked(db, caller.key_id):  # while it waited
-                raise KeyRevoked
+            if how := keys.how_ended(db, caller.key_id):  # while it waited
+                raise KeyRevoked(how)
             model = _share(context, name, body, caller)
             await context.key_sink.caught_up()
         told = {"without_key": keys.without_key(db, body.owners)} if caller.is_admin else {}

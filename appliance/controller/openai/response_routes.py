@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import check_may_ask
-from appliance.controller.batches.background_responses import KEY_REVOKED, BackgroundResponses
+from appliance.controller.batches.background_responses import KEY_ENDED, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After, Limit, Order
@@ -55,8 +55,8 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if previous is not None:
             await stored.before(previous, caller.viewer)
         check_may_ask(context.db, caller, str(body.get("model")))
-        if keys.is_revoked(context.db, caller.key_id):  # while the body or earlier turns were read
-            raise ApiError(401, KEY_REVOKED)
+        if how := keys.how_ended(context.db, caller.key_id):  # while the body or earlier turns were read
+            raise ApiError(401, KEY_ENDED.format(how))
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
 
         def make() -> ResponseRow:

@@ -88,8 +88,8 @@ class PipelineRunner:
         assert spec.schedule is not None
         note = ""
         going = pipelines.running_of(self._db, row.id)
-        if keys.is_revoked(self._db, row.key_id):
-            pipelines.update(self._db, row.id, scheduled=0, next_s=None, note="the key that scheduled it was revoked")
+        if how := keys.how_ended(self._db, row.key_id):
+            pipelines.update(self._db, row.id, scheduled=0, next_s=None, note=f"the key that scheduled it {how}")
             return
         if going is not None:
             note = f"{going.id} still goes on" if spec.schedule.cron is not None else ""
@@ -157,8 +157,8 @@ class PipelineRunner:
         self._not_before_s.pop(run_id, None)
         spec, caller = PipelineSpec.model_validate(run.spec), caller_of(self._db, run.key_id)
         try:
-            if keys.is_revoked(self._db, run.key_id):
-                raise _Failed("the key of this run was revoked")
+            if how := keys.how_ended(self._db, run.key_id):
+                raise _Failed(f"the key of this run {how}")
             if run.file_id is None:
                 await self._take_data(run, row, spec, caller)
             elif run.job_id is None:

@@ -64,8 +64,8 @@ class SweepRunner:
             return
         spec = SweepSpec.model_validate(row.spec)
         try:
-            if keys.is_revoked(self._db, row.key_id):
-                raise _Failed("the key of this sweep was revoked")
+            if how := keys.how_ended(self._db, row.key_id):
+                raise _Failed(f"the key of this sweep {how}")
             row = self._read(row)
             spent_s = usage.device_s(self._db, _job_ids(row), time.time())
             sweeps.update(self._db, row.id, spent_s=spent_s)

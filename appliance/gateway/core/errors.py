@@ -127,14 +127,23 @@ def invalid_key() -> HttpError:
 
 
 def key_expired(since_s: float) -> HttpError:
-    since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(since_s))
     return HttpError(
-        401, f"This API key expired at {since}. Ask whoever runs this box for another one.", code="invalid_api_key"
+        401,
+        f"This API key expired at {_minute(since_s)}. Ask whoever runs this box for another one.",
+        code="invalid_api_key",
     )
 
 
-def key_revoked() -> HttpError:
-    return HttpError(401, "The API key of this request was revoked while it ran.", code="invalid_api_key", close=True)
+def _minute(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
+
+
+def key_ended(expires_s: float | None) -> HttpError:
+    """expires_s: the end that the key had, None without one."""
+    how = "was revoked"
+    if expires_s is not None and expires_s <= time.time():
+        how = f"expired at {_minute(expires_s)}"
+    return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
 
 
 def session_ended() -> HttpError:

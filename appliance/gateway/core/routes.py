@@ -170,6 +170,7 @@ def _control(
 _COMPLETIONS, _KEPT = "/v1/chat/completions", "stored completions"
 _ASKED = EXACT[_COMPLETIONS.encode()]
 EXACT[_ASKED.path] = replace(_ASKED, narrower=(_control(_COMPLETIONS, "GET", _INF, name=_KEPT, page=False),))
+ROTATION = _control("/admin/v1", "POST", frozenset({ADMIN}), name="admin", ending=b"/rotate")
 SESSIONS = _control("/admin/v1/sessions", "GET POST DELETE", _ANY)
 CONTROL: tuple[Route, ...] = (
     _control("/v1/files", "GET POST DELETE", _TUNE, upload=True),
@@ -198,7 +199,7 @@ CONTROL: tuple[Route, ...] = (
         "GET POST PUT PATCH DELETE",
         frozenset({ADMIN}),
         name="admin",
-        narrower=(_control("/admin/v1", "GET", frozenset({ADMIN, READ}), name="admin"),),
+        narrower=(_control("/admin/v1", "GET", frozenset({ADMIN, READ}), name="admin"), ROTATION),
     ),
 )
 

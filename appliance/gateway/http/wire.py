@@ -138,7 +138,8 @@ def _identity(request: Request, token: bytes) -> bytes:
         assert request.route is not None and request.route.kind is Kind.LOGIN, "all others name a key"
         return _identity_lines(request.request_id, b"gateway", b"gateway", token)
     lines = _identity_lines(request.request_id, caller.id.encode(), caller.scopes_header, token)
-    return b"x-appliance-session: %b\r\n%b" % (request.session.encode(), lines) if request.session else lines
+    by = b"session: %b" % request.session.encode() if request.session else b"secret: %b" % caller.secret
+    return b"x-appliance-%b\r\n%b" % (by, lines)
 
 
 def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:

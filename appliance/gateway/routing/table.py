@@ -30,6 +30,7 @@ class Caller:
     renews, None while quota is left; spent_quota: which one that is, in words; quota: tokens of the smaller of its
     quotas, None without one. expires_s: Unix time from which the key is refused, None: it lasts. cache_salt: separates
     its owner's prefixes from other owners' in an engine's cache; salt_field: the same as a field of a request's body.
+    secret: SHA-256 of its key, which has another one after a rotation.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Caller:
     quota: int | None = None
     expires_s: float | None = None
     spent_quota: str = ""
+    secret: bytes = b""
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -273,6 +275,7 @@ def _caller(digest: str, row: Any) -> Caller:
         _limit(row.get("quota"), f"{where}.quota"),
         _moment(row.get("expires_s"), f"{where}.expires_s"),
         str(_given(row, "spent_quota", "")),
+        digest.encode(),
     )
 
 

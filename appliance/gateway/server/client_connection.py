@@ -17,7 +17,7 @@ from appliance.gateway.access.admission import body_limit, check_scopes
 from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import PREFLIGHT, SESSIONS, Kind, plain_target, resolve
+from appliance.gateway.core.routes import PREFLIGHT, ROTATION, SESSIONS, Kind, plain_target, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.http.error_shapes import error_response
@@ -496,28 +496,34 @@ class ClientConnection(Receiver):
                 parsing.refusal = refusal  # its turn comes
         # Last, because the request behind it begins at once.
         if self.active is not None and request is not None and request.caller is not None:
-            caller = callers.get(request.caller.id)
-            if caller is None or self._has_ended(request):
+            ended = self._ended(request, request.caller, callers)
+            if ended is None:
+                # It may be held, or its earlier turns be fetched, and is judged again then.
+                request.caller = callers[request.caller.id]
+            elif request.route is not ROTATION or not request.complete:
+                # What asks for a new secret is answered: the asker's own may be the old one.
                 self._state.metrics.events["revoked_in_flight"] += 1
-                self.active.cancel(errors.key_revoked() if caller is None else errors.session_ended())
-            else:
-                request.caller = caller  # it may be held, or its earlier turns be fetched, and is judged again then
+                self.active.cancel(ended)
 
-    def _has_ended(self, request: Request) -> bool:
-        """Whether the page login that it came by has ended. The request that ended it is still answered."""
-        session = request.session
-        return bool(session) and session not in self._state.session_ids and request.route is not SESSIONS
+    def _ended(self, request: Request, before: Caller, callers: Mapping[str, Caller]) -> HttpError | None:
+        """Why nothing may come by the key, its secret or the page login that it came by any more. The request that
+        ended a login is still answered. before: its caller."""
+        caller = callers.get(before.id)
+        if caller is None or (not request.session and caller.secret != before.secret):
+            return errors.key_ended(before.expires_s)
+        if request.session and request.session not in self._state.session_ids and request.route is not SESSIONS:
+            return errors.session_ended()
+        return None
 
     def _judged_anew(self, request: Request, callers: Mapping[str, Caller]) -> HttpError | None:
         """Why an admitted request is no longer allowed; None if it still is."""
         if request.caller is None or request.route is None:
             return None
-        caller = callers.get(request.caller.id)
-        if caller is None or self._has_ended(request):
-            error = errors.key_revoked() if caller is None else errors.session_ended()
-            error.close = True
-            return error
-        request.caller = caller
+        ended = self._ended(request, request.caller, callers)
+        if ended is not None:
+            ended.close = True
+            return ended
+        request.caller = caller = callers[request.caller.id]
         try:
             check_scopes(request.route, caller)
         except HttpError as refusal:

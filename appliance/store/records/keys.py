@@ -91,15 +91,33 @@ def without_key(db: Database, owners: list[str]) -> list[str]:
     return [owner for owner in owners if db.value(live, [owner]) is None]
 
 
-def standing(db: Database, key_id: str) -> tuple[str, bool]:
-    """(owner as of `owner_of`, whether the key was revoked)."""
-    row = db.execute("SELECT owner, revoked_s FROM keys WHERE id = ?", [key_id]).fetchone()
-    return (key_id, False) if row is None else (row["owner"] or key_id, row["revoked_s"] is not None)
+def standing(db: Database, key_id: str, secret: str | None) -> tuple[str, str]:
+    """(owner as of `owner_of`, `how_ended` of the key, or of this secret of it as a SHA-256)."""
+    sql = "SELECT owner, revoked_s, expires_s, sha256 FROM keys WHERE id = ?"
+    row = db.execute(sql, [key_id]).fetchone()
+    if row is None:
+        return key_id, ""
+    ended = _how_ended(row["revoked_s"], row["expires_s"])
+    return row["owner"] or key_id, ended or ("was revoked" if secret not in (None, row["sha256"]) else "")
 
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
     """None: the box itself, and what was made before there were keys."""
     return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
+
+
+def how_ended(db: Database, key_id: str | None) -> str:
+    """How a key has ended, for "The API key of this job …"; empty: it has not (as of `is_revoked`)."""
+    row = db.execute("SELECT revoked_s, expires_s FROM keys WHERE id = ?", [key_id]).fetchone()
+    return "" if row is None else _how_ended(row["revoked_s"], row["expires_s"])
+
+
+def _how_ended(revoked_s: float | None, expires_s: float | None) -> str:
+    if revoked_s is None:
+        return ""
+    if expires_s is None or revoked_s < expires_s:
+        return "was revoked"
+    return f"expired at {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(expires_s))}"
 
 
 def owner_has_left(db: Database, key_id: str) -> bool:

@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from appliance.controller.admin.owners.keys import KeyEnds
-from appliance.controller.batches.background_responses import KEY_REVOKED
+from appliance.controller.batches.background_responses import KEY_ENDED
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.jobs import pauses
-from appliance.store.objects import jobs, responses
+from appliance.store.objects import batches, jobs, responses
 from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
@@ -141,7 +141,7 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
     for response_id in stopped:
         found = await control.sdk.responses.retrieve(response_id)
         assert found.status == "failed" and found.error is not None
-        assert found.error.message == KEY_REVOKED and found.error.code == "invalid_prompt"
+        assert found.error.message == KEY_ENDED.format("was revoked") and found.error.code == "invalid_prompt"
     assert not list(responses.unfinished(control.db)) and len(engines(control).sent) == 1
 
 
@@ -184,7 +184,7 @@ async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: C
     async with asyncio.timeout(10):
         while (row := responses.find(control.db, made.id)) is not None and not row.finished:
             await asyncio.sleep(0.002)
-    assert row is not None and row.status == "failed" and KEY_REVOKED in row.response
+    assert row is not None and row.status == "failed" and KEY_ENDED.format("was revoked") in row.response
     assert engines(control).sent == []
 
 
@@ -284,6 +284,10 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
         assert looked["data"] == findings, "`read` sees no key but its own"
     control.http.headers.update({"x-appliance-key-id": made["id"], "x-appliance-scopes": "inference,fine_tuning"})
     job_id = await control.job()
+    engines(control).lines = 0
+    batch_id = await begun(control, [line(0)])
+    await until(control, batch_id, lambda batch: batch.status == "in_progress")
+    begun_response = await control.sdk.responses.create(model="starter", input="1", background=True)
     ends = KeyEnds(control.context, control.app.state.batches, control.app.state.background)
     await ends.look()
     assert not keys.is_revoked(control.db, made["id"])
@@ -293,10 +297,29 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {"expired_s": since_s}
     row = jobs.get(control.db, job_id)
     assert (row.wanted, row.reason) == ("pause", pauses.KEY_REVOKED)
+    how = time.strftime("expired at %Y-%m-%d %H:%M UTC", time.gmtime(since_s))
+    refused = await control.http.get("/v1/files")
+    assert refused.status_code == 401 and f"The API key of this request {how} while it ran." in refused.text
+    ended = responses.find(control.db, begun_response.id)
+    assert ended is not None and ended.status == "failed" and f"The API key of this response {how}." in ended.response
+    while (batch := batches.find(control.db, batch_id, viewer=None)) is not None and batch.status != "failed":
+        await asyncio.sleep(0)
+    assert f"The API key of this batch {how}." in repr(batch)
     rows = (await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]
     assert (rows[0]["action"], rows[0]["key_id"], rows[0]["target"]) == ("key.expire", None, made["id"])
     await ends.look()
     assert len((await control.http.get("/admin/v1/audit", headers=ADMIN)).json()["data"]) == len(rows)
+
+
+async def test_a_secret_that_was_replaced_does_nothing_more_though_a_gateway_knows_it_still(control: Control):
+    key_id = control.as_key("laptop")
+    old = {"x-appliance-secret": keys.list_live(control.db)[-1].sha256}
+    assert (await control.http.get("/v1/files", headers=old)).status_code == 200
+    made = (await control.http.post(f"/admin/v1/keys/{key_id}/rotate", headers=ADMIN)).json()
+    answer = await control.http.get("/v1/files", headers=old)
+    assert answer.status_code == 401 and "was revoked while it ran" in answer.text
+    new = {"x-appliance-secret": keys.fingerprint(made["key"])}
+    assert (await control.http.get("/v1/files", headers=new)).status_code == 200
 
 
 async def test_keys_that_end_together_are_told_of_once(control: Control, monkeypatch):

@@ -119,6 +119,57 @@ async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
     await asyncio.wait_for(controller.lost.wait(), 10)
 
 
+async def test_of_a_key_that_has_expired_it_is_said_so_and_when(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(_head() + BODY)
+    await box.until(lambda: box.state.buffered_bytes == len(BODY))
+    box.limit(KEY, expires_s=1000.0)
+    _revoke(box)
+    response = await wire.response()
+    assert response.status == 401 and "expired at 1970-01-01 00:16 UTC while it ran" in response.error["message"]
+
+
+def _rotate(box: Box, key: str) -> None:
+    """As a table does that comes over the bus: what it has no more ends before its rows are read."""
+    digest = hashlib.sha256(b"new").hexdigest()
+    box.keys[digest] = box.keys.pop(hashlib.sha256(key.encode()).hexdigest())
+    box.gateway.end_removed(box.keys)
+    box.apply()
+
+
+async def test_who_asks_for_a_new_secret_of_the_key_that_asks_gets_it(box: Box) -> None:
+    """The answer was cut off as of a revoked key: nobody had the new secret, and with the box's last administrator's
+    key nobody could ask for another one."""
+    asked, rotated = asyncio.Event(), asyncio.Event()
+
+    async def rotate(request: UpstreamRequest, reply: Reply) -> None:
+        assert request.headers["x-appliance-secret"] == hashlib.sha256(OTHER.encode()).hexdigest()
+        asked.set()
+        await rotated.wait()
+        await reply.json({"key": "new"})
+
+    await box.control(rotate)
+    wire, dripping = await box.connect(), await box.connect()
+    await wire.send(request_bytes("POST", "/admin/v1/keys/all/rotate", key=OTHER))
+    await dripping.send(_head("/admin/v1/keys/all/rotate", OTHER) + b"{")
+    await asyncio.wait_for(asked.wait(), 10)
+    await box.until(lambda: sum(conn.active is not None for conn in box.state.connections) == 2)
+    _rotate(box, OTHER)
+    await _ended(dripping)  # by whoever knows the old one it would learn the newest
+    rotated.set()
+    answer = await wire.response()
+    assert answer.status == 200 and b'"new"' in answer.body
+
+
+async def test_what_came_by_a_secret_that_was_replaced_ends_though_the_key_goes_on(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(_head() + BODY)
+    await box.until(lambda: box.state.buffered_bytes == len(BODY))
+    box.keys[hashlib.sha256(b"new").hexdigest()] = box.keys.pop(hashlib.sha256(KEY.encode()).hexdigest())
+    box.apply()
+    await _ended(wire)
+
+
 async def test_a_scope_that_is_taken_away_counts_for_what_has_not_begun(box: Box) -> None:
     wire = await box.connect()
     await wire.send(_head() + BODY)

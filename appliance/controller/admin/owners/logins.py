@@ -32,8 +32,8 @@ async def begin(context: ControllerContext, key_id: str, viewer: str | None, *, 
     """A new login of this key. viewer: as of the key's principal. secure: the cookie travels by TLS alone. Raises
     KeyRevoked."""
     async with context.new_tables.turn(viewer):
-        if keys.is_revoked(context.db, key_id):  # while it waited
-            raise KeyRevoked
+        if how := keys.how_ended(context.db, key_id):  # while it waited
+            raise KeyRevoked(how)
         now_s = time.time()
         row, halves = page_sessions.create(
             context.db,
