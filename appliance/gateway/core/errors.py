@@ -411,7 +411,11 @@ def _param(location: str) -> str:
     return parts
 
 
-_NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "list", "dict"})
+# The last five are tags by which vLLM tells the forms of one field apart.
+_NO_FIELDS = frozenset(
+    {"body", "str", "int", "float", "bool", "list", "dict"}
+    | {"enabled", "disabled", "adaptive", "tool_definition", "tool_reference"}
+)
 
 
 def _validation(detail: list[Any]) -> tuple[str]:

@@ -224,6 +224,11 @@ MISSING = (
         ),
         (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),
         (
+            MISSING.replace("max_tokens", "thinking.enabled.budget_tokens"),
+            "thinking.budget_tokens",
+            "You must provide the parameter `thinking.budget_tokens`.",
+        ),
+        (
             "1 validation error:\n  {'type': 'value_error', 'loc': 'body', 'msg': 'Value error, a must be below b.'}",
             None,
             "a must be below b.",
