@@ -32,6 +32,11 @@ _COUNTED = {
 # What was deleted of these since stays deleted: all that they had is in their rows.
 _ALL_IN_ROWS = ("responses", "evals", "eval_runs")
 _MAY_USE = {"model_shares": "model, owner", "permissions": "checkpoint, project_id"}
+# Of a key: somebody else may know a secret that was replaced since, and limits may have been lowered.
+_AS_NOW = (
+    *("sha256", "prefix", "models", "expires_s", "requests_per_minute", "tokens_per_minute", "tokens_per_day"),
+    *("tokens_per_month", "max_priority", "max_non_preemptible", "max_deadlines", "max_held", "bounds"),
+)
 _OLDEST_SCOPES = frozenset({"admin", "inference", "fine_tuning"})
 
 
@@ -241,23 +246,13 @@ def _stays_so(copy: Path, database: Path) -> None:
         for key_id, scopes in connection.execute("SELECT id, scopes FROM now.keys").fetchall():
             kept = json.dumps([scope for scope in json.loads(scopes) if scope in known])
             connection.execute("UPDATE main.keys SET scopes = ? WHERE id = ?", (kept, key_id))
-        # A secret that was replaced since is known to somebody who must not have it.
-        connection.execute(
-            "UPDATE main.keys SET (sha256, prefix) ="
-            " (SELECT sha256, prefix FROM now.keys WHERE now.keys.id = main.keys.id)"
-            " WHERE id IN (SELECT id FROM now.keys)"
-        )
-        if all(_has(connection, of, "keys", "models") for of in ("main", "now")):
-            connection.execute(
-                "UPDATE main.keys SET models = (SELECT models FROM now.keys WHERE now.keys.id = main.keys.id)"
-                " WHERE id IN (SELECT id FROM now.keys)"
-            )
-        if all(_has(connection, of, "keys", "expires_s") for of in ("main", "now")):
-            connection.execute(
-                "UPDATE main.keys SET expires_s = (SELECT expires_s FROM now.keys WHERE now.keys.id = main.keys.id)"
-                " WHERE id IN (SELECT id FROM now.keys)"
-            )
-        elif _has(connection, "now", "keys", "expires_s"):
+        for column in _AS_NOW:
+            if all(_has(connection, of, "keys", column) for of in ("main", "now")):
+                connection.execute(
+                    f"UPDATE main.keys SET {column} = (SELECT {column} FROM now.keys WHERE now.keys.id = main.keys.id)"
+                    " WHERE id IN (SELECT id FROM now.keys)"
+                )
+        if _has(connection, "now", "keys", "expires_s") and not _has(connection, "main", "keys", "expires_s"):
             # The box revokes them when they end; these ended while it was stopped.
             connection.execute(
                 "UPDATE main.keys SET revoked_s = ?1 WHERE revoked_s IS NULL"

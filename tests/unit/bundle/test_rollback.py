@@ -120,12 +120,14 @@ def test_a_key_that_was_revoked_or_deleted_after_the_question_stays_so(releases,
 
 
 def test_a_secret_that_was_replaced_since_does_not_come_back(releases, data_dir, monkeypatch):
-    """Whoever had seen the old one could ask again, and its owner, with the new one, could not."""
+    """Whoever had seen the old one could ask again, and its owner, with the new one, could not; a quota that was
+    lowered since was the old one."""
     migrated(data_dir, monkeypatch)
     with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
-        connection.execute("UPDATE keys SET sha256 = 'new', prefix = 'sk-new' WHERE id = 'kept'")
+        connection.execute("UPDATE keys SET sha256 = 'new', prefix = 'sk-new', tokens_per_day = 7 WHERE id = 'kept'")
     restore(way_back(releases, data_dir), data_dir)
-    assert rows(data_dir / DATABASE, "SELECT sha256, prefix FROM keys WHERE id = 'kept'") == [("new", "sk-new")]
+    found = rows(data_dir / DATABASE, "SELECT sha256, prefix, tokens_per_day FROM keys WHERE id = 'kept'")
+    assert found == [("new", "sk-new", 7)]
 
 
 def test_what_was_deleted_cut_or_forgotten_since_does_not_come_back(releases, data_dir, monkeypatch):
