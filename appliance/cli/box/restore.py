@@ -44,8 +44,8 @@ def _came_back(answer: dict[str, Any]) -> list[str]:
     since = formats.moment(answer["made_s"])
     names = ", ".join(answer["live_keys"]) or "none"
     return [
-        f"keys that were revoked, and people who were forgotten, after {since} are back as they were then. Keys that "
-        f"live: {names}. `appliance key revoke` and `appliance forget` end them again",
+        f"keys that were revoked or rotated, and people who were forgotten, after {since} are back as they were then. "
+        f"Keys that live: {names}. `appliance key revoke`, `key rotate` and `appliance forget` end them again",
         f"it was at {answer['data_dir']}: at another path it takes no backups at {answer['where']}, but at a place of "
         "its own ([backup] url)",
     ]
