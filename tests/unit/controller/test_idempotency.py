@@ -61,6 +61,7 @@ NOT_ONCE = {
     "/v1/chat/completions/{completion_id}": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",
     "/admin/v1/keys": "a name is one live key's: a second attempt is refused, because the key was shown once",
+    "/admin/v1/keys/{id_or_name}/rotate": "it leaves nothing but the newest secret, which the last answer shows",
     "/admin/v1/session-keys": "of one command, which ends it, and for a day otherwise",
     "/admin/v1/sessions": "each has a token of its own, which is shown once; past MOST_OF_A_KEY the oldest ends",
     "/admin/v1/sessions/{session_id}/touch": _AGAIN_SAME,
@@ -190,6 +191,7 @@ CHANGES_ONLY = {
     "/v1/evals/{eval_id}",
     "/v1/evals/{eval_id}/runs/{run_id}",
     "/v1/chat/completions/{completion_id}",
+    "/admin/v1/keys/{id_or_name}/rotate",
 }
 """POSTs that change what is there, or that only admins may ask."""
 
