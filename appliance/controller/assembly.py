@@ -163,6 +163,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     means = Means(
         engine_bytes=provider.host_bytes,
         job_bytes=job_memory.host_bytes,
+        devices=nodes.device_count,
         loop_status=loop.status,
         parked=effects,
         nudge=loop.nudge,

@@ -87,10 +87,11 @@ class BoxMemory:
         return tuple(name for name in alike if not self._lacks(name, row)) or alike
 
     def job_sizes(self, row: JobRow) -> tuple[int, ...]:
-        """The numbers of devices on which every node that the job can run on has memory for it now."""
-        hosts = [host for name in self.job_nodes(row) if (host := self._hosts().get(name)) is not None]
-        each = [host.sizes(row) for host in hosts]
-        return tuple(size for size in each[0] if all(size in others for others in each)) if each else ()
+        """The numbers of devices on which every node that has as many, and that the job can run on, has memory for it
+        now. The smallest node bounded jobs on the others."""
+        hosts = self._hosts()
+        each = [hosts[name].sizes(row) for name in self.job_nodes(row) if name in hosts]
+        return tuple(size for size in sorted(set().union(*each)) if all(one.get(size, True) for one in each))
 
     def waits_for(self, row: JobRow) -> str:
         """Why this job cannot have memory on any node now, in a sentence; "" when it can, or already has it."""

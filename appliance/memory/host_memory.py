@@ -95,12 +95,13 @@ class StoredHere:
 @dataclass(frozen=True, slots=True)
 class Means:
     """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
-    what a job takes when it starts, by the numbers of devices that it may run on, ascending. replicas, jobs: from the
-    loop's status. nudge: wakes the loop. on_enough: called when memory suffices again after it was short. save: starts
-    copying snapshots to disk."""
+    what a job takes when it starts, by the numbers of devices that it may run on, ascending. devices: how many a node
+    has. replicas, jobs: from the loop's status. nudge: wakes the loop. on_enough: called when memory suffices again
+    after it was short. save: starts copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], Mapping[int, int]]
+    devices: Callable[[str], int]
     loop_status: Callable[[], Mapping[str, Any]]
     parked: Parked
     nudge: Callable[[], Any]
@@ -168,15 +169,15 @@ class HostMemory:
             f"It starts by itself when there is enough{', or on fewer devices within a minute' if fewer else ''}."
         )
 
-    def sizes(self, row: JobRow) -> tuple[int, ...]:
-        """Of the numbers of devices that the job may run on, those for which there is memory here now; all of them if
-        the number does not matter. A running job already has its ranks' memory."""
+    def sizes(self, row: JobRow) -> dict[int, bool]:
+        """Of the numbers of devices that the job may run on here, whether there is memory for each now; for all of them
+        if the number does not matter. A running job already has its ranks' memory."""
         needs = self._needs(row)
-        if row.id in self._parked and not row.devices:
-            return tuple(needs)  # its ranks have their memory
         held = max((size for size in needs if size <= len(row.devices)), default=0)
         room = self._room() + needs.get(held, 0)
-        return tuple(size for size in needs if size <= held or needs[size] <= room) or tuple(needs)
+        found = {size: size <= held or needed <= room for size, needed in needs.items()}
+        parked = row.id in self._parked and not row.devices  # its ranks have their memory
+        return found if any(found.values()) and not parked else dict.fromkeys(needs, True)
 
     def want(self, row: JobRow) -> None:
         """No node has memory for this job: this node gives back for it memory that nobody computes with."""
@@ -184,7 +185,10 @@ class HostMemory:
             self._waiting_jobs[row.id] = (max(self._needs(row).values()), self._clock())
 
     def _needs(self, row: JobRow) -> dict[int, int]:
-        return {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
+        """By the numbers of devices that this node has; by the smallest if it has fewer."""
+        needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
+        most = max(self._means.devices(self._node), min(needs))
+        return {size: needed for size, needed in needs.items() if size <= most}
 
     def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
         """The deployments, limited to as many engines as memory allows; never fewer than one each."""

@@ -42,8 +42,8 @@ class JobMemory:
         return self._verdict(row, room).waits
 
     def host_bytes(self, row: JobRow) -> dict[int, int]:
-        """Host memory that the job takes when it starts (`capacity.job`), by the numbers of devices that it may run on
-        now, ascending."""
+        """Host memory that the job takes when it starts (`capacity.job`), by the numbers of devices that it may run on,
+        ascending."""
         if row.resolved is None:
             return {1: 0}
         sizes = job_devices.bounds(row, self._facts.devices)[2] or (1,)
@@ -51,7 +51,7 @@ class JobMemory:
         for size in sizes:
             if size not in known:
                 known[size] = self._verdict(row, self._facts, [size]).numbers["host_memory"]["job_bytes"]
-        return {size: known[size] for size in sizes if size <= self._facts.devices} or {sizes[0]: known[sizes[0]]}
+        return {size: known[size] for size in sizes}
 
     def keep(self, jobs: Container[str]) -> None:
         """Only these jobs are unfinished."""

@@ -245,6 +245,10 @@ class Nodes:
         names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
         return tuple(device for name in names for device in self._known[name].devices)
 
+    def device_count(self, name: str) -> int:
+        """How many devices this node has; 0 when it is gone."""
+        return sum(device.node == name for device in self.devices)
+
     def alike(self) -> tuple[str, ...]:
         """Nodes with the same kind of devices as home, home first: a job that home prepared may run on any of them."""
         kind = self.home.devices[0].kind

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import HostMemory, Means, StoredHere
+from appliance.memory.host_memory import FEWER_DEVICES_AFTER_S, HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
@@ -72,6 +72,7 @@ async def box(db, store, world: World) -> BoxMemory:
     means = Means(
         engine_bytes=lambda model: 2 * GB,
         job_bytes=lambda row: {1: 6 * GB},
+        devices={"n0": 1, "n1": 2}.__getitem__,
         loop_status=world.status,
         parked=world,
         nudge=lambda: None,
@@ -117,6 +118,23 @@ async def test_an_engine_is_too_large_where_no_host_is_large_enough(box, world):
     world.memory = dict
     await box.look()
     assert box.too_large("chat") == "", "n1 has not reported yet, and may be large enough"
+
+
+async def test_the_smallest_node_bounds_no_job_on_a_larger_one(box, world, add_model, add_job):
+    """A job that might have two devices of n1 ran on one of them, since home has one."""
+    add_model()
+    job = add_job("ftjob-1")
+    for host in (box.home, box._away["n1"]):
+        host._means = replace(host._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB, 8: 9 * GB})
+    assert box.job_sizes(job) == (1, 2), "no node has eight"
+    short(world, 5 * GB)
+    await box.look()
+    world.now_s += FEWER_DEVICES_AFTER_S
+    box.job_nodes(job)
+    assert box.job_sizes(job) == (1,)
+    world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
+    await box.look()
+    assert box.job_sizes(job) == (1, 2), "home is asked about the one device that it has"
 
 
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(

@@ -108,6 +108,7 @@ def host(db, store, world: World) -> HostMemory:
     means = Means(
         engine_bytes=lambda model: 2 * GB,
         job_bytes=lambda row: {1: 6 * GB},
+        devices=lambda node: 8,
         loop_status=world.status,
         parked=world,
         nudge=world.nudge,
@@ -188,7 +189,7 @@ async def test_a_job_that_may_run_on_fewer_devices_does_not_wait_for_the_memory_
     row = add_job("ftjob-1")
     host._means = replace(host._means, job_bytes=lambda row: {1: 2 * GB, 2: 4 * GB, 8: 9 * GB})
     await looks(host, world, 20 * GB, 0.5)
-    assert waits_for(host, row) == "" and host.sizes(row) == (1, 2, 8)
+    assert waits_for(host, row) == "" and host.sizes(row) == {1: True, 2: True, 8: True}
     await looks(host, world, 5 * GB, 0.5)
     told = waits_for(host, row)
     assert "Needs about 9.0 GB of host memory on 8 devices" in told and told.endswith(
@@ -198,16 +199,18 @@ async def test_a_job_that_may_run_on_fewer_devices_does_not_wait_for_the_memory_
         assert waits_for(host, row)
         await looks(host, world, 5 * GB, 7)
     await looks(host, world, 5 * GB, 2)
-    assert waits_for(host, row) == "" and host.sizes(row) == (1, 2)
+    assert waits_for(host, row) == "" and host.sizes(row) == {1: True, 2: True, 8: False}
     host._parked = frozenset({"ftjob-1"})
-    assert host.sizes(row) == (1, 2, 8), "parked ranks have theirs: they were ended for a start on fewer"
+    assert host.sizes(row) == {1: True, 2: True, 8: True}, (
+        "parked ranks have theirs: they were ended for a start on fewer"
+    )
     host._parked = frozenset()
     # Its own ranks' memory is there for it when it grows.
     jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
     row = jobs.get(db, "ftjob-1")
-    assert host.sizes(row) == (1, 2)
+    assert host.sizes(row) == {1: True, 2: True, 8: False}
     await looks(host, world, 7 * GB, 0.5)
-    assert host.sizes(row) == (1, 2, 8)
+    assert host.sizes(row) == {1: True, 2: True, 8: True}
 
 
 async def test_engines_that_start_count_before_their_memory_shows(host, world):
