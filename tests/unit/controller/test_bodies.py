@@ -173,7 +173,13 @@ async def test_what_is_refused_keeps_no_body(control: Control, cycles: list[Any]
         source = {"type": "file_content", "content": [{"item": {"a": long}}]}
         odd = {"tools": [{"type": "x"}]}
         asked = {"type": "template", "template": [{"role": "user", "content": "a"}]}
-        body = {"type": "completions", "model": "m", "source": source, "input_messages": asked, "sampling_params": odd}
+        body = {
+            "type": "completions",
+            "model": "starter",
+            "source": source,
+            "input_messages": asked,
+            "sampling_params": odd,
+        }
         body = {"data_source": body}
     text = json.dumps(body).encode()
     text = text[:-1] if wrong == "json" else text
