@@ -76,7 +76,8 @@ class WayBack:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.copy.made_s))
         lines = [f"release {self.version} gets the database of {when}, from before the upgrade changed its schema"]
         lines.append(f"  lost, because made since: {_listed(self.lost)}")
-        lines.append("  lost too: every change since to what was there (settings, limits, shares, progress of jobs)")
+        lines.append("  lost too: every change since to what was there (settings, shares, progress of jobs)")
+        lines.append("  keys keep the secrets, scopes and limits that they have by now")
         if self.back:
             lines.append(f"  named again, though deleted since (what they had is gone): {_listed(self.back)}")
         if self.revoked:

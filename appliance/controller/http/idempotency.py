@@ -64,6 +64,7 @@ class Attempt:
     idempotency_key: str | None
     body_sha256: str
     retry: bool
+    secret: str | None
 
     @classmethod
     def of(cls, request: Request, caller: Principal, route: str, body: Any) -> Attempt:
@@ -83,6 +84,7 @@ class Attempt:
             key,
             hashlib.sha256(canonical).hexdigest(),
             retry=count.isascii() and count.isdigit() and int(count[:9]) >= 1,
+            secret=caller.secret,
         )
 
 
@@ -134,7 +136,7 @@ def once(
         earlier = find(db, config, attempt)
         if earlier is not None and (row := known(earlier)) is not None:
             return row, False
-        if how := keys.how_ended(db, attempt.key_id):
+        if how := keys.how_ended(db, attempt.key_id, attempt.secret):
             raise KeyRevoked(how)
         row = make()
         _remember(db, attempt, row.id)

@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 
 from appliance.controller.interfaces.errors import Forbidden, KeyRevoked, SessionEnded, Unauthorized
 from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
+from appliance.store.database import Database
 from appliance.store.records import keys, page_sessions
 
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
@@ -28,7 +29,7 @@ def allow(scopes: Collection[str], *needed: str) -> bool:
 class Principal:
     """key_id None: a process of the box itself (its socket is 0600), which may do everything.
 
-    owner: owns what this request creates; empty for the box itself. session: the login of the page that it came by.
+    owner: owns what this request creates; empty for the box itself. session, secret: as of `Identity`.
     """
 
     key_id: str | None
@@ -36,6 +37,7 @@ class Principal:
     request_id: str
     owner: str
     session: str | None = None
+    secret: str | None = None
 
     def may(self, *scopes: str) -> bool:
         return allow(self.scopes, *scopes)
@@ -73,10 +75,21 @@ async def read_principal(request: Request) -> Principal:
     if ended:
         raise KeyRevoked(ended)
     request.scope["state"]["viewer"] = principal.viewer
-    session, key_id, db = principal.session, principal.key_id, request.app.state.context.db
+    _check_login(request.app.state.context.db, principal)
+    return principal
+
+
+def check_stands(db: Database, principal: Principal) -> None:
+    """For whoever has waited since `read_principal`; raises as that does."""
+    if how := keys.how_ended(db, principal.key_id, principal.secret):
+        raise KeyRevoked(how)
+    _check_login(db, principal)
+
+
+def _check_login(db: Database, principal: Principal) -> None:
+    session, key_id = principal.session, principal.key_id
     if session is not None and (key_id is None or not page_sessions.is_live(db, session, key_id, time.time())):
         raise SessionEnded
-    return principal
 
 
 def _standing(request: Request) -> tuple[Principal, str]:
@@ -89,7 +102,7 @@ def _standing(request: Request) -> tuple[Principal, str]:
     key_id, owner, ended = identity.key_id, "", ""
     if key_id is not None:
         owner, ended = keys.standing(request.app.state.context.db, key_id, identity.secret)
-    return Principal(key_id, identity.scopes, state["request_id"], owner, identity.session), ended
+    return Principal(key_id, identity.scopes, state["request_id"], owner, identity.session, identity.secret), ended
 
 
 Caller = Annotated[Principal, Depends(read_principal)]

@@ -16,9 +16,18 @@ from appliance.controller.http import views
 from appliance.controller.http.reading import Status
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, KeyRevoked, shown
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, InvalidValue, shown
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
+from appliance.controller.interfaces.principal import (
+    ADMIN,
+    FINE_TUNING,
+    INFERENCE,
+    READ,
+    Caller,
+    Principal,
+    check_stands,
+    needs,
+)
 from appliance.controller.jobs.pauses import pause_jobs_without_model
 from appliance.controller.models.removal import doomed, remove
 from appliance.store.database import Database
@@ -68,8 +77,7 @@ def routes(context: ControllerContext) -> APIRouter:
         "without_key" which of the owners have none."""
         # Each change is a new table for every gateway, which reads it while its streams wait.
         async with context.new_tables.turn(caller.viewer):
-            if how := keys.how_ended(db, caller.key_id):  # while it waited
-                raise KeyRevoked(how)
+            check_stands(db, caller)
             model = _share(context, name, body, caller)
             await context.key_sink.caught_up()
         told = {"without_key": keys.without_key(db, body.owners)} if caller.is_admin else {}

@@ -55,7 +55,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if previous is not None:
             await stored.before(previous, caller.viewer)
         check_may_ask(context.db, caller, str(body.get("model")))
-        if how := keys.how_ended(context.db, caller.key_id):  # while the body or earlier turns were read
+        if how := keys.how_ended(context.db, caller.key_id, caller.secret):  # while body or earlier turns were read
             raise ApiError(401, KEY_ENDED.format(how))
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
 

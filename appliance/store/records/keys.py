@@ -17,6 +17,7 @@ from appliance.store.table import Table
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
+_OF_ENDS = "revoked_s, expires_s, sha256"
 _TABLE = Table("keys", KeyRow, called="name")
 insert, update = _TABLE.insert, _TABLE.update
 
@@ -93,12 +94,8 @@ def without_key(db: Database, owners: list[str]) -> list[str]:
 
 def standing(db: Database, key_id: str, secret: str | None) -> tuple[str, str]:
     """(owner as of `owner_of`, `how_ended` of the key, or of this secret of it as a SHA-256)."""
-    sql = "SELECT owner, revoked_s, expires_s, sha256 FROM keys WHERE id = ?"
-    row = db.execute(sql, [key_id]).fetchone()
-    if row is None:
-        return key_id, ""
-    ended = _how_ended(row["revoked_s"], row["expires_s"])
-    return row["owner"] or key_id, ended or ("was revoked" if secret not in (None, row["sha256"]) else "")
+    row = db.execute(f"SELECT owner, {_OF_ENDS} FROM keys WHERE id = ?", [key_id]).fetchone()
+    return (key_id, "") if row is None else (row["owner"] or key_id, _how_ended(row, secret))
 
 
 def is_revoked(db: Database, key_id: str | None) -> bool:
@@ -106,15 +103,16 @@ def is_revoked(db: Database, key_id: str | None) -> bool:
     return db.value("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]) is not None
 
 
-def how_ended(db: Database, key_id: str | None) -> str:
-    """How a key has ended, for "The API key of this job …"; empty: it has not (as of `is_revoked`)."""
-    row = db.execute("SELECT revoked_s, expires_s FROM keys WHERE id = ?", [key_id]).fetchone()
-    return "" if row is None else _how_ended(row["revoked_s"], row["expires_s"])
+def how_ended(db: Database, key_id: str | None, secret: str | None = None) -> str:
+    """How a key has ended, or this secret of it as a SHA-256, for "The API key of this job …"; empty: it has not."""
+    row = db.execute(f"SELECT {_OF_ENDS} FROM keys WHERE id = ?", [key_id]).fetchone()
+    return "" if row is None else _how_ended(row, secret)
 
 
-def _how_ended(revoked_s: float | None, expires_s: float | None) -> str:
+def _how_ended(row: Any, secret: str | None) -> str:
+    revoked_s, expires_s = row["revoked_s"], row["expires_s"]
     if revoked_s is None:
-        return ""
+        return "" if secret in (None, row["sha256"]) else "was revoked"
     if expires_s is None or revoked_s < expires_s:
         return "was revoked"
     return f"expired at {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(expires_s))}"

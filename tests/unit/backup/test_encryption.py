@@ -218,7 +218,10 @@ def test_the_commands_make_and_restore_one_with_the_key(paths, place, tmp_path):
     wrong = run("restore", str(place.root), "--key-file", other, *back)
     assert wrong.returncode == 1 and "is not the one that the backups at" in wrong.stderr
     done = run("restore", str(place.root), "--key-file", key_file, *back)
-    assert done.returncode == 0 and "keys that were revoked or rotated, and people who were forgotten, after" in done.stderr
+    assert (
+        done.returncode == 0
+        and "keys that were revoked or rotated, and people who were forgotten, after" in done.stderr
+    )
     assert colour(tmp_path / "back") == "blue"
 
 

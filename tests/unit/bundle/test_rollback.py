@@ -125,7 +125,9 @@ def test_a_secret_that_was_replaced_since_does_not_come_back(releases, data_dir,
     migrated(data_dir, monkeypatch)
     with closing(sqlite3.connect(data_dir / DATABASE)) as connection, connection:
         connection.execute("UPDATE keys SET sha256 = 'new', prefix = 'sk-new', tokens_per_day = 7 WHERE id = 'kept'")
-    restore(way_back(releases, data_dir), data_dir)
+    way = way_back(releases, data_dir)
+    assert "keys keep the secrets, scopes and limits" in way.words() and "(settings, shares, progress" in way.words()
+    restore(way, data_dir)
     found = rows(data_dir / DATABASE, "SELECT sha256, prefix, tokens_per_day FROM keys WHERE id = 'kept'")
     assert found == [("new", "sk-new", 7)]
 

@@ -166,16 +166,19 @@ async def test_a_copy_of_the_database_has_none(control: Control) -> None:
         assert other.execute("SELECT count(*) FROM keys").fetchone()[0] == 1
 
 
+@pytest.mark.parametrize("end", [keys.revoke, keys.renew])
 async def test_an_owner_begins_one_at_a_time_and_one_that_waited_ends_with_its_key(
-    control: Control, monkeypatch: pytest.MonkeyPatch
+    control: Control, monkeypatch: pytest.MonkeyPatch, end: Any
 ) -> None:
     """Each is a new table for every gateway (controller/context/paced.py): any key could have twenty a second made."""
     key_id = control.as_key("ann", scopes=["inference"])
+    control.http.headers["x-appliance-secret"] = keys.list_live(control.db)[-1].sha256
     held = asyncio.Event()
     monkeypatch.setattr(control.context.key_sink, "caught_up", held.wait)
     first, second = (asyncio.create_task(control.http.post(SESSIONS, json={})) for _ in range(2))
     while not rows.list_live(control.db, time.time()):
         await asyncio.sleep(0)
-    keys.revoke(control.db, key_id)
+    end(control.db, key_id)
     held.set()
     assert [(await one).status_code for one in (first, second)] == [201, 401]
+    assert not rows.list_live(control.db, time.time())

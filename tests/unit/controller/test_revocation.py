@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 from unittest.mock import AsyncMock
@@ -12,6 +13,8 @@ import pytest
 
 from appliance.controller.admin.owners.keys import KeyEnds
 from appliance.controller.batches.background_responses import KEY_ENDED
+from appliance.controller.http.idempotency import Attempt, once
+from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.jobs import pauses
 from appliance.store.objects import batches, jobs, responses
@@ -320,6 +323,15 @@ async def test_a_secret_that_was_replaced_does_nothing_more_though_a_gateway_kno
     assert answer.status_code == 401 and "was revoked while it ran" in answer.text
     new = {"x-appliance-secret": keys.fingerprint(made["key"])}
     assert (await control.http.get("/v1/files", headers=new)).status_code == 200
+
+
+async def test_nor_does_it_make_what_it_had_begun_to_ask_for(control: Control):
+    key_id = control.as_key("laptop")
+    row, _ = keys.renew(control.db, key_id)
+    for secret, made in ((row.sha256, True), (None, True), (keys.fingerprint("old"), False)):
+        attempt = Attempt(key_id, "POST /v1/files", None, "", False, secret)
+        with contextlib.nullcontext() if made else pytest.raises(KeyRevoked):
+            once(control.db, control.context.config, attempt, lambda _: None, lambda: row)
 
 
 async def test_keys_that_end_together_are_told_of_once(control: Control, monkeypatch):

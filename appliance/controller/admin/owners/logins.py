@@ -28,11 +28,13 @@ class Begun(NamedTuple):
     cookie: str
 
 
-async def begin(context: ControllerContext, key_id: str, viewer: str | None, *, agent: str, secure: bool) -> Begun:
-    """A new login of this key. viewer: as of the key's principal. secure: the cookie travels by TLS alone. Raises
-    KeyRevoked."""
+async def begin(
+    context: ControllerContext, key_id: str, viewer: str | None, *, agent: str, secure: bool, secret: str | None = None
+) -> Begun:
+    """A new login of this key. viewer, secret: as of the key's principal. secure: the cookie travels by TLS alone.
+    Raises KeyRevoked."""
     async with context.new_tables.turn(viewer):
-        if how := keys.how_ended(context.db, key_id):  # while it waited
+        if how := keys.how_ended(context.db, key_id, secret):  # while it waited
             raise KeyRevoked(how)
         now_s = time.time()
         row, halves = page_sessions.create(

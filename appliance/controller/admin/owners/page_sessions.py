@@ -39,7 +39,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
         agent = request.headers.get("user-agent", "")
-        made = await logins.begin(context, caller.key_id, caller.viewer, agent=agent, secure=body.secure)
+        made = await logins.begin(
+            context, caller.key_id, caller.viewer, agent=agent, secure=body.secure, secret=caller.secret
+        )
         response.headers[COOKIE] = made.cookie
         return made.shown
 
