@@ -71,7 +71,7 @@ class BoxMemory:
         means: Means,
         clock: Callable[[], float] = time.time,
     ):
-        self.home, self._nodes = home, nodes
+        self.home, self._nodes, self._means = home, nodes, means
         self._make = lambda name: HostMemory(
             db, StoredAway(nodes, name), reserve, means, lambda: self._readings[name], clock, name
         )
@@ -88,10 +88,11 @@ class BoxMemory:
 
     def job_sizes(self, row: JobRow) -> tuple[int, ...]:
         """The numbers of devices on which every node that has as many, and that the job can run on, has memory for it
-        now. The smallest node bounded jobs on the others."""
-        hosts = self._hosts()
-        each = [hosts[name].sizes(row) for name in self.job_nodes(row) if name in hosts]
-        return tuple(size for size in sorted(set().union(*each)) if all(one.get(size, True) for one in each))
+        now. The smallest node bounded jobs on the others. A node that has not reported yet may have any number."""
+        hosts, nodes = self._hosts(), self.job_nodes(row)
+        each = [hosts[name].sizes(row) for name in nodes if name in hosts]
+        sizes = set().union(*each) if hosts.keys() >= set(nodes) else self._means.job_bytes(row).keys()
+        return tuple(size for size in sorted(sizes) if all(one.get(size, True) for one in each))
 
     def waits_for(self, row: JobRow) -> str:
         """Why this job cannot have memory on any node now, in a sentence; "" when it can, or already has it."""

@@ -137,6 +137,15 @@ async def test_the_smallest_node_bounds_no_job_on_a_larger_one(box, world, add_m
     assert box.job_sizes(job) == (1, 2), "home is asked about the one device that it has"
 
 
+async def test_a_node_that_has_not_reported_yet_bounds_no_job(box, world, add_model, add_job):
+    """As after each start of the controller: a job on two devices of n1 was to go on with one, since home has one."""
+    add_model()
+    job = add_job("ftjob-1")
+    box.home._means = box._means = replace(box.home._means, job_bytes=lambda row: {1: 3 * GB, 2: 6 * GB})
+    box._away.clear()
+    assert box.job_sizes(job) == (1, 2)
+
+
 async def test_a_job_begins_where_there_is_memory_for_it_and_waits_only_if_nowhere_is(
     box, world, db, add_model, add_job
 ):
