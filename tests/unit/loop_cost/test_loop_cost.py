@@ -30,12 +30,6 @@ asked. Something for each of 270 rows is more than that."""
 SHARE = 0.25
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counted, Counted]:
-    folder = tmp_path_factory.mktemp("counted")
-    return count(folder / "little", LITTLE), count(folder / "much", MUCH)
-
-
 def grown(before: Told, after: Told, part: float = 1.0) -> dict[str, str]:
     """What grew: the counts together, or in the longest stretch of the loop. part: of what may be more."""
     found = {}
@@ -48,8 +42,11 @@ def grown(before: Told, after: Told, part: float = 1.0) -> dict[str, str]:
 
 
 @pytest.mark.timeout(600)
-def test_what_runs_on_the_loop_does_not_grow_with_what_is_kept(counted: tuple[Counted, Counted]):
-    compare(*counted)
+def test_every_request_is_answered_and_what_runs_on_the_loop_does_not_grow_with_what_is_kept(tmp_path: Path):
+    """One test: two were given to two workers, and each of these counted anew."""
+    little, much = count(tmp_path / "little", LITTLE), count(tmp_path / "much", MUCH)
+    check_answers(little, much)
+    compare(little, much)
 
 
 @pytest.mark.soak
@@ -75,9 +72,8 @@ def compare(little: Counted, much: Counted) -> None:
     assert not unneeded, f"these do not grow any more: {unneeded}"
 
 
-def test_every_request_is_answered_and_the_same_with_much(counted: tuple[Counted, Counted]):
-    """One that is refused at once costs nothing, and shows nothing."""
-    little, much = counted
+def check_answers(little: Counted, much: Counted) -> None:
+    """They are the same with much. One that is refused at once costs nothing, and shows nothing."""
     assert little.statuses == much.statuses
     refused = {name: status for name, status in much.statuses.items() if status >= 400}
     unexpected = [name for name in refused if not any(re.search(pattern, name) for pattern in REFUSED)]

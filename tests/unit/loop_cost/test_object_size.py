@@ -27,17 +27,24 @@ MOST = Cost(
 1.7, a byte of JSON 2 ns, a row 3 us with its decoding). What takes it 100 ms takes more than one of them."""
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Sized:
-    return measure(tmp_path_factory.mktemp("sized") / "box")
-
-
 def too_much(told: Cost) -> dict[str, int]:
     return {one: getattr(told, one) for one in COUNTS if getattr(told, one) > getattr(MOST, one)}
 
 
 @pytest.mark.timeout(600)
-def test_no_body_holds_the_loop(counted: Sized):
+def test_every_route_takes_its_bodies_and_none_holds_the_loop(tmp_path: Path):
+    """One test, as what is measured takes a core for half a minute: several were given to several workers, and each
+    measured it anew."""
+    counted = measure(tmp_path / "box")
+    check_that_none_holds_the_loop(counted)
+    check_that_they_are_taken(counted)
+    # asked.CHANGES has an example of each route with a body, and sized.WITHOUT those that do not grow.
+    assert sized.with_bodies(tmp_path) <= counted.routes | {
+        (method, route) for method in ("POST", "PUT", "PATCH") for route in sized.WITHOUT
+    }
+
+
+def check_that_none_holds_the_loop(counted: Sized) -> None:
     held = {name: found for name, told in counted.told.items() if (found := too_much(told.round))}
     unneeded = [pattern for pattern in HOLDS if not any(re.search(pattern, name) for name in held)]
     wrong = {name: found for name, found in held.items() if not any(re.search(one, name) for one in HOLDS)}
@@ -45,8 +52,8 @@ def test_no_body_holds_the_loop(counted: Sized):
     assert not unneeded, f"these hold it no more: {unneeded}"
 
 
-def test_bodies_are_taken_and_large_ones_too(counted: Sized):
-    """What is refused at once costs nothing, and shows nothing."""
+def check_that_they_are_taken(counted: Sized) -> None:
+    """Large ones, too: what is refused at once costs nothing, and shows nothing."""
     assert not {name: status for name, status in counted.statuses.items() if status >= 500}
     refused = {name for name, status in counted.statuses.items() if name.endswith("as it is") and status >= 400}
     assert refused <= {
@@ -64,13 +71,6 @@ def test_bodies_are_taken_and_large_ones_too(counted: Sized):
         "/v1/responses .input items",
     ):
         assert any(one.endswith(place) for one in counted.taken), place
-
-
-def test_every_route_with_a_body_is_grown(tmp_path: Path, counted: Sized):
-    """asked.CHANGES has an example of each, and sized.WITHOUT those that do not grow."""
-    assert sized.with_bodies(tmp_path) <= counted.routes | {
-        (method, route) for method in ("POST", "PUT", "PATCH") for route in sized.WITHOUT
-    }
 
 
 def test_what_grows_follows_from_the_schema_and_from_the_body():
