@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -323,6 +324,31 @@ async def test_a_secret_that_was_replaced_does_nothing_more_though_a_gateway_kno
     assert answer.status_code == 401 and "was revoked while it ran" in answer.text
     new = {"x-appliance-secret": keys.fingerprint(made["key"])}
     assert (await control.http.get("/v1/files", headers=new)).status_code == 200
+
+
+async def test_no_secret_is_replaced_before_the_request_is_whole(control: Control):
+    """The gateway cuts off what still arrives by the old one: whose body came later than its head had lost the key."""
+    key_id = control.as_key("laptop")
+
+    def secret() -> str:
+        return keys.list_live(control.db)[-1].sha256
+
+    before, path = secret(), f"/admin/v1/keys/{key_id}/rotate"
+
+    async def body(meanwhile: Callable[[], Any]) -> AsyncIterator[bytes]:
+        yield b"{"
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert secret() == before
+        meanwhile()
+        yield b"}"
+
+    by = {"x-appliance-key-id": key_id, "x-appliance-scopes": "admin", "x-appliance-secret": before}
+    answer = await control.http.post(path, headers=by, content=body(lambda: None))
+    assert answer.status_code == 200 and secret() == keys.fingerprint(answer.json()["key"])
+    before = by["x-appliance-secret"] = secret()
+    answer = await control.http.post(path, headers=by, content=body(lambda: keys.renew(control.db, key_id)))
+    assert answer.status_code == 401, "another rotation was first"
 
 
 async def test_nor_does_it_make_what_it_had_begun_to_ask_for(control: Control):

@@ -10,7 +10,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import Field, create_model
 
 from appliance.controller.access.model_access import caller_of
@@ -23,7 +23,15 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
+from appliance.controller.interfaces.principal import (
+    ADMIN,
+    FINE_TUNING,
+    INFERENCE,
+    Caller,
+    Principal,
+    check_stands,
+    needs,
+)
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
 from appliance.store.errors import DuplicateRow
@@ -210,9 +218,11 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
         return views.key(keys.find(db, row.id) or row)
 
     @router.post("/keys/{id_or_name}/rotate")
-    async def rotate(id_or_name: str, caller: Caller) -> dict[str, Any]:
+    async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
         """A new secret for the same key, shown once. The old one is refused at once, with the requests and logins of
         the page that came by it; jobs, batches, usage and limits stay."""
+        await request.body()  # gateways cut off what still arrives by the old one, and nobody would see the new one
+        check_stands(db, caller)
         row = _live(context, id_or_name)
         if row.subject:
             raise BadRequest(
