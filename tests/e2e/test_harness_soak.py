@@ -4,6 +4,7 @@ evaluations are the scores that the library gives when it asks the same model by
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import venv
 from pathlib import Path
@@ -121,7 +122,9 @@ def test_what_is_kept_of_own_tasks_are_the_librarys_own_scores(tmp_path: Path):
         command += ["--tasks-path", str(tasks), "--data-dir", str(box.data_dir), "-o", "json"]
 
         def asked() -> dict[tuple[str, str], dict[str, Any]]:
-            done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, timeout=900)
+            # Its process looks at no working directory for what it imports (-P); an installed appliance needs none.
+            at = {**os.environ, "PYTHONPATH": str(PROJECT)}
+            done = subprocess.run(command, capture_output=True, text=True, env=at, timeout=900)
             assert done.returncode == 0, done.stderr
             return {(row["task"], row["metric"]): row for row in json.loads(done.stdout)["data"]}
 
