@@ -88,7 +88,7 @@ class Metering:
             return _answer(gateway_errors.model_not_found(model))
         quota = quota_of(self._db, key, time.time())
         if quota.spent_until_s is not None and quota.spent_until_s >= expires_s:
-            return _answer(gateway_errors.quota_spent(_moment(quota.spent_until_s), quota.spent))
+            return _answer(gateway_errors.quota_spent(quota.spent_until_s, quota.spent))
         return None
 
     def waits_for(

@@ -64,9 +64,7 @@ def check_job(context: ControllerContext, body: JobCreate, caller: Principal) ->
 async def check_judges(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
     """Reads the code of its grader's python graders, and the data of its gate's suites; `insert_job` checks all else.
     Raises ApiError."""
-    requests.check(body)
-    if body.gate is not None:
-        await check_data(context, hosts, body.gate, body.model, caller)
+    await _check_gate(context, hosts, body, caller)
     try:
         grader = parse(requests.beside_hyperparameters(body).get("grader"))
     except InvalidGrader:
@@ -78,13 +76,17 @@ async def check_judges(context: ControllerContext, hosts: GraderHosts, body: Job
 async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
     """Says of a job that is made later what `insert_job` and `check_judges` would say of its grader, and the latter of
     its gate. Raises ApiError."""
-    requests.check(body)
-    if body.gate is not None:
-        await check_data(context, hosts, body.gate, body.model, caller)
+    await _check_gate(context, hosts, body, caller)
     if requests.method(body).judged_by == "grader":
         given, param = _who_judges(body)
         await check_code(hosts, grader_of(context, given, caller, param), caller, param)
         await _check_form(hosts, body, caller)
+
+
+async def _check_gate(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
+    requests.check(body)
+    if body.gate is not None:
+        await check_data(context, hosts, body.gate, body.model, caller)
 
 
 async def _check_form(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:

@@ -72,8 +72,7 @@ class Spending:
         spent_until_s = caller.spent_until_s
         if spent_until_s is not None and time.time() < spent_until_s:
             self._events["quota_spent"] += 1
-            until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(spent_until_s))
-            raise errors.quota_spent(until, caller.spent_quota)
+            raise errors.quota_spent(spent_until_s, caller.spent_quota)
         if use.owner.requests >= limits.owner_requests:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("requests", limits.owner_requests)

@@ -295,12 +295,12 @@ def too_much_of_a_quota(open_tokens: int, more: int, limit: int) -> HttpError:
     )
 
 
-def quota_spent(until: str, which: str) -> HttpError:
+def quota_spent(until_s: float, which: str) -> HttpError:
     """which: such as "1,000 tokens a day". No Retry-After: the quota renews in hours, and clients should not wait for
     that."""
     return HttpError(
         429,
-        f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {until}.",
+        f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {_minute(until_s)}.",
         kind="insufficient_quota",
         code="insufficient_quota",
         should_retry=False,
