@@ -284,15 +284,18 @@ async def test_a_request_that_is_traced_has_a_span_of_its_engine(engine_box, rep
 
 async def test_another_owner_has_a_place_where_one_has_all(engine_box, replicas):
     """Three long answers were all that this engine writes at once; another owner waited for the end of one of them."""
-    spec = engine_box.spec("places", engine_box.version("a", seed=1), max_num_seqs=3)
+    spec = engine_box.spec("places", engine_box.version("long", seed=1, max_position_embeddings=4096), max_num_seqs=3)
     await replicas().start(spec)
+    # These last many times the half second for which room is not made again for the same owner (owner_places.AGAIN_S):
+    # 400 tokens were at times all written before it had passed.
+    long = 1500
     asked = {"model": "starter", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
-    (whole,) = (await client(spec).completions.create(**asked, max_tokens=400)).choices
+    (whole,) = (await client(spec).completions.create(**asked, max_tokens=long)).choices
     begun, ended = asyncio.Semaphore(0), []
 
     async def long_answer() -> str:
         owner = {"x-appliance-owner": "ann"}
-        stream = await client(spec).completions.create(**asked, max_tokens=400, stream=True, extra_headers=owner)
+        stream = await client(spec).completions.create(**asked, max_tokens=long, stream=True, extra_headers=owner)
         pieces = []
         async for event in stream:
             pieces.append(event.choices[0].text)
