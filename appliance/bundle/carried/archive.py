@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zipfile
-import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +34,9 @@ NAMED_BY_NONE = frozenset({MANIFEST, SIGNATURE})
 FORMAT = 1
 MOST_OF_MANIFEST = 1 << 24
 _PIECE = 1 << 20
+_TEXTS = ("version", "build", "commit", "made", "python", "machine", "glibc", "soabi", "skip", "header_sha256")
+_LOCAL, _DIRECTORY, _END = 30, 46, struct.Struct("<4s4H2LH")
+_END_64, _EXTRA_64 = struct.Struct("<4sQ2H2L4Q4sLQL"), 28
 
 # `tail` and `wc` are of POSIX. The archive is binary: nothing of it may be read as script, hence the exits.
 HEADER = """#!/bin/sh
@@ -109,10 +113,14 @@ class Manifest:
             fields = json.loads(data)
             if fields["format"] != FORMAT:
                 raise Unusable(
-                    f"this bundle has format {fields['format']}, known here is {FORMAT}; use its own: `sh FILE verify`"
+                    f"this bundle has format {fields['format']!r}, known here is {FORMAT}; use its own: "
+                    "`sh FILE verify`"
                 )
             files = {name: Content(**content) for name, content in fields.pop("files").items()}
-            return cls(**{**fields, "imports": tuple(fields["imports"]), "files": files})
+            found = cls(**{**fields, "imports": tuple(fields["imports"]), "files": files})
+            if not all(type(getattr(found, name)) is str and getattr(found, name).isprintable() for name in _TEXTS):
+                raise ValueError("it has something else where texts belong")
+            return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise Unusable(f"the manifest cannot be read: {error!r}") from error
 
@@ -131,7 +139,13 @@ class Bundle:
             self._zip = zipfile.ZipFile(self._file)
             if self._zip.comment != END and END.startswith(self._zip.comment):
                 raise zipfile.BadZipFile("the end is missing")
-            self.names = [info.filename for info in self._zip.infolist()]
+            infos = self._zip.infolist()
+            self.names = [info.filename for info in infos]
+            # Nothing is unpacked, which could take for ever, and a terminal is shown nothing but text.
+            if any(info.compress_type or info.flag_bits & 1 or not _plain(info) for info in infos):
+                raise Unusable(
+                    f"{path} is not a bundle of the appliance: it has packed files, or such as have no names"
+                )
             # What is read whole before anything is known to be true.
             for name in {MANIFEST, SIGNATURE, SIGNER}.intersection(self.names):
                 if self._zip.getinfo(name).file_size > MOST_OF_MANIFEST:
@@ -140,7 +154,7 @@ class Bundle:
             self._manifest_read = self._zip.read(MANIFEST)
             self.manifest = Manifest.decoded(self._manifest_read)
             self.signature_text = self._zip.read(SIGNATURE).decode(errors="replace")
-        except (zipfile.BadZipFile, EOFError) as error:
+        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
             ours = self._starts_as_ours()
             self._file.close()
             if not ours:
@@ -197,7 +211,7 @@ class Bundle:
             to.unlink()
             raise NotWhole([wrong])
 
-    def _problems(self) -> Iterable[str]:
+    def _problems(self) -> Iterator[str]:
         named = self.manifest.files
         self._file.seek(0)
         head = self._file.read(len(self.manifest.header))
@@ -205,15 +219,40 @@ class Bundle:
             yield "changed: the script at the beginning of the file"
         if self._zip.comment != END:
             yield "changed: the end of the file"
+        if not self._has_one_reading(len(head)):
+            yield "changed: the archive, which whoever runs it may read in another way than whoever checks it"
         for name in sorted(set(named) - set(self.names)):
             yield f"missing: {name}"
         for name in sorted(set(self.names) - set(named) - NAMED_BY_NONE):
             yield f"extra: {name}"
-        for name in sorted({name for name in self.names if self.names.count(name) > 1}):
+        for name in sorted(name for name, count in Counter(self.names).items() if count > 1):
             yield f"extra: {name} is there more than once"
         for name in sorted(set(named) & set(self.names)):
             if wrong := self._wrong(name, None):
                 yield wrong
+
+    def _has_one_reading(self, at: int) -> bool:
+        """Whether the file is what `make` writes: its files one behind the other from `at` on, their directory and the
+        end, and nothing in between or beside them. Python finds what it runs in an archive in a way of its own
+        (zipimport): by the numbers of the end alone, and as many bytes as are said to be packed."""
+        infos = self._zip.infolist()
+        for info in sorted(infos, key=lambda info: info.header_offset):
+            self._file.seek(info.header_offset)
+            local = self._file.read(_LOCAL)
+            if len(local) < _LOCAL or info.header_offset != at or info.compress_size != info.file_size or info.comment:
+                return False
+            name, extra = struct.unpack_from("<2H", local, _LOCAL - 4)
+            most = _EXTRA_64 if at + info.file_size > zipfile.ZIP64_LIMIT // 2 else 0  # sizes of more than 2 GiB
+            if max(extra, len(info.extra)) > most:
+                return False
+            at += _LOCAL + name + extra + info.file_size
+        size, count = sum(_DIRECTORY + len(info.filename) + len(info.extra) for info in infos), len(infos)
+        end = _END.pack(b"PK\5\6", 0, 0, *2 * [min(count, 0xFFFF)], size, min(at, 0xFFFFFFFF), len(END)) + END
+        if count >= zipfile.ZIP_FILECOUNT_LIMIT or max(size, at) > zipfile.ZIP64_LIMIT:
+            further = (b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, at, b"PK\6\7", 0, at + size, 1)
+            end = _END_64.pack(*further) + end
+        self._file.seek(at + size)
+        return self._file.read(len(end) + 1) == end
 
     def _wrong(self, name: str, to: BinaryIO | None) -> str:
         wanted = self.manifest.files[name]
@@ -225,7 +264,7 @@ class Bundle:
                     count += len(piece)
                     if to is not None:
                         to.write(piece)
-        except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as error:
+        except (zipfile.BadZipFile, EOFError) as error:
             return f"changed: {name} ({type(error).__name__})"
         if (digest.hexdigest(), count) != (wanted.sha256, wanted.bytes):
             return f"changed: {name} has {count:,} bytes with SHA-256 {digest.hexdigest()[:12]}…"
@@ -235,3 +274,8 @@ class Bundle:
         self._file.seek(0)
         ours = HEADER.partition("{")[0].encode()
         return self._file.read(len(ours)) == ours
+
+
+def _plain(info: zipfile.ZipInfo) -> bool:
+    """Whether a file has a name that is nothing but text, and the same for every reader."""
+    return info.filename == info.orig_filename and info.filename.isascii() and info.filename.isprintable()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import email
+import io
 import json
 import os
 import re
 import shutil
+import struct
 import sys
 import zipfile
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 
 from appliance.bundle import main, signing, wheels
 from appliance.bundle.carried import machine
-from appliance.bundle.carried.archive import END, MANIFEST, MOST_OF_MANIFEST, SIGNATURE, SIGNER, Bundle
+from appliance.bundle.carried.archive import END, MANIFEST, MOST_OF_MANIFEST, SIGNATURE, SIGNER, Bundle, Manifest
 from appliance.bundle.carried.errors import BadSignature, CutShort, NotWhole, Refused, Unusable
 from appliance.bundle.carried.releases import Release, Releases
 from tests.bundle_support import bundle, pip_wheel, run
@@ -136,7 +138,7 @@ def test_the_manifest_that_is_verified_is_the_one_that_is_believed(made, key, tm
 @pytest.mark.parametrize("name", [MANIFEST, SIGNATURE, SIGNER])
 def test_what_is_read_before_it_is_verified_is_bounded(tmp_path, name):
     to = tmp_path / "b"
-    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(to, "w") as archive:
         for one in (MANIFEST, SIGNATURE, SIGNER):
             archive.writestr(one, bytes(MOST_OF_MANIFEST + 1) if one == name else b"{}")
         archive.comment = END
@@ -145,12 +147,87 @@ def test_what_is_read_before_it_is_verified_is_bounded(tmp_path, name):
 
 
 def test_a_manifest_that_is_nested_without_end_is_refused_in_words(tmp_path):
-    with zipfile.ZipFile(tmp_path / "b", "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(tmp_path / "b", "w") as archive:
         for one in (MANIFEST, SIGNATURE, SIGNER):
             archive.writestr(one, "[" * 1_000_000)
         archive.comment = END
     with pytest.raises(Unusable, match="the manifest cannot be read"):
         Bundle(tmp_path / "b")
+
+
+EVIL = b"\nprint('run though nobody signed it')\nraise SystemExit\n"
+
+
+def with_longer_code(data, directory):
+    """A file of the code that is read as it was signed by who checks it, and whole by who runs it."""
+    name = b"appliance/bundle/carried/errors.py"
+    entry = data.index(b"PK\1\2" + data[data.index(name, directory) - 42 : data.index(name, directory)], directory)
+    (at,) = struct.unpack_from("<L", data, entry + 42)
+    (size,) = struct.unpack_from("<L", data, entry + 24)
+    more = data[at : at + 30 + len(name) + size] + EVIL
+    changed = bytearray(data[:directory] + more + data[directory:])
+    struct.pack_into("<L", changed, entry + len(more) + 20, size + len(EVIL))
+    struct.pack_into("<L", changed, entry + len(more) + 42, directory)
+    struct.pack_into("<L", changed, len(changed) - len(END) - 6, directory + len(more))
+    return bytes(changed)
+
+
+def with_two_directories(data, directory):
+    """One that the 64-bit end names, which zipimport does not know, and one that the end names."""
+    other = io.BytesIO()
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("__main__.py", EVIL)
+    text, second = other.getvalue()[: 30 + 11 + len(EVIL)], bytearray(other.getvalue()[30 + 11 + len(EVIL) : -22])
+    first, (count,) = bytearray(data[directory : -22 - len(END)]), struct.unpack_from("<H", data, -12 - len(END))
+    struct.pack_into("<H", first, first.rindex(b"PK\1\2") + 32, len(second))  # the comment of the last file
+    first += second
+    begin, size = directory + len(text), len(second) + 76
+    end_64 = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(first), begin)
+    end_64 += struct.pack("<4sLQL", b"PK\6\7", 0, begin + len(first), 1)
+    offset = begin + len(first) + 76 - size - directory
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, size, offset, len(END)) + END
+    return data[:directory] + text + bytes(first) + end_64 + end
+
+
+@pytest.mark.parametrize("attack", [with_longer_code, with_two_directories])
+def test_no_code_runs_of_what_was_found_whole(made, key, tmp_path, attack):
+    """`sh FILE install` ran code that nobody had signed, though the file was whole for `appliance bundle verify`."""
+    data = made.read_bytes()
+    (directory,) = struct.unpack_from("<L", data, len(data) - len(END) - 6)
+    (tmp_path / "b").write_bytes(attack(data, directory))
+    assert "though nobody signed it" in run("sh", tmp_path / "b", "verify").stdout, "who runs it reads it like this"
+    assert any("in another way" in text for text in problems(tmp_path / "b", key))
+
+
+def test_one_of_more_than_two_gibibytes_is_whole_too(key, tmp_path, monkeypatch):
+    """Its end is written in 64 bits, and places of files are too."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100_000)
+    with Bundle(bundle(tmp_path, "1.0", key)) as found:
+        assert found.verify([key.public]) == key.public
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_nothing_of_it_is_unpacked(made, tmp_path, method):
+    """A file of it that was said to be packed took as long as somebody wished, or ended with a stack trace."""
+    with zipfile.ZipFile(made) as old, zipfile.ZipFile(tmp_path / "b", "w", method) as archive:
+        for name in (MANIFEST, SIGNATURE, SIGNER):
+            archive.writestr(name, old.read(name))
+        archive.comment = END
+    with pytest.raises(Unusable, match="packed files"):
+        Bundle(tmp_path / "b")
+
+
+def test_what_it_says_shows_a_terminal_nothing_but_text(made, key, tmp_path):
+    with pytest.raises(Unusable, match="no names"):
+        Bundle(rewritten(made, tmp_path / "b", add=["\x1b[2Jwhole: 15 files as signed"]))
+    with Bundle(made) as found:
+        told = found.manifest
+    for name, value in (("commit", "\x1b[1A"), ("version", 1), ("made", None)):
+        with pytest.raises(Unusable, match="where texts belong"):
+            Manifest.decoded(replace(told, **{name: value}).encoded())
+    with pytest.raises(Unusable) as refused:
+        Manifest.decoded(b'{"format": "\\u001b[2J"}')
+    assert "\x1b" not in str(refused.value)
 
 
 def test_one_that_was_cut_short_says_so_itself(made, tmp_path):
