@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger("appliance.gateway")
 
 LOOK_EVERY_S = 2.0
 SAID_BEFORE_S = 14 * 86400.0
+MOST_BYTES = 1 << 20
 
 Seen = tuple[tuple[int, int, int], ...]
 
@@ -35,7 +37,7 @@ class Certificate:
         self.fault = ""
         try:
             self._seen = self._settling = self._stat()
-            self._newest, self.expires_s = self._load()
+            self._newest, _, self.expires_s = self._load()
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigInvalid(
                 f"tls_cert_path {cert_path!r}, tls_key_path {key_path!r}: "
@@ -59,18 +61,20 @@ class Certificate:
             found = self._stat()
             settled = at_once or found == self._settling
             self._settling = found
-            if not settled or found == self._seen:
+            if not settled:
                 return False
-            self._seen = found
-            newest, expires_s = self._load()
-            if expires_s < time.time() < self.expires_s:
-                raise ValueError(f"it expired at {_moment(expires_s)}")
+            if found == self._seen:  # what is in force is there again
+                self.fault = ""
+                return before != ""
+            newest, begins_s, expires_s = self._load()
+            if not begins_s <= time.time() <= expires_s and time.time() < self.expires_s:
+                raise ValueError(f"it is valid from {_moment(begins_s)} until {_moment(expires_s)}")
         except (OSError, ssl.SSLError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
             if self.fault != before:
                 log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)
             return self.fault != before
-        self._newest, self.expires_s, self.fault = newest, expires_s, ""
+        self._seen, self._newest, self.expires_s, self.fault = found, newest, expires_s, ""
         log.info("a new certificate is in force, until %s", _moment(expires_s))
         return True
 
@@ -95,17 +99,21 @@ class Certificate:
             connection.context = self._newest
 
     def _stat(self) -> Seen:
+        """Raises ValueError for what would hold up everybody's requests while it is read, as a pipe does."""
         found = [os.stat(path) for path in (self._cert_path, self._key_path)]
+        if not all(stat.S_ISREG(one.st_mode) and one.st_size <= MOST_BYTES for one in found):
+            raise ValueError(f"one of the files is not a regular one of at most {MOST_BYTES} bytes")
         return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
 
-    def _load(self) -> tuple[ssl.SSLContext, float]:
+    def _load(self) -> tuple[ssl.SSLContext, float, float]:
+        """The context, and from when until when its certificate is valid."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         # An encrypted key must fail instead of prompting on a terminal for its password.
         context.load_cert_chain(self._cert_path, self._key_path, password="")
         with open(self._cert_path, "rb") as file:
             own = x509.load_pem_x509_certificates(file.read())[0]
-        return context, own.not_valid_after_utc.timestamp()
+        return context, own.not_valid_before_utc.timestamp(), own.not_valid_after_utc.timestamp()
 
 
 def _moment(unix_s: float) -> str:

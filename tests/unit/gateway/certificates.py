@@ -11,7 +11,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def self_signed(folder: Path, *, days: float = 1.0, number: int = 1, key_of_another: bool = False) -> tuple[Path, Path]:
+def self_signed(
+    folder: Path, *, days: float = 1.0, since_days: float = 30.0, number: int = 1, key_of_another: bool = False
+) -> tuple[Path, Path]:
     """cert.pem and key.pem in `folder`, replaced as a renewal does it: each a new file under the old name."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
@@ -22,7 +24,7 @@ def self_signed(folder: Path, *, days: float = 1.0, number: int = 1, key_of_anot
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(number)
-        .not_valid_before(now - datetime.timedelta(days=30))
+        .not_valid_before(now - datetime.timedelta(days=since_days))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
