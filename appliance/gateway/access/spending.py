@@ -228,7 +228,11 @@ class Spending:
         if request.estimated_tokens:
             use = request.use
             if use is not None and use.allowance is not None:
-                use.allowance.correct(request.estimated_tokens, tokens.total)
+                cost = tokens.total
+                if not cost and 400 <= request.status < 500 and request.sent_s:
+                    # An engine has read it and refused it, as too long for instance.
+                    cost = min(asked.prompt_tokens, request.estimated_tokens)
+                use.allowance.correct(request.estimated_tokens, cost)
         self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
 
     def _left(self, request: Request) -> None:

@@ -496,6 +496,23 @@ async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: 
     assert (failed["errors"], failed["prompt_tokens"], failed["completion_tokens"]) == (1, 0, 0)
 
 
+async def test_what_an_engine_reads_and_refuses_costs_its_prompt_of_the_minute(box: Box) -> None:
+    """Prompts that were too long were read without end by a key of few tokens a minute."""
+
+    async def too_long(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"error": {"message": "This model's maximum context length is 9 tokens.", "code": 400}}, 400)
+
+    box.limit(tokens_per_minute=1000)
+    box.engines["e0"].script = too_long
+    body = chat(messages=[{"role": "user", "content": "word " * 600}], max_tokens=100)
+    answer = await box.ask("POST", "/v1/chat/completions", body)
+    assert answer.status == 400 and answer.error["code"] == "context_length_exceeded"
+    prompt = len(orjson.dumps(body)) // 4
+    again = await box.ask("POST", "/v1/chat/completions", body)
+    assert again.status == 429 and 1000 - prompt - 10 <= int(again.headers["x-ratelimit-remaining-tokens"]) <= 250
+    assert not any(row["prompt_tokens"] for row in box.state.spending.meter.take()), "nothing was computed"
+
+
 async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
     for body, status in ((chat("nobody"), 404), (b"{", 400), (chat(nonsense=1), 400), (chat(n=10_000), 400)):
         assert (await box.ask("POST", "/v1/chat/completions", body)).status == status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -171,6 +172,7 @@ def test_a_text_that_is_too_long_is_not_read_to_its_end() -> None:
     renderer: Any = object.__new__(bounded)
     renderer.get_tokenizer = lambda: tokenizer
     renderer._wants_offsets = lambda *_: False
+    renderer.shm_words = 0  # of other tokenizers
     params = TokenizeParams(max_total_tokens=2000)
     with pytest.raises(VLLMValidationError, match="maximum context length is 2000 tokens.*at least 2001 input tokens"):
         renderer._tokenize_prompt({"prompt": " " * 32_000 + "x" * 1_000_000}, params)
@@ -181,6 +183,50 @@ def test_a_text_that_is_too_long_is_not_read_to_its_end() -> None:
     assert read == [4096], "few characters, and many bytes"
     for text, tokens in (("x" * 1999, 1999), (" " * 100_000, 1)):
         assert len(renderer._tokenize_prompt({"prompt": text}, params)["prompt_token_ids"]) == tokens
+
+
+class Words:
+    """A tokenizer whose vocabulary is these texts; what it does not know is one token for each run."""
+
+    def __init__(self, *vocabulary: str) -> None:
+        self.vocabulary = vocabulary
+        self.read = list[str]()
+
+    def get_vocab(self) -> dict[str, int]:
+        return {text: at for at, text in enumerate(self.vocabulary)}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        self.read.append(text)
+        known = sorted((re.escape(one.replace("Ġ", " ")) for one in self.vocabulary), key=len, reverse=True)
+        return {"input_ids": [1] * len(re.findall("|".join([*known, f"(?:(?!{'|'.join(known)}).)+"]), text))}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "each"),
+    [
+        (["a", "Ġ", "Ġa", *("Ġ" + chr(at) for at in (*range(65, 91), *range(98, 123)))], 1),
+        (["▁", *map(chr, (*range(65, 91), *range(97, 123))), "▁of▁the"], 2),
+        (["ĠaĠ", *map(chr, (*range(65, 91), *range(97, 123))), "Ġ"], 2),
+        (["é"], 0),
+    ],
+)
+def test_words_say_that_a_text_is_too_long_before_it_is_read(vocabulary: list[str], each: int) -> None:
+    """Of 5,000 words where 2,048 tokens are allowed, 3,000 tokens were made: ten times the rest of such a refusal."""
+    bounded = type("Bounded", (HfRenderer,), {})
+    fair_order.read_in_pieces(bounded)
+    renderer: Any = object.__new__(bounded)
+    tokenizer = Words(*(text.replace("▁", "Ġ") for text in vocabulary))
+    renderer.get_tokenizer = lambda: tokenizer
+    renderer._wants_offsets = lambda *_: False
+    assert fair_order.words_of_a_token(Words(*vocabulary)) == each
+    params = TokenizeParams(max_total_tokens=100)
+    text = " then" * (100 * max(1, each) + 1)
+    if each:
+        with pytest.raises(VLLMValidationError, match="maximum context length is 100 tokens.*at least 101 input tokens"):
+            renderer._tokenize_prompt({"prompt": text}, params)
+        assert len(tokenizer.read) == 1, "the letters"
+    renderer._tokenize_prompt({"prompt": text.removeprefix(" then")}, params)
+    assert text.removeprefix(" then") in tokenizer.read, "it may fit"
 
 
 @pytest.mark.parametrize("kind", ["texts", "pictures"])
