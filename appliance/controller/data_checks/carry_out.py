@@ -18,7 +18,7 @@ from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
 from appliance.controller.data_checks.data_work import DataWork, check_request
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest, KeyRevoked
-from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.principal import Principal, check_stands
 from appliance.controller.jobs import settings
 from appliance.store.objects import files, job_records
 from appliance.store.records import keys
@@ -48,9 +48,12 @@ class Prepared:
     lineage: dict[str, Any]
     rows: list[FileRow]
     places: list[Path]
+    caller: Principal
 
     def keep(self, context: ControllerContext) -> None:
-        """Call within `storage.with_row`. Raises KeyRevoked for a key that has ended while they were made."""
+        """Call within `storage.with_row`. Raises KeyRevoked for a key that has ended while they were made,
+        or got another secret; SessionEnded."""
+        check_stands(context.db, self.caller)
         for row in self.rows:
             if how := keys.how_ended(context.db, row.key_id):
                 raise KeyRevoked(how)
@@ -94,7 +97,7 @@ async def prepared_files(
             await _row(context, one, place, rows[0], lineage, caller)
             for one, place in zip(lineage["made"], places, strict=True)
         ]
-        yield Prepared(lineage, new, places)
+        yield Prepared(lineage, new, places, caller)
 
 
 async def _row(

@@ -32,7 +32,7 @@ from appliance.controller.http import idempotency, views
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal, check_stands
 from appliance.store.chunks import CHUNK_ROWS, little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
@@ -216,6 +216,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 # An admin may complete another owner's upload; its owner stays the same.
                 made = replace(made, key_id=row.key_id, owner=row.owner)
                 _pending(context, upload_id, caller)
+                check_stands(db, caller)
                 with files.with_row(context, file_id):
                     files.keep(context, made, incoming)
                     upload_rows.update(db, row.id, status="completed", file_id=file_id)

@@ -451,7 +451,7 @@ async def test_nor_is_what_is_still_prepared(control: Control, tmp_path: Path):
     row = await storage.described(control.context, "file-new", place, filename=NAME, sha256="0", caller=caller)
     assert (await ask(control))["done"]
     with pytest.raises(KeyRevoked), storage.with_row(control.context, row.id):
-        Prepared({}, [row], [place]).keep(control.context)
+        Prepared({}, [row], [place], caller).keep(control.context)
     assert control.db.column("SELECT owner FROM files") == [] and place.exists()
 
 

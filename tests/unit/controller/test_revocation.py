@@ -14,9 +14,12 @@ import pytest
 
 from appliance.controller.admin.owners.keys import KeyEnds
 from appliance.controller.batches.background_responses import KEY_ENDED
+from appliance.controller.data_checks.carry_out import Prepared
+from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt, once
 from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs import pauses
 from appliance.store.objects import batches, jobs, responses
 from appliance.store.records import keys
@@ -358,6 +361,30 @@ async def test_nor_does_it_make_what_it_had_begun_to_ask_for(control: Control):
         attempt = Attempt(key_id, "POST /v1/files", None, "", False, secret)
         with contextlib.nullcontext() if made else pytest.raises(KeyRevoked):
             once(control.db, control.context.config, attempt, lambda _: None, lambda: row)
+
+
+async def test_nor_what_took_long(control: Control, monkeypatch):
+    """Neither a file of an upload that is completed, nor one that is prepared: both looked at the key alone."""
+    key_id = control.as_key("laptop")
+    before = keys.list_live(control.db)[-1].sha256
+    by = {"x-appliance-secret": before}
+    asked = {"bytes": 4, "filename": "a.jsonl", "mime_type": "text/jsonl", "purpose": "user_data"}
+    upload = (await control.http.post("/v1/uploads", headers=by, json=asked)).json()["id"]
+    part = await control.http.post(f"/v1/uploads/{upload}/parts", headers=by, files={"data": b"{}\n\n"})
+    described = storage.described
+
+    async def slow(*told: Any, **more: Any) -> Any:
+        keys.renew(control.db, key_id)
+        return await described(*told, **more)
+
+    monkeypatch.setattr(storage, "described", slow)
+    told = {"part_ids": [part.json()["id"]]}
+    answer = await control.http.post(f"/v1/uploads/{upload}/complete", headers=by, json=told)
+    assert answer.status_code == 401 and not control.db.column("SELECT id FROM files")
+
+    caller = Principal(key_id, frozenset({"fine_tuning"}), "req_1", "laptop", secret=before)
+    with pytest.raises(KeyRevoked):
+        Prepared({}, [], [], caller).keep(control.context)
 
 
 async def test_keys_that_end_together_are_told_of_once(control: Control, monkeypatch):
