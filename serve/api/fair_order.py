@@ -139,8 +139,8 @@ def _tokens(prompt: Any) -> int:
 
 
 def read_in_pieces(renderer: Any) -> None:
-    """renderer: BaseRenderer. Reading a text stops as soon as its pieces have more tokens than a prompt may have, and is
-    not begun where its words are more."""
+    """renderer: BaseRenderer. Reading a text stops as soon as its pieces have more tokens than a prompt may have, and
+    does not begin where its words are more."""
     tokenize = renderer._tokenize_prompt
 
     @functools.wraps(tokenize)

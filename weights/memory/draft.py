@@ -192,7 +192,7 @@ class Draft(Mapped):
 
     def _publish(self, target: Path) -> None:
         while True:
-            target.parent.mkdir(mode=0o700, exist_ok=True)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 os.rename(self.path, target)
                 return

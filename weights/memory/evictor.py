@@ -29,8 +29,15 @@ class Evictor:
         self.budget_bytes = budget_bytes
         self.pool_bytes = pool_bytes
 
+    def make_directories(self) -> None:
+        """Those of a store whose root is there."""
+        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
     def mutex(self) -> StoreMutex:
-        """Hold this context manager while counting and allocating space."""
+        """Hold this context manager while counting and allocating space. Directories that somebody removed are made
+        again: without the pool nothing could be removed until the box started again."""
+        self.make_directories()
         return StoreMutex(self.root / ".mutex")
 
     def usage(self) -> Usage:

@@ -34,9 +34,13 @@ class Pool:
         self.directory = directory
 
     def files(self) -> list[Pooled]:
-        """All segments, oldest first."""
+        """All segments, oldest first; none if the directory is gone."""
         found = []
-        for entry in os.scandir(self.directory):
+        try:
+            entries = list(os.scandir(self.directory))
+        except FileNotFoundError:
+            return []
+        for entry in entries:
             if _NAME.fullmatch(entry.name):
                 try:
                     status = entry.stat(follow_symlinks=False)
@@ -55,6 +59,7 @@ class Pool:
             segment.destroy(path)
             return
         os.utime(path)
+        self.directory.mkdir(mode=0o700, exist_ok=True)  # somebody may have removed it
         os.rename(path, self.directory / f"{uuid.uuid4().hex}.seg")
 
     def claim(self, nbytes: int, target: Path) -> bool:

@@ -67,8 +67,7 @@ class WeightStore:
         _check_private(self.root)
         self._evictor = Evictor(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
         self._drafts = Drafts(self._evictor)
-        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._evictor.staging, self.root / "pool"):
-            directory.mkdir(mode=0o700, exist_ok=True)
+        self._evictor.make_directories()
 
     # Writing
 

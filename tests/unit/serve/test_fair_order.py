@@ -222,7 +222,7 @@ def test_words_say_that_a_text_is_too_long_before_it_is_read(vocabulary: list[st
     params = TokenizeParams(max_total_tokens=100)
     text = " then" * (100 * max(1, each) + 1)
     if each:
-        with pytest.raises(VLLMValidationError, match="maximum context length is 100 tokens.*at least 101 input tokens"):
+        with pytest.raises(VLLMValidationError, match="context length is 100 tokens.*at least 101 input tokens"):
             renderer._tokenize_prompt({"prompt": text}, params)
         assert len(tokenizer.read) == 1, "the letters"
     renderer._tokenize_prompt({"prompt": text.removeprefix(" then")}, params)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import os
+import shutil
 import stat
 import threading
 
@@ -514,6 +515,31 @@ def test_a_segment_of_another_size_is_cut_or_grown(store, first, second):
     assert store.usage().pool_bytes == 0
     with store.lease(stored) as lease:
         assert bytes(lease.view("w")) == content("w", "b", second - 128)
+
+
+@pytest.mark.parametrize("gone", ["pool", "staging", "snapshots"])
+def test_a_directory_that_somebody_removed_is_made_again(store, gone):
+    """Without the pool a version could not be removed: each look at the canaries failed until the box started again."""
+    stored, kept = put(store, "a"), put(store, "b")
+    shutil.rmtree(store.root / gone)
+    assert store.usage().pool_bytes == 0 and store.stocked(sized(MIB)) == {}
+    draft = store.attach(store.reserve(sized(MIB), kind="snapshot", model="m", version="c").path)
+    shutil.rmtree(store.root / "pool")
+    draft.abort()
+    store.seal(kept)
+    store.sweep()
+    store.remove(stored)
+    assert store.usage().pool_bytes >= MIB and names(store) == {"b"}
+    store.reserve(sized(MIB), kind="snapshot", model="m", version="c").commit(meta={}, pinned=False)
+
+
+@pytest.mark.parametrize("kind", ["version", "snapshot"])
+def test_so_is_one_that_is_removed_while_a_version_is_written(store, kind):
+    draft = store.reserve(sized(MIB), kind=kind, model="m", version="a")
+    draft.view("w")[:] = content("w", "a", MIB - 128)
+    shutil.rmtree(store.root / f"{kind}s")
+    draft.commit(meta={}, pinned=False)
+    assert [stored.version for stored in store.list(kind)] == ["a"]
 
 
 def test_the_pool_is_bounded_and_goes_first(root):
