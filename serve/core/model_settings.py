@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from serve.core.config import EngineConfig
 
-Parser = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}$")]
+Parser = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 MAX_ARGUMENT_CHARACTERS = 2000
 # vLLM 0.32's names, whose values are numbers, words or plain JSON about the computation alone.
 ENGINE_ARGUMENTS = frozenset(
@@ -115,8 +115,8 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     max_model_len: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
-    dtype: Annotated[str, Field(pattern="^(bfloat16|float16|float32)$")] | None = None
-    kv_cache_dtype: Annotated[str, Field(pattern="^(auto|bfloat16|float16|fp8|fp8_e4m3|fp8_e5m2)$")] | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1, le=1 << 50)] | None = None
     gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None

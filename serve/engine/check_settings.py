@@ -1,7 +1,8 @@
 """Checks an engine's settings with vLLM's own parser and configuration, in a process forked for that.
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds everything of an engine that needs
-no weights, and ends: whatever vLLM refuses there would have stopped the engine at its start.
+no weights, and ends: whatever vLLM refuses there would have stopped the engine at its start. What vLLM's configuration
+takes and its core or workers do not is looked at here too: with such a value the model had no engine any more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
+from vllm.utils.hashing import get_hash_fn_by_name
 
+from runtime.devices.kinds import kind_of
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
 from serve.core.spec import ReplicaSpec
@@ -25,6 +28,9 @@ from serve.vllm import plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from weights.checkpoint.folder import may_open
 from weights.format.errors import WeightsError
+
+SEEDS = 1 << 32  # of numpy's generator, which a worker sets first
+BLOCK_STEP, BLOCK_STEP_ON_HOST = 16, 32  # get_supported_kernel_block_sizes in vllm/v1/attention/backends
 
 
 class ArgumentsRefused(ValueError):
@@ -64,7 +70,25 @@ def refused(spec: ReplicaSpec) -> str:
             if name and name not in known():
                 raise ArgumentsRefused(f"there is no {kind} parser {name}; vLLM has {', '.join(sorted(known()))}")
         plugin.register()
-        AsyncEngineArgs.from_cli_args(options).create_engine_config()
+        config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
+        return refused_later(config, on_host=kind_of(spec.kind).on_host)
     except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, RuntimeError) as error:
         return str(error).strip() or type(error).__name__
+
+
+def refused_later(config: Any, *, on_host: bool) -> str:
+    """Why an engine with this VllmConfig would not start, or would end at its first prompt; "" if it would do."""
+    model, cache = config.model_config, config.cache_config
+    if not 0 <= model.seed < SEEDS:
+        return f"the seed {model.seed} is none: it has to be from 0 to {SEEDS - 1}"
+    # vLLM itself sets it for latent attention.
+    step = BLOCK_STEP_ON_HOST if on_host and not model.use_mla else BLOCK_STEP
+    if cache.user_specified_block_size and cache.block_size % step:
+        return f"no kernel computes blocks of {cache.block_size} tokens: block-size has to be a multiple of {step}"
+    try:
+        get_hash_fn_by_name(cache.prefix_caching_hash_algo)(0)
+    except ImportError:
+        return f"{cache.prefix_caching_hash_algo} needs the package xxhash, which is not installed: take sha256"
+    if on_host and "fp8" in (model.quantization or ""):
+        return f"engines on this kind of device compute no layers in {model.quantization}"
     return ""

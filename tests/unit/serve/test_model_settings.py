@@ -3,6 +3,8 @@
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings
@@ -69,6 +71,16 @@ def test_a_chat_template_is_a_text_and_never_the_name_of_a_file():
     for path in ("/etc/passwd", "../first-key", "template.jinja"):
         with pytest.raises(ValidationError, match="is not a Jinja template"):
             ModelSettings(chat_template=path)
+
+
+def test_a_parser_is_set_by_any_name_that_vllm_has_for_one():
+    """Such as granite-20b-fc."""
+    for name in ToolParserManager.list_registered():
+        assert ModelSettings(tool_parser=name).tool_parser == name
+    for name in ReasoningParserManager.list_registered():
+        assert ModelSettings(reasoning_parser=name).reasoning_parser == name
+    with pytest.raises(ValidationError):
+        ModelSettings(tool_parser="--api-key")
 
 
 def test_settings_become_arguments():
