@@ -80,7 +80,7 @@ def refused_later(config: Any, *, on_host: bool) -> str:
     """Why an engine with this VllmConfig would not start, or would end at its first prompt; "" if it would do."""
     model, cache = config.model_config, config.cache_config
     if not 0 <= model.seed < SEEDS:
-        return f"the seed {model.seed} is none: it has to be from 0 to {SEEDS - 1}"
+        return f"the seed is {model.seed}, and has to be from 0 to {SEEDS - 1}"
     # vLLM itself sets it for latent attention.
     step = BLOCK_STEP_ON_HOST if on_host and not model.use_mla else BLOCK_STEP
     if cache.user_specified_block_size and cache.block_size % step:
