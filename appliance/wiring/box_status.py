@@ -41,8 +41,10 @@ class BoxStatus:
         self._certificates_end = certificates_end
 
     async def read_memory(self) -> None:
-        """Each replica's resident memory (bytes); called every `RSS_EVERY_S`."""
-        self._rss = await self._effects.resident_bytes()
+        """Each replica's resident memory (bytes); called every `RSS_EVERY_S`. Of an engine that does not answer in
+        time, as in a step of many long prompts, it stays what it was."""
+        found = self._rss | await self._effects.resident_bytes()
+        self._rss = {one["id"]: found[one["id"]] for one in self._loop.status()["replicas"] if one["id"] in found}
 
     def read(self) -> SchedulerStatus:
         now, usage, host = self._loop.status(), self._weights.usage(), self._host.status()

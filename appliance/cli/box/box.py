@@ -287,7 +287,7 @@ def _status(now: dict[str, Any]) -> Any:
                 *formats.cells(r, "id model version state"),
                 len(r["devices"]),
                 r["inflight"],
-                formats.size(r["rss_bytes"]),
+                formats.size(r["rss_bytes"]) if r["rss_bytes"] else "-",
             )
             for r in now["replicas"]
         ),

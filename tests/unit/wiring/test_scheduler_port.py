@@ -54,6 +54,27 @@ def test_notes_are_sentences_that_name_their_model():
     assert memory["host"]["short"] == "1 GB" and memory["reserve_bytes"] == 5
 
 
+async def test_the_memory_of_an_engine_in_a_long_step_stays_what_it_was():
+    """It does not answer a look, and status showed 0 B for as long as it computed."""
+    replicas, answers = [{"id": "r1"}, {"id": "r2"}], [{"r1": 7, "r2": 8}, {"r2": 9}, {}]
+
+    async def resident_bytes():
+        return answers.pop(0)
+
+    nothing = SimpleNamespace()
+    loop, effects = (
+        SimpleNamespace(status=lambda: {"replicas": replicas}),
+        SimpleNamespace(resident_bytes=resident_bytes),
+    )
+    shown = BoxStatus(loop, effects, nothing, nothing, nothing, 0, SchedulerConfig().bounds(), 2)
+    await shown.read_memory()
+    await shown.read_memory()
+    assert shown._rss == {"r1": 7, "r2": 9}
+    replicas.pop(0)
+    await shown.read_memory()
+    assert shown._rss == {"r2": 9}, "what has gone is forgotten"
+
+
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):
     add_model()
     add_job(allowed_sizes=[1, 2])
