@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.reasoning import ReasoningParserManager
@@ -72,8 +73,18 @@ def refused(spec: ReplicaSpec) -> str:
         plugin.register()
         config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
         return refused_later(config, on_host=kind_of(spec.kind).on_host)
+    except ValidationError as error:
+        return in_words(error)
     except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError, RuntimeError) as error:
         return str(error).strip() or type(error).__name__
+
+
+def in_words(error: ValidationError) -> str:
+    """What is wrong, without the names of vLLM's classes, all of its arguments and an address of pydantic's."""
+    told = error.errors(include_url=False, include_context=False, include_input=False)
+    names = (".".join(map(str, one["loc"])).replace("_", "-") for one in told)
+    messages = (one["msg"].removeprefix("Value error, ") for one in told)
+    return "; ".join(": ".join(filter(None, pair)) for pair in zip(names, messages, strict=True))
 
 
 def refused_later(config: Any, *, on_host: bool) -> str:

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
+from vllm.config import CacheConfig, SchedulerConfig
 from vllm.utils import hashing
 
-from serve.engine.check_settings import refused_later
+from serve.engine.check_settings import in_words, refused_later
 
 
 def config(*, seed=0, block_size=None, algorithm="sha256", quantization=None, latent=False):
@@ -43,3 +45,14 @@ def test_what_no_engine_starts_with_is_refused_before_anything_restarts(given, o
 def test_a_hash_of_prompts_whose_package_is_missing_is_refused(monkeypatch, algorithm):
     monkeypatch.setattr(hashing, "_xxhash", None)
     assert "take sha256" in refused_later(config(algorithm=algorithm), on_host=False)
+
+
+def test_what_vllm_refuses_is_told_without_its_classes_and_arguments():
+    with pytest.raises(ValidationError) as refused:
+        CacheConfig(block_size=0)
+    assert in_words(refused.value) == "block-size: Input should be greater than 0"
+    with pytest.raises(ValidationError) as refused:
+        SchedulerConfig(max_model_len=64, is_encoder_decoder=False, max_num_seqs=8, max_num_batched_tokens=7)
+    assert in_words(refused.value).startswith(
+        "max_num_batched_tokens (7) must be greater than or equal to max_num_seqs"
+    )
