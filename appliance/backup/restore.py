@@ -15,7 +15,7 @@ from appliance.backup import manifest as manifests
 from appliance.backup.encryption import chunk_digest
 from appliance.backup.errors import BackupDamaged, BackupError, NoBackup, NotEmpty
 from appliance.backup.manifest import Manifest, SavedFile, chunk_key
-from appliance.backup.take import DATABASE, Report
+from appliance.backup.take import DATABASE, Report, left_out
 from appliance.store.migrator import migrations
 from appliance.store.readers import reading_uri
 from weights.format.errors import ObjectDamaged
@@ -41,7 +41,9 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
         done = 0
         for file in found.files:
             report(done, found.bytes)
-            _write(objects, file, partial / file.path)
+            # Others may write at the place, and what is in caches is run.
+            if file.path == DATABASE or not left_out(file.path.partition("/")[0], found.secrets):
+                _write(objects, file, partial / file.path)
             done += file.bytes
         _check_database(partial / DATABASE, found.name)
         if data_dir.exists():

@@ -203,11 +203,15 @@ class _Writer:
         return self._last[name]
 
 
+def left_out(name: str, secrets: bool) -> bool:
+    """Whether what has this name in a data directory is in no backup, but for the copy of the database."""
+    return name in LEFT_OUT or (name in SECRETS and not secrets) or name.startswith((DATABASE, PREFIX))
+
+
 def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]]:
     """Regular files, by name below the directory; what a backup left behind is not one of them."""
-    left_out = LEFT_OUT if secrets else LEFT_OUT | SECRETS
     for entry in sorted(data_dir.iterdir()):
-        if entry.name in left_out or entry.name.startswith((DATABASE, PREFIX)):
+        if left_out(entry.name, secrets):
             continue
         below = [entry]
         if entry.is_dir() and not entry.is_symlink():

@@ -203,6 +203,24 @@ def test_a_manifest_cannot_write_outside_the_directory(paths, place, tmp_path, p
     assert not (tmp_path.parent / "evil").exists() and not (tmp_path / "back").exists()
 
 
+def test_what_no_backup_has_does_not_come_back(paths, place, tmp_path):
+    """Somebody who may write at a place put files among the caches, which the restored box runs."""
+    made = take(paths, place)
+    evil = (
+        "cache/numba/x.nbi",
+        "logs/main.log",
+        "box.json",
+        "appliance.db-wal",
+        "first-key",
+        "ca/ca.key",
+        ".backup-1/x",
+    )
+    more = tuple(replace(made.files[1], path=path) for path in evil)
+    manifests.write(place, replace(made, name="evil", files=(*made.files, *more)))
+    restore(place, "evil", tmp_path / "back")
+    assert set(tree(tmp_path / "back")) == {file.path for file in made.files}
+
+
 def test_what_cannot_be_done_is_refused_by_name(paths, place, tmp_path):
     with pytest.raises(NoBackup, match="appliance backup make"):
         restore(place, None, tmp_path / "back")
