@@ -27,6 +27,7 @@ from vllm.entrypoints.pooling.base.serving import PoolingServing
 from vllm.entrypoints.pooling.embed import protocol, serving
 
 from serve.api import answer_version
+from serve.api.turns import Room
 
 AT_ONCE = 64
 """How many inputs of a request are tokenized, or sent to the engine, together."""
@@ -63,27 +64,7 @@ def _kind(body: Any) -> str:
     return "conversation" if isinstance(first, dict) else "text"
 
 
-class _Room:
-    """Places for the inputs of one owner, given in the order in which they were asked for."""
-
-    def __init__(self) -> None:
-        self._turn, self._places = asyncio.Lock(), asyncio.Semaphore(OF_AN_OWNER)
-
-    @asynccontextmanager
-    async def take(self, number: int) -> AsyncIterator[None]:
-        taken = 0
-        try:
-            async with self._turn:
-                while taken < number:
-                    await self._places.acquire()
-                    taken += 1
-            yield
-        finally:
-            for _ in range(taken):
-                self._places.release()
-
-
-_rooms: weakref.WeakValueDictionary[str, _Room] = weakref.WeakValueDictionary()
+_rooms: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
 
 
 @asynccontextmanager
@@ -93,7 +74,7 @@ async def _room(number: int, of: int) -> AsyncIterator[None]:
     if of == 1:
         yield
         return
-    room = _rooms.setdefault(answer_version.owner(), _Room())
+    room = _rooms.setdefault(answer_version.owner(), Room(OF_AN_OWNER))
     async with room.take(number):
         yield
 

@@ -7,6 +7,10 @@ owner's earlier requests end if each took as long as it has tokens, but not befo
 who asks little is next, however much others have asked; an owner who is alone has the whole engine; rollouts of a job
 that trains wait behind everybody. Where KV memory ends, vLLM preempts the largest number first.
 
+An answer is begun on the frontend's loop, and told to the core, one after the other: behind sixty requests of 256 short
+prompts a neighbour's question waited fifty seconds before it had a number at all. So of one owner's answers only twice
+as many as an engine writes together, and OF_AN_OWNER at least, are begun before others have ended.
+
 Before that, one thread of the frontend renders templates and tokenizes texts in the order in which they came, and vLLM
 tokenizes a text to its end before it says that it is too long: 660,000 letters took more than a second where 8,192
 tokens are allowed, and 8 MiB 16 s. So owners take turns there too, and a long text is read piece by piece until it has
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from serve.api import answer_version
-from serve.api.turns import ThreadsInTurns, Turns, behind, mark_of, number
+from serve.api.turns import Room, ThreadsInTurns, Turns, behind, mark_of, number
 
 # A text with more bytes than this for each token that a prompt may have is first read in pieces: real texts have three
 # or four. (Counted by characters, a million emoji passed for 131,072 tokens and were 2.7 million, 4.2 s.) The second
@@ -41,6 +46,7 @@ _WORDY_CHARS, _COUNTED_CHARS = 4, 16
 _WORD = re.compile(" [A-Za-z]")
 _LETTERS = "".join(f" {chr(first + at)}" for first in (65, 97) for at in range(26))
 _SPACES = str.maketrans("Ġ▁", "  ")
+OF_AN_OWNER = 256
 
 
 def apply() -> None:
@@ -88,24 +94,28 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
         params = given.get("params") or given.get("sampling_params") or given.get("pooling_params")
         turns = self.__dict__.setdefault("shm_turns", Turns())
         outputs = functools.partial(answer, self, *args, **kwargs)
-        return _placed(outputs, turns, answer_version.owner(), _tokens(given.get("prompt")), params)
+        rooms, owner = self.__dict__.setdefault("shm_rooms", weakref.WeakValueDictionary()), answer_version.owner()
+        places = max(OF_AN_OWNER, 2 * self.vllm_config.scheduler_config.max_num_seqs)
+        room = rooms.setdefault(owner, Room(places))
+        return _placed(outputs, room, turns, owner, _tokens(given.get("prompt")), params)
 
     return run
 
 
 async def _placed(
-    answer: Callable[..., AsyncGenerator[Any, None]], turns: Turns, owner: str, tokens: int, params: Any
+    answer: Callable[..., AsyncGenerator[Any, None]], room: Room, turns: Turns, owner: str, tokens: int, params: Any
 ) -> AsyncGenerator[Any, None]:
     choices = getattr(params, "n", 1) or 1
-    turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices)
-    outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))
-    _TURN.set(turn)  # for _noted, which this task comes to before it calls for another answer
-    try:
-        async for output in outputs:
-            yield output
-    finally:
-        await outputs.aclose()
-        turn.ended()
+    async with room.take(choices):
+        turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices)
+        outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))
+        _TURN.set(turn)  # for _noted, which this task comes to before it calls for another answer
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+            turn.ended()
 
 
 def _noted(add_request: Callable[..., None]) -> Callable[..., None]:

@@ -3,12 +3,14 @@ clock is read); among work for threads in turns."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +71,26 @@ class Turns:
             self._ends[owner] = end
         else:
             self._ends.pop(owner, None)
+
+
+class Room:
+    """Places for what one owner has at work, given in the order in which they were asked for."""
+
+    def __init__(self, places: int) -> None:
+        self._turn, self._places, self._most = asyncio.Lock(), asyncio.Semaphore(places), places
+
+    @asynccontextmanager
+    async def take(self, number: int) -> AsyncIterator[None]:
+        taken = 0
+        try:
+            async with self._turn:
+                while taken < min(number, self._most):
+                    await self._places.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._places.release()
 
 
 def _never() -> bool:

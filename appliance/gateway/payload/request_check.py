@@ -201,6 +201,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     inputs = data.get("input")
     if route.task == "embed" and isinstance(inputs, list) and not isinstance(inputs[0], int):
         checked.weight = -(-len(inputs) // _INPUTS_OF_ONE)
+    elif sequences > _SEQUENCES_OF_ONE and route.task != "embed":
+        checked.weight = -(-sequences // _SEQUENCES_OF_ONE)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
     elif route.name == CHAT and ("store" in data or "metadata" in data):
@@ -215,6 +217,8 @@ _STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens
 
 # Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.
 _INPUTS_OF_ONE: Final = 64
+# Answers that count as one request: an engine has something of each, however many wait.
+_SEQUENCES_OF_ONE: Final = 16
 
 # A chat request with only numbers, these fields and messages needs no further checks.
 _PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})

@@ -673,6 +673,19 @@ def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
     spending.closed(asks([[1]] * 2048))
 
 
+def test_many_answers_of_one_request_are_many_requests_of_their_owner() -> None:
+    """An engine has something of each: a thousand requests of 256 prompts were a quarter of a million for it."""
+
+    def weight(path: bytes, **asked: Any) -> int:
+        body = orjson.dumps({"model": "m", "max_tokens": 1, **asked})
+        return check_body(resolve(b"POST", path), body, Limits()).weight
+
+    said = [{"role": "user", "content": "x"}]
+    assert weight(b"/v1/completions", prompt=["x"] * 256) == weight(b"/v1/completions", prompt=["x"] * 8, n=32) == 16
+    assert weight(b"/v1/chat/completions", messages=said, n=64) == 4
+    assert weight(b"/v1/chat/completions", messages=said, n=16) == weight(b"/v1/completions", prompt="x") == 1
+
+
 async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: Start) -> None:
     """Events of a response in background last for hours: with 8,000 of them one key had all connections."""
     box = await start_box(limits={"owner_requests": 2})

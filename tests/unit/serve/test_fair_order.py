@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import AsyncGenerator
@@ -40,7 +41,7 @@ class Engine:
     """Stands for vLLM's AsyncLLM; notes the numbers that it is given."""
 
     def __init__(self, policy: str = "priority") -> None:
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy, max_num_seqs=2))
         self.places: list[int | None] = []
         self.closed = 0
 
@@ -113,6 +114,27 @@ async def test_what_is_written_counts_though_its_client_gets_it_in_one_piece_or_
     turn.ended()
     assert turns.enter("a", 1) == 20 + 20 + 50 - 10, "one of its choices was not begun"
     assert turns.enter("b", 1) == turn.place == 20, "what is being served"
+
+
+async def test_of_many_answers_of_one_owner_some_are_begun_before_others_have_ended(engine: Engine) -> None:
+    """Each is begun on the loop that answers everybody: fifteen thousand of one owner's took fifty seconds."""
+    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
+    begun = [GENERATE(engine, prompt(1), SimpleNamespace(n=16), str(one)) for one in range(40)]
+    waiting = [asyncio.ensure_future(anext(one)) for one in begun]
+    await asyncio.sleep(0.01)
+    assert len(engine.places) == fair_order.OF_AN_OWNER // 16 and sum(one.done() for one in waiting) == 16
+    assert len(await ask(engine, "b", 1)) == 3, "another owner's is not behind them"
+    waiting[20].cancel()
+    await asyncio.gather(waiting[20], return_exceptions=True)
+    for one in begun[:16]:
+        await one.aclose()
+    await asyncio.sleep(0.01)
+    assert sum(one.done() for one in waiting) == 16 + 1 + 16, "as many as have ended, without the one that has left"
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    for one in begun:
+        await one.aclose()
 
 
 async def test_each_choice_has_its_prompt_computed(engine: Engine) -> None:
