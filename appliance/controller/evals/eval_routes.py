@@ -68,6 +68,10 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 
     @router.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, await request.body())
+        known_before = partial(evals.find, db, viewer=caller.viewer)
+        if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
+            return views.eval_object(earlier, caller)
         check_metadata(body.metadata)
         try:
             check_eval(body)
@@ -99,8 +103,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
             evals.insert(db, row)
             return row
 
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, await request.body())
-        row, _ = idempotency.once(db, context.config, attempt, partial(evals.find, db, viewer=caller.viewer), make)
+        row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return views.eval_object(row, caller)
 
     @router.get("")
@@ -142,6 +145,10 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     @router.post("/{eval_id}/runs", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
         of = known(eval_id, caller)
+        attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
+        known_before = partial(evals.find_run, db, viewer=caller.viewer, eval_id=of.id)
+        if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
+            return shown_run(earlier, caller)
         check_metadata(body.metadata)
         model = body.data_source.model if isinstance(body.data_source, Sampled) else None
         if model is not None:
@@ -153,8 +160,6 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         def make() -> EvalRunRow:
             return insert_run(context, of, caller, data_source, name=body.name or "", metadata=body.metadata)
 
-        attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
-        known_before = partial(evals.find_run, db, viewer=caller.viewer, eval_id=of.id)
         row, made = idempotency.once(db, context.config, attempt, known_before, make)
         if made:
             runner.begin(row.id)

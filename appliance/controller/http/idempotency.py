@@ -109,6 +109,13 @@ def find(db: Database, config: ControllerConfig, attempt: Attempt) -> str | None
     return None if row is None else row.resource_id
 
 
+def earlier(db: Database, config: ControllerConfig, attempt: Attempt, known: Callable[[str], Row | None]) -> Row | None:
+    """What an earlier attempt made, as `once` says. Ask before what the request names is looked at: a retry was refused
+    because a file that its first attempt had named was gone by then. Raises Conflict."""
+    found = find(db, config, attempt)
+    return None if found is None else known(found)
+
+
 def may_come_again(request: Request, caller: Principal, route: str, db: Database, config: ControllerConfig) -> bool:
     """Whether an earlier request may have made what this one asks for, told before its body is read: a bound that the
     first of them has reached is no reason to refuse the second. `once` says whether it did. Raises BadRequest."""
@@ -133,8 +140,7 @@ def once(
     looked through for minutes would be there again of a person who was forgotten meanwhile, by name.
     """
     with db.transaction():
-        earlier = find(db, config, attempt)
-        if earlier is not None and (row := known(earlier)) is not None:
+        if (row := earlier(db, config, attempt, known)) is not None:
             return row, False
         if how := keys.how_ended(db, attempt.key_id, attempt.secret):
             raise KeyRevoked(how)

@@ -56,6 +56,10 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
                 "endpoint",
             )
         check_metadata(body.metadata)
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump())
+        known_before = partial(batches.find, db, viewer=caller.viewer)
+        if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
+            return _view(earlier, _going(earlier, runner), caller)
         file = files.known_file(context, body.input_file_id, caller, "input_file_id")
         if file.purpose != "batch":
             raise BadRequest(
@@ -63,7 +67,6 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
                 param="input_file_id",
                 code="invalid_file_purpose",
             )
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump())
 
         def make() -> BatchRow:
             context.quotas.check_batch(caller, file.bytes)
@@ -82,7 +85,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             batches.insert(db, row)
             return row
 
-        row, made = idempotency.once(db, context.config, attempt, partial(batches.find, db, viewer=caller.viewer), make)
+        row, made = idempotency.once(db, context.config, attempt, known_before, make)
         if made:
             runner.begin(row.id)
         return _view(row, _going(row, runner), caller)

@@ -6,6 +6,7 @@ The API writes the wanted state and wakes the scheduler; it never waits for devi
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -47,13 +48,15 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-
+        known_before = partial(jobs.find, db)
+        if (row := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
+            return shown_job(row, caller)
         await check_judges(context, hosts, body, caller)
 
         def make() -> JobRow:
             return insert_job(context, body, caller)
 
-        row, made = idempotency.once(db, context.config, attempt, lambda earlier: jobs.find(db, earlier), make)
+        row, made = idempotency.once(db, context.config, attempt, known_before, make)
         if made:
             validation.start(row.id)
         return shown_job(row, caller)

@@ -43,6 +43,10 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     async def create(request: Request, caller: Caller) -> Response:
         """Background responses only: a gateway forwards the body after its own checks."""
         body = await _json_of(request)
+
+        def told(row: ResponseRow) -> Response:
+            return _stream(background.follow(row, -1, caller)) if body.get("stream") else _json(row.response.encode())
+
         if not isinstance(body, dict) or body.get("background") is not True:
             raise BadRequest("This endpoint takes only responses in background.", param="background")
         if not context.config.responses_kept_days:
@@ -51,13 +55,18 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 param="background",
                 code="unsupported_parameter",
             )
+        attempt, known_before = (
+            idempotency.Attempt.of(request, caller, ROUTE, body),
+            partial(responses.find, context.db),
+        )
+        if (earlier := idempotency.earlier(context.db, context.config, attempt, known_before)) is not None:
+            return told(earlier)
         previous = body.get("previous_response_id")
         if previous is not None:
             await stored.before(previous, caller.viewer)
         check_may_ask(context.db, caller, str(body.get("model")))
         if how := keys.how_ended(context.db, caller.key_id, caller.secret):  # while body or earlier turns were read
             raise ApiError(401, KEY_ENDED.format(how))
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
@@ -67,10 +76,10 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             stored.add([row])
             return row
 
-        row, made = idempotency.once(context.db, context.config, attempt, partial(responses.find, context.db), make)
+        row, made = idempotency.once(context.db, context.config, attempt, known_before, make)
         if made:
             background.begin(row)
-        return _stream(background.follow(row, -1, caller)) if body.get("stream") else _json(row.response.encode())
+        return told(row)
 
     @router.get("/{response_id}")
     async def retrieve(

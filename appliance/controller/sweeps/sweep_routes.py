@@ -41,6 +41,10 @@ def routes(context: ControllerContext, runner: SweepRunner, hosts: GraderHosts) 
 
     @router.post("")
     async def create(body: SweepCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+        known_before = partial(sweeps.find_visible, db, viewer=caller.viewer)
+        if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
+            return sweep_object(context, earlier, caller)
         await check_spec(context, hosts, body.spec, caller)
 
         def make() -> SweepRow:
@@ -60,8 +64,6 @@ def routes(context: ControllerContext, runner: SweepRunner, hosts: GraderHosts) 
             record(context, caller, "sweep.create", row.id, trials=len(row.trials))
             return row
 
-        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
-        known_before = partial(sweeps.find_visible, db, viewer=caller.viewer)
         row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return sweep_object(context, row, caller)
 

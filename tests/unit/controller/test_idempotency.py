@@ -144,6 +144,27 @@ async def test_every_route_that_makes_something_makes_one_of_a_request_that_come
     await control.settle()
 
 
+@pytest.mark.usefixtures("checked_here")
+async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Control):
+    """A retry was refused for a file that its first attempt had named, though that had been accepted."""
+    control.as_key("ann", owner="ann")
+    made = await bodies(control)
+    routes = ("/v1/batches", "/v1/fine_tuning/jobs", "/v1/sweeps", "/v1/responses", "/v1/evals/{eval_id}/runs")
+    named_none = routes[3:]
+    first = {}
+    for path in routes:
+        answer = await control.http.post(made[path][0], headers=KEYED, **made[path][1])
+        assert answer.status_code < 300, answer.text
+        first[path] = answer.json()["id"]
+    control.db.execute("UPDATE files SET owner = 'bob'")
+    control.db.execute("UPDATE models SET owner = 'bob'")
+    for path in routes:
+        url, same, _ = made[path]
+        assert (await control.http.post(url, headers=KEYED, **same)).json().get("id") == first[path], path
+        assert (await control.http.post(url, **same)).status_code >= 400 or path in named_none, path
+    await control.settle()
+
+
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     control.as_key("ann", owner="ann", bounds={"evals": 1})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}
