@@ -86,6 +86,24 @@ async def rotated(control: Control, made: dict[str, Any]) -> str:
     return digest
 
 
+@pytest.mark.parametrize("way", ["rotate", "revoke"])
+async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Control, way: str):
+    """It stayed, and who took the key from it was refused."""
+    first = await ask(control, "POST", "/keys", json={"name": "first"})
+    file = Path(control.context.box["data_dir"]) / "first-key"
+    file.write_text(first["key"] + "\n")
+    other = await ask(control, "POST", "/keys", json={"name": "other"})
+    assert (await ask(control, "POST", "/keys/other/rotate"))["first_key_file_removed"] is None and file.exists()
+    await ask(control, "DELETE", f"/keys/{other['id']}")
+    assert file.exists()
+    if way == "rotate":
+        assert (await ask(control, "POST", "/keys/first/rotate"))["first_key_file_removed"] == str(file)
+    else:
+        await ask(control, "DELETE", "/keys/first")
+    assert not file.exists()
+    assert (await ask(control, "POST", "/keys", json={"name": "more"}))["key"], "and nothing fails where it is gone"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

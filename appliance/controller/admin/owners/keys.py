@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import fields
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -34,6 +35,7 @@ from appliance.controller.interfaces.principal import (
 )
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
+from appliance.paths import BoxPaths
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys, usage
@@ -138,6 +140,7 @@ class KeyEnds:
             record(
                 context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
             )
+        _drop_first_key(context, row)
         for batch_id in stopped["batches"]:
             self._runner.poke(batch_id)  # it checks itself that its key is revoked
         return stopped
@@ -234,7 +237,7 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.publish_keys()
-        return views.key(renewed) | {"key": key}
+        return views.key(renewed) | {"key": key, "first_key_file_removed": _drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
@@ -251,6 +254,19 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes and not one.session for one in keys.list_live(db))}
         )
+
+
+def _drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
+    """Removes the file with the box's first key if it has the secret that this key had, which is refused now: who set
+    the box up later from that file got 401. Returns its path, None if it has another or is gone."""
+    path = BoxPaths.of(Path(context.box["data_dir"])).first_key
+    try:
+        if keys.fingerprint(path.read_text().strip()) != row.sha256:
+            return None
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    return str(path)
 
 
 def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
