@@ -112,7 +112,8 @@ def quota_of(db: Database, row: KeyRow, now_s: float) -> Quota:
         if limit is not None
     ]
     left = min((left for left, *_ in each), default=None)
-    end_s, spent = max(((end_s, name) for left, end_s, name in each if left <= 0), default=(None, ""))
+    # On the last day of a month both are renewed at once: the one that is overdrawn most is named.
+    end_s, _, spent = max(((end_s, -left, name) for left, end_s, name in each if left <= 0), default=(None, 0, ""))
     return Quota(left, end_s, spent)
 
 

@@ -388,8 +388,10 @@ def _mismatch(message: str) -> tuple[str, str | None]:
     param = _param(told["loc"])
     same = [_said(one["msg"]) for one in found if _param(one["loc"]) == param]
     what = "; or ".join(dict.fromkeys(same if told is found[0] else [_said(told["msg"])]))
-    if told["type"] == "missing":
+    if told["type"] == "missing" and param:
         return f"You must provide the parameter `{param}`.", param
+    if told["type"] == "missing":
+        return "The body must be a JSON object.", None
     if not param:  # a check of several fields together, which its words name
         return f"{what}."[:_MESSAGE_CHARS], None
     return f"Invalid value for `{param}`: {what}."[:_MESSAGE_CHARS], param

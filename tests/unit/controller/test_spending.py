@@ -69,6 +69,13 @@ def test_days_and_months_are_those_of_utc(control: Control):
     assert quota_of(control.db, made, NOON) == (-40, calendar.timegm((2026, 12, 1, 0, 0, 0)), "100 tokens a month")
 
 
+def test_of_quotas_that_are_renewed_together_the_one_that_is_overdrawn_most_is_named(control: Control):
+    made, _ = keys.create(control.db, "k", ["inference"], tokens_per_day=10, tokens_per_month=30)
+    last = calendar.timegm((2026, 11, 30, 12, 0, 0))
+    usage.add(control.db, [row(made.id, prompt=50, completion=0)], last)
+    assert quota_of(control.db, made, last)[1:] == (calendar.timegm((2026, 12, 1, 0, 0, 0)), "10 tokens a day")
+
+
 async def test_the_list_of_keys_says_when_each_last_asked_a_model(control: Control):
     idle = await ask(control, "POST", "/keys", json={"name": "idle"})
     busy = await ask(control, "POST", "/keys", json={"name": "busy"})

@@ -222,6 +222,7 @@ MISSING = (
             "messages[0].content",
             "Invalid value for `messages[0].content`: Input should be a valid string; or Input should be a valid list.",
         ),
+        (MISSING.replace("body.max_tokens", "body"), None, "The body must be a JSON object."),
         (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),
         (
             MISSING.replace("max_tokens", "thinking.enabled.budget_tokens"),
