@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
 
@@ -27,6 +27,8 @@ SLOWER_CHANCE = 0.01
 """It counts as certainly slower when chance would make as many of its answers late less often than this."""
 PATIENCE = 3
 """After this many watch periods, the requests of one owner alone, and a few late answers, are enough."""
+ENDURANCE = 10
+"""After this many watch periods, a canary goes back of which only one owner's answers tell something bad."""
 ENOUGH = 10
 """An owner's times are compared once each version has answered this many of his requests."""
 LOSS_BOUND_NATS = 0.05
@@ -58,8 +60,11 @@ class CanaryTerms:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """of_one: it waits because only one owner's answers tell something bad, who is not to decide alone."""
+
     verdict: Verdict
     reason: str
+    of_one: bool = False
 
 
 def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_reason: str = "") -> Decision:
@@ -70,7 +75,7 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
     left_s = terms.since_s + terms.watch_s - now_s
     waits_for_others = left_s + (PATIENCE - 1) * terms.watch_s > 0
     new, old = canary.load, stable.load
-    return (
+    found = (
         worse_loss(canary, stable)
         or more_errors(canary, stable, terms.share)
         or refusals(canary, stable, terms.share, over=left_s <= 0)
@@ -82,6 +87,13 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
             f"requests failed, with {stable.version} {old.errors} of {old.requests}",
         )
     )
+    if not found.of_one:
+        return found
+    # Or whoever asks it without end would keep it, and its engine, from ever being decided.
+    if now_s >= terms.since_s + ENDURANCE * terms.watch_s:
+        return Decision("roll back", f"{found.reason}, for {ENDURANCE} times as long as it was to be watched")
+    by_hand = f"decide by hand; an automatic one goes back after {ENDURANCE} times as long as it was to be watched"
+    return replace(found, reason=f"{found.reason}: {by_hand}")
 
 
 def worse_loss(canary: Side, stable: Side) -> Decision | None:
@@ -139,8 +151,7 @@ def slower(canary: Side, stable: Side, waits_for_others: bool) -> Decision | Non
         one = heard[0][0] if len(heard) == 1 else {}
         if len(one) == 1 and any(owner not in one for owner in canary.load.asked):
             # Requests of others that wait behind this owner's are not timed: he would decide alone.
-            but = "and others' answers do not say: decide by hand, or let it wait"
-            return Decision("wait", f"{its} of one owner, {that}, {but}")
+            return Decision("wait", f"{its} of one owner, {that}, and others' answers do not say", of_one=True)
         whose = f", or worse, for {len(slow)} of {len(found)} owners" if len(found) > 1 else ""
         return Decision("roll back", f"{its}, {that}{whose}")
     return unsure
@@ -177,7 +188,7 @@ def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decisio
         told = f"{canary.version} refused {mine.errors} of {mine.requests} requests, which {stable.version} answered"
         if decides:
             return Decision("roll back", told)
-        return Decision("wait", f"{told}, hardly any of others than one owner: decide by hand, or let it wait")
+        return Decision("wait", f"{told}, hardly any of others than one owner", of_one=True)
     return None
 
 

@@ -12,6 +12,7 @@ from appliance.gateway.routing.canary_comparison import bucket
 
 TERMS = CanaryTerms(since_s=100.0, watch_s=600.0, min_requests=50, share=0.1)
 OVER_S = 701.0
+TEN_TIMES_S = TERMS.since_s + 10 * TERMS.watch_s
 
 
 def side(
@@ -136,6 +137,8 @@ def test_a_version_that_refuses_what_the_other_answers_is_rolled_back_but_by_nob
     assert verdict(101.0, {"m": 50}, a=(20, 0), b=(20, 0))[0] == "wait"
     told = verdict(OVER_S, {"m": 50}, a=(30, 0), b=(30, 0))
     assert told[0] == "wait" and "refused 50 of 110" in told[1] and "by hand" in told[1], "nor promoted without a word"
+    told = verdict(TEN_TIMES_S, {"m": 50}, a=(30, 0), b=(30, 0))
+    assert told[0] == "roll back" and "for 10 times as long" in told[1], "nor kept waiting for ever"
     assert verdict(OVER_S, {"m": 1, "a": 1}, m=(90, 0), a=(90, 0))[0] == "promote", "one here or there is chance"
     assert verdict(101.0, {"m": 50})[1] == "v2 answered 0 of 50 requests", "others have not asked yet"
     assert verdict(OVER_S, {"m": 50})[0] == "roll back", "nobody else asked it"
@@ -191,13 +194,17 @@ def test_one_owner_decides_nothing_by_times_while_others_who_asked_it_have_none(
     usual, late = Times({bucket(0.1): 20}, {bucket(1.0): 20}), Times({bucket(0.1): 20}, {bucket(60.0): 20})
     old = Side("v1", VersionLoad({"m": usual, "a": usual}, {"m": (900, 0), "a": (900, 0)}))
 
-    def found(new: Times, **more: tuple[int, int]) -> Decision:
-        return decide(Side("v2", VersionLoad({"m": new}, {"m": (99, 0), **more})), old, TERMS, OVER_S)
+    def found(new: Times, now_s: float = OVER_S, **more: tuple[int, int]) -> Decision:
+        return decide(Side("v2", VersionLoad({"m": new}, {"m": (99, 0), **more})), old, TERMS, now_s)
 
     assert found(late).verdict == "roll back", "nobody else asked it"
     assert found(usual, a=(25, 0)).verdict == "promote"
     told = found(late, a=(25, 0))
-    assert told.verdict == "wait" and "of one owner" in told.reason
+    assert told.verdict == "wait" and "of one owner" in told.reason and "by hand" in told.reason
+    assert found(late, TEN_TIMES_S - 1, a=(25, 0)).verdict == "wait"
+    ended = found(late, TEN_TIMES_S, a=(25, 0))
+    assert ended.verdict == "roll back" and ended.reason.endswith("for 10 times as long as it was to be watched")
+    assert found(usual, TEN_TIMES_S, a=(25, 0)).verdict == "promote"
 
 
 def test_nobody_decides_by_times_among_many_who_have_few_answers() -> None:
