@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from appliance.backup.errors import BackupDamaged, NoBackup
+from runtime.moments import STAMP, stamp
 from weights.format.errors import ObjectDamaged
 from weights.tiers.objects import Objects
 
@@ -29,7 +30,6 @@ DATABASE_CHUNK_BYTES = 1 << 20
 _FOLDER = "backups/"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_TIME = "%Y-%m-%dT%H-%M-%SZ"
 _NAME_BYTES = 255
 _NO_TIME_S = 1 << 37  # the year 6325; time.gmtime ended with OSError at 1e18 s, and took None for now
 log = logging.getLogger(__name__)
@@ -63,10 +63,6 @@ class Manifest:
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
-
-
-def name_at(made_s: float) -> str:
-    return time.strftime(_TIME, time.gmtime(made_s))
 
 
 def chunk_key(digest: str) -> str:
@@ -140,11 +136,11 @@ def next_name(objects: Objects, made_s: float) -> str:
     the oldest would be taken for the newest, and the newest would be deleted as the oldest."""
     for name in reversed(names(objects)):
         try:
-            last_s = calendar.timegm(time.strptime(name, _TIME))
+            last_s = calendar.timegm(time.strptime(name, STAMP))
         except ValueError:
             continue  # somebody else's
-        return name_at(max(made_s, last_s + 1))
-    return name_at(made_s)
+        return stamp(max(made_s, last_s + 1))
+    return stamp(made_s)
 
 
 def readable(objects: Objects) -> tuple[list[Manifest], list[str]]:

@@ -16,6 +16,7 @@ from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
 from appliance.store.readers import reading_uri
+from runtime.moments import stamp
 
 # Table -> what tells its rows apart, and what people call them.
 _COUNTED = {
@@ -137,7 +138,7 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
     database = data_dir / DATABASE
     for old in (data_dir / FOLDER).glob("of-the-newer-release-*"):
         old.unlink()
-    aside = data_dir / FOLDER / f"of-the-newer-release-{time.strftime('%Y-%m-%dT%H-%M-%SZ', time.gmtime())}.sqlite"
+    aside = data_dir / FOLDER / f"of-the-newer-release-{stamp(time.time())}.sqlite"
     partial = data_dir / f".{DATABASE}.restoring"
     try:
         copy_database(database, aside)

@@ -14,6 +14,7 @@ from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.bundle.rollback import WayBack, restore, way_back
 from appliance.bundle.running import NotUp, Running
+from appliance.cli.locate import data_dir_option
 
 Say = Callable[[str], None]
 
@@ -84,5 +85,5 @@ def _return(
     except NotUp as error:
         raise Refused(
             f"release {version} is current and its database in place, but it does not come up: {error}; "
-            f"`appliance up --data-dir {data_dir}` tries again"
+            f"`appliance up{data_dir_option(data_dir)}` tries again"
         ) from error

@@ -27,6 +27,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from appliance.cli.locate import data_dir_option
 from appliance.demo.load_generator import Load, LoadReport
 
 ENDED = ("succeeded", "failed", "cancelled")
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _summary(box, (swapped, switched), time.monotonic() - began_s)
         ok = before != after and not any(r.dropped or r.truncated or r.duplicated for r in (swapped, switched))
         if options.keep:
-            end = f"`appliance down --data-dir {box.data_dir}`"
+            end = f"`appliance down{data_dir_option(box.data_dir)}`"
             console.print(f"\nThe box stays up at {box.url}; `appliance --help`, then {end}.")
     except KeyboardInterrupt:
         console.print("\nstopped by hand; ending the box")

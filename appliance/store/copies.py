@@ -13,6 +13,7 @@ from pathlib import Path
 
 from appliance.store.errors import NoRoomForCopy
 from appliance.store.readers import reading_uri
+from runtime.moments import stamp
 
 FOLDER = "before-upgrades"  # beside the database
 KEPT = 3
@@ -50,7 +51,7 @@ def keep_copy(connection: sqlite3.Connection, path: Path, schema: int) -> Path:
     needed, free = path.stat().st_size + _SPARE_BYTES, shutil.disk_usage(folder).free
     if free < needed:
         raise NoRoomForCopy(path, needed, free)
-    kept = folder / f"schema-{schema:04d}-{time.strftime('%Y-%m-%dT%H-%M-%SZ', time.gmtime())}.db"
+    kept = folder / f"schema-{schema:04d}-{stamp(time.time())}.db"
     partial = kept.with_name(f"{kept.name}.partial")
     _copied(connection, partial)
     partial.replace(kept)

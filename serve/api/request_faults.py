@@ -19,6 +19,7 @@ from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.renderers.chat_utils import ChatTemplateResolutionError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from runtime.pydantic_words import words_of_check
 from serve.api import answer_version
 
 # Written for people, in vLLM as in templates.
@@ -78,5 +79,5 @@ def _mismatch(error: ValidationError) -> str:
     # Names of types are among the names of fields.
     names = [str(name) for name in told["loc"] if str(name).islower() or isinstance(name, int)]
     # What a check of pydantic's says begins with pydantic's own words, and names no field where it looks at several.
-    what = told["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")[:_WORDS].removesuffix(".")
+    what = words_of_check(told["msg"])[:_WORDS].removesuffix(".")
     return f"Invalid value for `{'.'.join(names) or 'messages'}`: {what}."

@@ -14,6 +14,7 @@ from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.store.records import keys, page_sessions, usage
 from appliance.store.rows import KeyRow
+from runtime.moments import minute
 
 log = logging.getLogger("appliance.controller")
 
@@ -131,7 +132,7 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
 def ending_soon(db: Database, now_s: float) -> list[str]:
     """A sentence for each key that ends by itself within a week."""
     return [
-        f"the key {row.name} expires at {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(row.expires_s))}: "
+        f"the key {row.name} expires at {minute(row.expires_s)}: "
         f"`appliance key limit {shlex.quote(row.name)} --expires 90d` lets it last longer"
         for row in keys.list_ending(db, now_s + ENDING_S)
     ]

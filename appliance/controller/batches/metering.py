@@ -27,6 +27,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
+from runtime.moments import minute
 
 # Per request, to estimate its cost before an engine reports it.
 BYTES_PER_TOKEN = 4
@@ -102,7 +103,7 @@ class Metering:
             return ""
         left, until_s, spent = quota_of(self._db, key, time.time())
         if until_s is not None:
-            return f"its key's quota of {spent} is used up until {_moment(until_s)}"
+            return f"its key's quota of {spent} is used up until {minute(until_s)}"
         most = 0
         if left is not None:
             most = asked()
@@ -227,7 +228,3 @@ def _count(body: dict[str, Any], name: str, otherwise: int = 1) -> int:
 
 def _answer(error: gateway_errors.HttpError) -> EngineAnswer:
     return EngineAnswer(error.status, orjson.loads(error.body()))
-
-
-def _moment(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))

@@ -18,6 +18,9 @@ from typing import Any, Final
 
 import orjson
 
+from runtime.moments import minute
+from runtime.pydantic_words import words_of_check
+
 MAX_RETRY_AFTER_S = 120
 JSON_TYPES: Final = {
     bool: "a boolean",
@@ -129,20 +132,16 @@ def invalid_key() -> HttpError:
 def key_expired(since_s: float) -> HttpError:
     return HttpError(
         401,
-        f"This API key expired at {_minute(since_s)}. Ask whoever runs this box for another one.",
+        f"This API key expired at {minute(since_s)}. Ask whoever runs this box for another one.",
         code="invalid_api_key",
     )
-
-
-def _minute(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
 
 
 def key_ended(expires_s: float | None) -> HttpError:
     """expires_s: the end that the key had, None without one."""
     how = "was revoked"
     if expires_s is not None and expires_s <= time.time():
-        how = f"expired at {_minute(expires_s)}"
+        how = f"expired at {minute(expires_s)}"
     return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
 
 
@@ -300,7 +299,7 @@ def quota_spent(until_s: float, which: str) -> HttpError:
     that."""
     return HttpError(
         429,
-        f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {_minute(until_s)}.",
+        f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {minute(until_s)}.",
         kind="insufficient_quota",
         code="insufficient_quota",
         should_retry=False,
@@ -399,7 +398,7 @@ def _mismatch(message: str) -> tuple[str, str | None]:
 
 def _said(quoted: str) -> str:
     """A message out of vLLM's list, without pydantic's words before those of a check and the dot behind them."""
-    return re.sub(r"\A(?:Value error|Assertion failed), ", "", quoted[1:-1]).removesuffix(".")
+    return words_of_check(quoted[1:-1]).removesuffix(".")
 
 
 def _param(location: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
+from runtime.moments import minute
 
 log = logging.getLogger("appliance.gateway")
 
@@ -68,14 +69,14 @@ class Certificate:
                 return before != ""
             newest, begins_s, expires_s = self._load()
             if not begins_s <= time.time() <= expires_s and time.time() < self.expires_s:
-                raise ValueError(f"it is valid from {_moment(begins_s)} until {_moment(expires_s)}")
+                raise ValueError(f"it is valid from {minute(begins_s)} until {minute(expires_s)}")
         except (OSError, ssl.SSLError, ValueError) as error:
             self.fault = f"{type(error).__name__}: {error}"
             if self.fault != before:
                 log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)
             return self.fault != before
         self._seen, self._newest, self.expires_s, self.fault = found, newest, expires_s, ""
-        log.info("a new certificate is in force, until %s", _moment(expires_s))
+        log.info("a new certificate is in force, until %s", minute(expires_s))
         return True
 
     def notes(self, now_s: float) -> list[str]:
@@ -89,7 +90,7 @@ class Certificate:
         if left_s <= SAID_BEFORE_S:
             when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
             told.append(
-                f"the endpoint's certificate {when} {_moment(self.expires_s)}; a new one in {self._cert_path} "
+                f"the endpoint's certificate {when} {minute(self.expires_s)}; a new one in {self._cert_path} "
                 "is loaded without a restart"
             )
         return told
@@ -114,7 +115,3 @@ class Certificate:
         with open(self._cert_path, "rb") as file:
             own = x509.load_pem_x509_certificates(file.read())[0]
         return context, own.not_valid_before_utc.timestamp(), own.not_valid_after_utc.timestamp()
-
-
-def _moment(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))

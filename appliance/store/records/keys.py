@@ -13,6 +13,7 @@ from appliance.store.ids import new_id
 from appliance.store.records import page_sessions
 from appliance.store.rows import KeyRow
 from appliance.store.table import Table
+from runtime.moments import minute
 
 KEY_PREFIX = "sk-appl-"
 SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
@@ -115,7 +116,7 @@ def _how_ended(row: Any, secret: str | None) -> str:
         return "" if secret in (None, row["sha256"]) else "was revoked"
     if expires_s is None or revoked_s < expires_s:
         return "was revoked"
-    return f"expired at {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(expires_s))}"
+    return f"expired at {minute(expires_s)}"
 
 
 def owner_has_left(db: Database, key_id: str) -> bool:

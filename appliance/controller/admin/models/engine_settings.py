@@ -20,6 +20,7 @@ from appliance.models.template_trial import try_template
 from appliance.store.objects import models
 from appliance.store.records import deployments, model_settings
 from appliance.store.rows import ModelRow, VersionRow
+from runtime.pydantic_words import words_of_check
 from serve.core.model_settings import ModelSettings
 from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
@@ -116,7 +117,7 @@ def _parsed(body: dict[str, Any]) -> ModelSettings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
+        message = words_of_check(first["msg"])
         raise InvalidValue(f"{where}: {message}", f"set.{where}") from error
 
 

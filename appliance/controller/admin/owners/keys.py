@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +39,7 @@ from appliance.store.errors import DuplicateRow
 from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys, usage
 from appliance.store.rows import KeyRow
+from runtime.moments import minute
 
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
@@ -280,9 +280,9 @@ def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
 def _refuse_past(expires_s: float | None) -> None:
     """Raises InvalidValue."""
     if expires_s is not None and expires_s <= time.time():
-        end = f"{datetime.fromtimestamp(expires_s, UTC):%Y-%m-%d %H:%M} UTC"
         raise InvalidValue(
-            f"expires_s is {expires_s:.0f}, {end}, which is past; a key that shall end now is revoked instead.",
+            f"expires_s is {expires_s:.0f}, {minute(expires_s)}, which is past; "
+            "a key that shall end now is revoked instead.",
             "expires_s",
         )
 
