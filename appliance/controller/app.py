@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from appliance import backup_copies
 from appliance.controller import retention
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
-from appliance.controller.admin.models import canaries, deployments, engine_settings
+from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
 from appliance.controller.batches import output_files
@@ -173,12 +173,14 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin = make_router("/admin/v1", check=of_admin_routes)
     for part_of_it in (box, mode, queue, tracked, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
-    forget.routes(context, admin, runner, background, evaluations, gates, pipelines, sweeping)
+    forgetting = forget.Forgetting(context, runner, background, evaluations, gates, pipelines, sweeping)
+    forget.routes(context, admin, forgetting)
     keys.routes(context, admin, key_ends, background)
     session_keys.routes(context, admin)
     page_sessions.routes(context, admin)
     canaries.routes(context, admin, compared)
-    admin_models.routes(context, admin, running, compared, activations)
+    operation_routes.routes(context, admin, running)
+    admin_models.routes(context, admin, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
     live.routes(admin, hub)

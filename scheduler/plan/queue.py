@@ -121,6 +121,22 @@ def _ahead(job: JobView, ahead: JobView) -> str:
     return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
 
 
+def _barred(job: JobView, now_s: float) -> tuple[str, float | None] | None:
+    """Why the job gets nothing, however many devices are free, and when that ends by itself; None: it may have some."""
+    if job.phase == "paused":
+        return "Paused by request; `appliance job resume` puts it back into the queue.", None
+    if job.held:
+        return "Held by an operator; release it to let it run.", None
+    if job.lacks:
+        return job.lacks, None
+    if job.not_before_s > now_s:
+        cause = f" ({job.failed})" if job.failed else ""
+        return f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s.", job.not_before_s
+    if job.busy == "leaving":
+        return "Is being suspended.", None
+    return None
+
+
 def allot(
     jobs: Sequence[JobView],
     budget: int,
@@ -158,22 +174,9 @@ def allot(
         if job.id in sizes:
             ahead = ahead or job
             continue
-        if job.phase == "paused":
-            waiting[job.id] = "Paused by request; `appliance job resume` puts it back into the queue."
-            continue
-        if job.held:
-            waiting[job.id] = "Held by an operator; release it to let it run."
-            continue
-        if job.lacks:
-            waiting[job.id] = job.lacks
-            continue
-        if job.not_before_s > now_s:
-            cause = f" ({job.failed})" if job.failed else ""
-            waiting[job.id] = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
-            reviews.append(job.not_before_s)
-            continue
-        if job.busy == "leaving":
-            waiting[job.id] = "Is being suspended."
+        if (barred := _barred(job, now_s)) is not None:
+            waiting[job.id], again_s = barred
+            reviews += [] if again_s is None else [again_s]
             continue
         most = min(left, rooms.most(job, rooms.left, left), (found or {}).get(job.id, left))
         size = job.largest_within(max(most, 0))

@@ -28,6 +28,7 @@ from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import unknown_job
 from appliance.last_backup import LastBackup
+from appliance.store.database import Database
 from appliance.store.objects import gates, job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
@@ -40,17 +41,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
-    def handover_view(handover_id: str | None) -> dict[str, Any] | None:
-        row = handovers.find(db, handover_id) if handover_id else None
-        return handover_views.handover(db, row, copy_limit.read(db)) if row else None
-
-    def _known_job(job_id: str) -> JobRow:
-        # An operator, even with `read` alone, sees that every job exists, and its progress.
-        row = jobs.find(db, job_id)
-        if row is None:
-            raise unknown_job(job_id)
-        return row
-
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
         load, last = context.load(), context.last_backup()
@@ -58,50 +48,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         readings, doctor = context.device_readings(), context.doctor_findings()
         power = context.power_status()
         return await answer(
-            db, caller.viewer, lambda: shown_status(caller, now, load, last, readings, doctor, degraded, power)
+            db, caller.viewer, lambda: _status(context, caller, now, load, last, readings, doctor, degraded, power)
         )
-
-    def shown_status(
-        caller: Principal,
-        now: SchedulerStatus,
-        load: Load,
-        last: LastBackup | None,
-        readings: Mapping[str, Reading],
-        doctor: list[dict[str, Any]],
-        degraded: list[dict[str, Any]],
-        power: dict[str, Any],
-    ) -> dict[str, Any]:
-        holds = mode_in_force(db, now["serving_floor"], time.time()).policy
-        return {
-            "box": {
-                **context.box,
-                "started_s": context.started_s,
-                "certificate_expires_s": load.certificate_expires_s,
-                "backup": None if last is None else asdict(last),
-                "doctor_looked_s": context.doctor_looked_s(),
-            },
-            "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-            "power": power,
-            "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
-            "replicas": now["replicas"],
-            "jobs": [views.job(row) for row in jobs.list_unfinished_whole(db)],
-            "requests": {
-                name: {"inflight": one.inflight, "held": one.held}
-                for name, one in load.models.items()
-                if one.inflight or one.held
-            },
-            "memory": now["memory"],
-            "handover": handover_view(now["handover"]),
-            "doctor": _seen_by(caller, _still_so(doctor, context.doctor_looked_s(), last)),
-            "degraded": degraded,
-            "troubles": now["troubles"],
-            "notes": [
-                *now["notes"],
-                *floor_notes(holds, len(now["devices"])),
-                *load.notes,
-                *(ending_soon(db, time.time()) if caller.is_admin else ()),
-            ],
-        }
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
@@ -128,6 +76,64 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
         return {"object": "list", **found, "data": _seen_by(caller, found["data"])}
 
+    @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
+    def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+        names = {row.id: row.name for row in keys.list_all(db)}
+        page = audit.page(db, after=after, limit=limit)
+        return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
+
+    _add_handovers(context, router)
+    _add_jobs(context, router)
+
+
+def _status(
+    context: ControllerContext,
+    caller: Principal,
+    now: SchedulerStatus,
+    load: Load,
+    last: LastBackup | None,
+    readings: Mapping[str, Reading],
+    doctor: list[dict[str, Any]],
+    degraded: list[dict[str, Any]],
+    power: dict[str, Any],
+) -> dict[str, Any]:
+    db = context.db
+    holds = mode_in_force(db, now["serving_floor"], time.time()).policy
+    return {
+        "box": {
+            **context.box,
+            "started_s": context.started_s,
+            "certificate_expires_s": load.certificate_expires_s,
+            "backup": None if last is None else asdict(last),
+            "doctor_looked_s": context.doctor_looked_s(),
+        },
+        "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
+        "power": power,
+        "devices": metered(lost_nodes.in_view(db, now["devices"]), readings),
+        "replicas": now["replicas"],
+        "jobs": [views.job(row) for row in jobs.list_unfinished_whole(db)],
+        "requests": {
+            name: {"inflight": one.inflight, "held": one.held}
+            for name, one in load.models.items()
+            if one.inflight or one.held
+        },
+        "memory": now["memory"],
+        "handover": handover_views.by_id(db, now["handover"]),
+        "doctor": _seen_by(caller, _still_so(doctor, context.doctor_looked_s(), last)),
+        "degraded": degraded,
+        "troubles": now["troubles"],
+        "notes": [
+            *now["notes"],
+            *floor_notes(holds, len(now["devices"])),
+            *load.notes,
+            *(ending_soon(db, time.time()) if caller.is_admin else ()),
+        ],
+    }
+
+
+def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
+    db = context.db
+
     @router.get("/handovers")
     def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
         measured = copy_limit.read(db)
@@ -136,7 +142,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
-        found = handover_view(handover_id)
+        found = handover_views.by_id(db, handover_id)
         if found is None:
             raise NotFound(
                 f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
@@ -158,13 +164,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         record(context, caller, "limits.measure", "box", **found)
         return found
 
+
+def _add_jobs(context: ControllerContext, router: APIRouter) -> None:
+    db = context.db
+
     @router.get("/jobs")
     def list_jobs(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
         return list_object(jobs.page(db, viewer=None, after=after, limit=limit), views.job)
 
     @router.get("/jobs/{job_id}")
     def show_job(job_id: str) -> dict[str, Any]:
-        drawn = energy_views.of_job(db, context.power, row := _known_job(job_id), time.time())
+        drawn = energy_views.of_job(db, context.power, row := _known_job(db, job_id), time.time())
         return views.job(row) | {"gate": gate_views.in_short(gates.of_job(db, job_id)), "energy": drawn}
 
     @router.get("/jobs/{job_id}/metrics")
@@ -175,17 +185,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     ) -> dict[str, Any]:
         """A page ends after the steps that take 25 ms, however many are asked for; `has_more` says that there are
         more, behind the last one's step."""
-        _known_job(job_id)
+        _known_job(db, job_id)
         limit = min(limit, _MOST_STEPS)
         rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
         data = [asdict(row) for row in rows[:limit]]
         return {"object": "list", "data": data, "has_more": len(rows) > limit}
 
-    @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
-    def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
-        names = {row.id: row.name for row in keys.list_all(db)}
-        page = audit.page(db, after=after, limit=limit)
-        return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))
+
+def _known_job(db: Database, job_id: str) -> JobRow:
+    # An operator, even with `read` alone, sees that every job exists, and its progress.
+    row = jobs.find(db, job_id)
+    if row is None:
+        raise unknown_job(job_id)
+    return row
 
 
 def _seen_by(caller: Principal, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Hand-overs in the admin API: phase by phase, with bytes, seconds and the share of the hardware's limit.
 
-Pure: rows and the measured limits in, plain values out. The CLI and scripts rely on these keys.
+Rows and the measured limits in, plain values out. The CLI and scripts rely on these keys.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from appliance.controller.devices import copy_limit
 from appliance.store.database import Database
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow, columns
@@ -25,6 +26,12 @@ def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str
         "detail": row.detail,
         "steps": steps,
     }
+
+
+def by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
+    """None where there is none, or no more."""
+    row = handovers.find(db, handover_id) if handover_id else None
+    return handover(db, row, copy_limit.read(db)) if row else None
 
 
 def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:

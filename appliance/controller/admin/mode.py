@@ -13,7 +13,6 @@ from pydantic import Field, StringConstraints
 from appliance.controller.admin import handover_views
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import copy_limit
 from appliance.controller.devices.mode import (
     floor_notes,
     mode_in_force,
@@ -30,7 +29,7 @@ from appliance.controller.interfaces.ports import Mode
 from appliance.controller.interfaces.principal import Caller
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
-from appliance.store.records import handovers, windows
+from appliance.store.records import windows
 from appliance.store.rows import WindowRow, columns
 from scheduler.core.errors import InvalidSchedule
 from scheduler.core.workload import Policy, PolicyKind
@@ -62,37 +61,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
-    def floor() -> int:
-        return context.scheduler.status()["serving_floor"]
-
-    def mode_view() -> dict[str, Any]:
-        now = context.scheduler.status()
-        now_s = time.time()
-        holds, by_hand = mode_in_force(db, now["serving_floor"], now_s), read_mode(db)
-        return {
-            **_policy(holds.policy),
-            "since_s": _since_s(holds, by_hand.since_s, now_s),
-            "until_s": holds.until_s,
-            "set_by": "window" if holds.window else "hand",
-            "window": holds.window and _window(holds.window),
-            "overridden": holds.overridden and _window(holds.overridden),
-            "by_hand": asdict(by_hand),
-            "bounds": now["bounds"],
-            "notes": floor_notes(holds.policy, len(now["devices"])),
-        }
-
-    def _since_s(holds: InForce, set_s: float, now_s: float) -> float:
-        """A window that was added in the midst of its time has held since it was added, and one that had ended before
-        it was added has changed nothing."""
-        made = {row.id: row.created_s for row in windows.list_all(db)}
-        if holds.window is not None:
-            return max(holds.since_s, made.get(holds.window.id, 0.0))
-        edges = ((window.edge_s(now_s), made[window.id]) for window in mode_windows(db, floor()))
-        return max([set_s, *(edge_s for edge_s, made_s in edges if edge_s is not None and edge_s >= made_s)])
-
     @router.get("/mode")
     async def get_mode() -> dict[str, Any]:
-        return mode_view()
+        return _mode_view(context)
 
     @router.put("/mode")
     async def set_mode(
@@ -129,8 +100,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 code="wait_timeout",
                 headers={"x-should-retry": "false"},
             ) from error
-        row = handovers.find(db, handover_id) if handover_id else None
-        return mode_view() | {"handover": handover_views.handover(db, row, copy_limit.read(db)) if row else None}
+        return _mode_view(context) | {"handover": handover_views.by_id(db, handover_id)}
 
     @router.post("/mode/plan")
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:
@@ -139,13 +109,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             return context.scheduler.explain(None)
         _check(context, body)
         wanted = Mode(body.policy, body.train_devices, 0.0, body.serving_floor)
-        return context.scheduler.explain(policy_of(wanted, floor()))
+        return context.scheduler.explain(policy_of(wanted, _floor(context)))
+
+    _add_schedule(context, router)
+
+
+def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
+    db = context.db
 
     @router.get("/mode/schedule")
     async def list_windows() -> dict[str, Any]:
         now_s, data = time.time(), []
         for row in windows.list_all(db):
-            window = window_of(row, floor())
+            window = window_of(row, _floor(context))
             data.append({**_window(window), "created_s": row.created_s, "next_s": window.next_s(now_s)})
         return {"object": "list", "data": data}
 
@@ -155,7 +131,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         now_s = time.time()
         row = WindowRow(id=new_id("win_", 8), created_s=now_s, **body.model_dump())
         try:
-            window = window_of(row, floor())
+            window = window_of(row, _floor(context))
         except InvalidSchedule as error:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
 
@@ -171,14 +147,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         made, new = idempotency.once(db, context.config, attempt, lambda earlier: windows.find(db, earlier), make)
         if new:
             context.scheduler.nudge(f"window {made.id} was added", name_of(context, caller))
-        window = window_of(made, floor())
+        window = window_of(made, _floor(context))
         return {**_window(window), "created_s": made.created_s, "next_s": window.next_s(now_s)}
 
     @router.get("/mode/schedule/preview")
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
         """The modes of the coming hours, one entry per change."""
         mode = read_mode(db)
-        asked = mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours
+        asked = mode_windows(db, _floor(context)), policy_of(mode, _floor(context)), mode.since_s, time.time(), hours
         segments = await asyncio.to_thread(preview, *asked)  # seconds, where a window comes each minute
         return {
             "object": "list",
@@ -208,6 +184,36 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             ) from error
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
         return {"id": window_id, "deleted": True}
+
+
+def _floor(context: ControllerContext) -> int:
+    return context.scheduler.status()["serving_floor"]
+
+
+def _mode_view(context: ControllerContext) -> dict[str, Any]:
+    now, now_s = context.scheduler.status(), time.time()
+    holds, by_hand = mode_in_force(context.db, now["serving_floor"], now_s), read_mode(context.db)
+    return {
+        **_policy(holds.policy),
+        "since_s": _since_s(context, holds, by_hand.since_s, now_s),
+        "until_s": holds.until_s,
+        "set_by": "window" if holds.window else "hand",
+        "window": holds.window and _window(holds.window),
+        "overridden": holds.overridden and _window(holds.overridden),
+        "by_hand": asdict(by_hand),
+        "bounds": now["bounds"],
+        "notes": floor_notes(holds.policy, len(now["devices"])),
+    }
+
+
+def _since_s(context: ControllerContext, holds: InForce, set_s: float, now_s: float) -> float:
+    """A window that was added in the midst of its time has held since it was added, and one that had ended before
+    it was added has changed nothing."""
+    made = {row.id: row.created_s for row in windows.list_all(context.db)}
+    if holds.window is not None:
+        return max(holds.since_s, made.get(holds.window.id, 0.0))
+    edges = ((window.edge_s(now_s), made[window.id]) for window in mode_windows(context.db, _floor(context)))
+    return max([set_s, *(edge_s for edge_s, made_s in edges if edge_s is not None and edge_s >= made_s)])
 
 
 def _policy(policy: Policy) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs.requests import check_metadata
-from appliance.store.database import Page
+from appliance.store.database import Database, Page
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
@@ -48,23 +48,27 @@ ItemStatus = Annotated[Literal["pass", "fail", "error"] | None, Query()]
 
 def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> APIRouter:
     router = make_router("/v1/evals", FINE_TUNING)
-    # The address that browsers see, if the box knows it: behind a proxy, or at 0.0.0.0, its own address is of no use to
-    # them.
-    db, url = context.db, context.box.get("public_url", "")
+    _add_evals(router, context, runner, hosts)
+    _add_runs(router, context, runner, hosts)
+    _add_items(router, context.db)
+    return router
 
-    def known(eval_id: str, caller: Principal) -> EvalRow:
-        if (row := evals.find(db, eval_id, viewer=caller.viewer)) is None:
-            raise NotFound(f"No eval found with id {shown(eval_id)}.", param="eval_id", code="eval_not_found")
-        return row
 
-    def known_run(eval_id: str, run_id: str, caller: Principal) -> EvalRunRow:
-        row = evals.find_run(db, run_id, viewer=caller.viewer, eval_id=eval_id)
-        if row is None:
-            raise NotFound(f"No eval run found with id {shown(run_id)}.", param="run_id", code="eval_run_not_found")
-        return row
+def _known(db: Database, eval_id: str, caller: Principal) -> EvalRow:
+    if (row := evals.find(db, eval_id, viewer=caller.viewer)) is None:
+        raise NotFound(f"No eval found with id {shown(eval_id)}.", param="eval_id", code="eval_not_found")
+    return row
 
-    def shown_run(row: EvalRunRow, caller: Principal) -> dict[str, Any]:
-        return views.run_object(row, url, caller, runner.waits_for(row))
+
+def _known_run(db: Database, eval_id: str, run_id: str, caller: Principal) -> EvalRunRow:
+    row = evals.find_run(db, run_id, viewer=caller.viewer, eval_id=eval_id)
+    if row is None:
+        raise NotFound(f"No eval run found with id {shown(run_id)}.", param="run_id", code="eval_run_not_found")
+    return row
+
+
+def _add_evals(router: APIRouter, context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> None:
+    db = context.db
 
     @router.post("", status_code=201)
     async def create(body: EvalCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -83,25 +87,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         schema = source.item_schema if isinstance(source, CustomConfig) else KEPT_SCHEMA
 
         def make() -> EvalRow:
-            now_s = time.time()
-            size = len(orjson.dumps([schema, criteria]))
-            context.quotas.check_eval(caller, size)
-            row = EvalRow(
-                id=new_id("eval_"),
-                name=body.name or "",
-                created_s=now_s,
-                updated_s=now_s,
-                key_id=caller.key_id,
-                owner=caller.owner,
-                item_schema=schema,
-                include_sample=int(not isinstance(source, CustomConfig) or source.include_sample_schema),
-                kept=None if isinstance(source, CustomConfig) else source.model_dump(),
-                criteria=criteria,
-                metadata=body.metadata,
-                bytes=size,
-            )
-            evals.insert(db, row)
-            return row
+            return _insert_eval(context, body, schema, criteria, caller)
 
         row, _ = idempotency.once(db, context.config, attempt, known_before, make)
         return views.eval_object(row, caller)
@@ -122,29 +108,66 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 
     @router.get("/{eval_id}")
     def retrieve(eval_id: str, caller: Caller) -> dict[str, Any]:
-        return views.eval_object(known(eval_id, caller), caller)
+        return views.eval_object(_known(db, eval_id, caller), caller)
 
     @router.post("/{eval_id}")
     async def update(eval_id: str, body: EvalUpdate, caller: Caller) -> dict[str, Any]:
-        known(eval_id, caller)
+        _known(db, eval_id, caller)
         check_metadata(body.metadata)
         changes = {name: getattr(body, name) for name in body.model_fields_set}
         if "name" in changes:
             changes["name"] = changes["name"] or ""
         evals.update(db, eval_id, **changes, updated_s=time.time())
-        return views.eval_object(known(eval_id, caller), caller)
+        return views.eval_object(_known(db, eval_id, caller), caller)
 
     @router.delete("/{eval_id}")
     async def delete(eval_id: str, caller: Caller) -> dict[str, Any]:
-        known(eval_id, caller)
+        _known(db, eval_id, caller)
         for run_id in evals.unfinished_ids(db, eval_id=eval_id):
             runner.let_go(run_id)  # not ended first: 32 rows with their items held the loop for 4.4 s
         await runner.delete([eval_id])
         return {"object": "eval.deleted", "deleted": True, "eval_id": eval_id}
 
+
+def _insert_eval(
+    context: ControllerContext,
+    body: EvalCreate,
+    schema: dict[str, Any],
+    criteria: list[dict[str, Any]],
+    caller: Principal,
+) -> EvalRow:
+    source, now_s = body.data_source_config, time.time()
+    size = len(orjson.dumps([schema, criteria]))
+    context.quotas.check_eval(caller, size)
+    row = EvalRow(
+        id=new_id("eval_"),
+        name=body.name or "",
+        created_s=now_s,
+        updated_s=now_s,
+        key_id=caller.key_id,
+        owner=caller.owner,
+        item_schema=schema,
+        include_sample=int(not isinstance(source, CustomConfig) or source.include_sample_schema),
+        kept=None if isinstance(source, CustomConfig) else source.model_dump(),
+        criteria=criteria,
+        metadata=body.metadata,
+        bytes=size,
+    )
+    evals.insert(context.db, row)
+    return row
+
+
+def _add_runs(router: APIRouter, context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -> None:
+    # The address that browsers see, if the box knows it: behind a proxy, or at 0.0.0.0, its own address is of no use to
+    # them.
+    db, url = context.db, context.box.get("public_url", "")
+
+    def shown_run(row: EvalRunRow, caller: Principal) -> dict[str, Any]:
+        return views.run_object(row, url, caller, runner.waits_for(row))
+
     @router.post("/{eval_id}/runs", status_code=201)
     async def create_run(eval_id: str, body: RunCreate, request: Request, caller: Caller) -> dict[str, Any]:
-        of = known(eval_id, caller)
+        of = _known(db, eval_id, caller)
         attempt = idempotency.Attempt.of(request, caller, RUNS_ROUTE, of.id.encode() + await request.body())
         known_before = partial(evals.find_run, db, viewer=caller.viewer, eval_id=of.id)
         if (earlier := idempotency.earlier(db, context.config, attempt, known_before)) is not None:
@@ -177,7 +200,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         viewer, descending = caller.viewer, order == "desc"
 
         def found() -> Page[EvalRunRow]:
-            known(eval_id, caller)
+            _known(db, eval_id, caller)
             return evals.page_runs(
                 db, eval_id, viewer=viewer, status=status, after=after, limit=limit, descending=descending
             )
@@ -190,7 +213,7 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
 
     @router.get("/{eval_id}/runs/{run_id}", response_model=dict[str, Any])
     async def retrieve_run(eval_id: str, run_id: str, caller: Caller) -> Response:
-        row = await db.read(caller.viewer, known_run, eval_id, run_id, caller)
+        row = await db.read(caller.viewer, _known_run, db, eval_id, run_id, caller)
         waits = runner.waits_for(row)
         return await answer(db, caller.viewer, lambda: views.run_object(row, url, caller, waits))
 
@@ -198,17 +221,19 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
     @router.post("/{eval_id}/runs/{run_id}/cancel")
     @router.post("/{eval_id}/runs/{run_id}")
     async def cancel_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
-        known_run(eval_id, run_id, caller)
+        _known_run(db, eval_id, run_id, caller)
         runner.cancel(run_id)
-        return shown_run(known_run(eval_id, run_id, caller), caller)
+        return shown_run(_known_run(db, eval_id, run_id, caller), caller)
 
     @router.delete("/{eval_id}/runs/{run_id}")
     async def delete_run(eval_id: str, run_id: str, caller: Caller) -> dict[str, Any]:
-        known_run(eval_id, run_id, caller)
+        _known_run(db, eval_id, run_id, caller)
         runner.let_go(run_id)
         await runner.delete([run_id])
         return {"object": "eval.run.deleted", "deleted": True, "run_id": run_id}
 
+
+def _add_items(router: APIRouter, db: Database) -> None:
     @router.get("/{eval_id}/runs/{run_id}/output_items")
     def list_items(
         eval_id: str,
@@ -219,20 +244,18 @@ def routes(context: ControllerContext, runner: EvalRunner, hosts: GraderHosts) -
         order: Order = "asc",
         status: ItemStatus = None,
     ) -> dict[str, Any]:
-        run = known_run(eval_id, run_id, caller)
+        run = _known_run(db, eval_id, run_id, caller)
         page = evals.page_items(db, run_id, status=status, after=after, limit=limit, descending=order == "desc")
         return list_object(page, lambda row: views.item_object(row, run))
 
     @router.get("/{eval_id}/runs/{run_id}/output_items/{item_id}")
     def retrieve_item(eval_id: str, run_id: str, item_id: str, caller: Caller) -> dict[str, Any]:
-        run = known_run(eval_id, run_id, caller)
+        run = _known_run(db, eval_id, run_id, caller)
         if (row := evals.find_item(db, run_id, item_id)) is None:
             raise NotFound(
                 f"No output item found with id {shown(item_id)}.", param="output_item_id", code="output_item_not_found"
             )
         return views.item_object(row, run)
-
-    return router
 
 
 async def _check_schema(hosts: GraderHosts, schema: dict[str, Any], caller: Principal) -> None:

@@ -63,14 +63,20 @@ class UploadComplete(StrictBody):
     md5: Annotated[str, StringConstraints(max_length=64)] | None = None
 
 
+class _UnderWay:
+    """What requests do to uploads at this moment."""
+
+    def __init__(self) -> None:
+        self.completing: set[str] = set()
+        self.parts: Counter[str] = Counter()  # by upload: parts that arrive; even an empty one takes a row and a file
+        self.arriving: Counter[str] = Counter()  # by upload: bytes of parts that are not in the store yet
+        # Bytes in the store, of uploads with parts under way. Summed once, not for each chunk of 10,000 parts.
+        self.settled: dict[str, int] = {}
+
+
 def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/uploads", FINE_TUNING)
-    db, config = context.db, context.config
-    completing: set[str] = set()
-    arriving: Counter[str] = Counter()  # by upload: bytes of parts that are not in the store yet
-    # Bytes in the store, of uploads with parts under way. Summed once, not for each chunk of 10,000 parts.
-    settled: dict[str, int] = {}
-    coming: Counter[str] = Counter()  # by upload: number of such parts; even an empty one takes a row and a file
+    db, config, under_way = context.db, context.config, _UnderWay()
 
     @router.post("")
     async def create(body: UploadCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -106,65 +112,7 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/parts")
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row = _pending(context, upload_id, caller)
-        number, settled_bytes = upload_rows.stored(db, row.id)
-        again = idempotency.may_come_again(request, caller, PARTS_ROUTE, db, config)
-        if not again:
-            _check_parts(row, number + coming[row.id])
-        if row.id in completing:
-            raise _busy(row)
-        context.quotas.disk.check()
-        mine = 0
-
-        def took(count: int) -> None:
-            nonlocal mine
-            _pending(context, upload_id, caller)  # of one that has ended nothing more is taken
-            if settled[row.id] + arriving[row.id] + count > 2 * row.bytes:
-                raise BadRequest(
-                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a "
-                    "part may be sent a second time); create an upload with the file's size.",
-                    param="data",
-                    code="upload_too_large",
-                )
-            context.quotas.disk.check(count)
-            mine += count
-            arriving[row.id] += count
-            kept(count)
-
-        part_id = new_id("part_")
-        folder = _folder(context, row.id)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        incoming = folder / f"{multipart.INCOMING_PREFIX}{part_id}"
-        coming[row.id] += 1
-        settled[row.id] = settled_bytes
-        with context.quotas.kept.open(row.id) as kept:
-            try:
-                part = await multipart.receive(
-                    request.stream(),
-                    request.headers.get("content-type", ""),
-                    incoming,
-                    config.upload_part_bytes,
-                    took,
-                    "data",
-                )
-                _pending(context, upload_id, caller)  # it may have ended while its bytes arrived
-
-                def make() -> UploadPartRow:
-                    if again:
-                        _check_parts(row, upload_rows.stored(db, row.id)[0])
-                    os.rename(incoming, folder / part_id)
-                    made = UploadPartRow(part_id, row.id, part.size, time.time())
-                    upload_rows.insert_part(db, made)
-                    settled[row.id] += part.size
-                    return made
-
-                attempt = idempotency.Attempt.of(request, caller, PARTS_ROUTE, [row.id, part.sha256, part.fields])
-                made, _ = idempotency.once(db, config, attempt, partial(upload_rows.find_part, db, row.id), make)
-            finally:
-                arriving[row.id] -= mine
-                coming[row.id] -= 1
-                if not coming[row.id]:
-                    del arriving[row.id], coming[row.id], settled[row.id]
-                incoming.unlink(missing_ok=True)
+        made = await _add_part(context, under_way, row, request, caller)
         return {"id": made.id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
 
     @router.post("/{upload_id}/complete")
@@ -172,56 +120,7 @@ def routes(context: ControllerContext) -> APIRouter:
         row = _known(context, upload_id, caller)
         if row.status == "completed":
             return _view(context, row, caller)  # the SDK retries when the first answer was lost
-        row = _pending(context, upload_id, caller)
-        _check_chosen(row, body, await db.read(row.owner, upload_rows.sizes, db, row.id))
-        row = _pending(context, upload_id, caller)  # still
-        if row.id in completing:
-            raise _busy(row)
-        if coming[row.id]:
-            raise Conflict(
-                f"{coming[row.id]} parts of the upload {row.id} are still arriving; complete it once they "
-                "are answered.",
-                code="upload_busy",
-            )
-        context.quotas.disk.check(row.bytes)
-        completing.add(row.id)
-        file_id = new_id("file-")
-        with context.quotas.kept.open(row.id) as kept, files.growing(context, file_id) as (incoming,):
-            kept(row.bytes)  # the file, until it has a row of its own
-            try:
-                await _drop_all_but(context, row, set(body.part_ids))
-                try:
-                    sha256, md5 = await context.file_work.run(
-                        row.owner, _join, _folder(context, row.id), body.part_ids, incoming
-                    )
-                except FileNotFoundError:
-                    _pending(context, upload_id, caller)  # it was cancelled or has expired, and its parts went
-                    raise
-                if body.md5 is not None and body.md5.lower() != md5:
-                    raise BadRequest(
-                        f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
-                        param="md5",
-                        code="checksum_mismatch",
-                    )
-                made = await files.described(
-                    context,
-                    file_id,
-                    incoming,
-                    filename=row.filename,
-                    sha256=sha256,
-                    caller=caller,
-                    purpose=row.purpose,
-                    keep_s=row.file_keep_s,
-                )
-                # An admin may complete another owner's upload; its owner stays the same.
-                made = replace(made, key_id=row.key_id, owner=row.owner)
-                _pending(context, upload_id, caller)
-                check_stands(db, caller)
-                with files.with_row(context, file_id):
-                    files.keep(context, made, incoming)
-                    upload_rows.update(db, row.id, status="completed", file_id=file_id)
-            finally:
-                completing.discard(row.id)
+        await _complete(context, under_way, upload_id, body, caller)
         await to_thread.run_sync(_remove_bytes, context, row.id)
         return _view(context, _known(context, upload_id, caller), caller)
 
@@ -235,6 +134,130 @@ def routes(context: ControllerContext) -> APIRouter:
         return _view(context, _known(context, upload_id, caller), caller)
 
     return router
+
+
+async def _add_part(
+    context: ControllerContext, under_way: _UnderWay, row: UploadRow, request: Request, caller: Principal
+) -> UploadPartRow:
+    """Raises BadRequest, Conflict, and what the disk and the quotas refuse."""
+    db, config = context.db, context.config
+    number, settled_bytes = upload_rows.stored(db, row.id)
+    again = idempotency.may_come_again(request, caller, PARTS_ROUTE, db, config)
+    if not again:
+        _check_parts(row, number + under_way.parts[row.id])
+    if row.id in under_way.completing:
+        raise _busy(row)
+    context.quotas.disk.check()
+    mine = 0
+
+    def took(count: int) -> None:
+        nonlocal mine
+        _pending(context, row.id, caller)  # of one that has ended nothing more is taken
+        if under_way.settled[row.id] + under_way.arriving[row.id] + count > 2 * row.bytes:
+            raise BadRequest(
+                f"The parts of {row.id} would hold more than twice the {row.bytes} bytes announced (a "
+                "part may be sent a second time); create an upload with the file's size.",
+                param="data",
+                code="upload_too_large",
+            )
+        context.quotas.disk.check(count)
+        mine += count
+        under_way.arriving[row.id] += count
+        kept(count)
+
+    part_id = new_id("part_")
+    folder = _folder(context, row.id)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    incoming = folder / f"{multipart.INCOMING_PREFIX}{part_id}"
+    under_way.parts[row.id] += 1
+    under_way.settled[row.id] = settled_bytes
+    with context.quotas.kept.open(row.id) as kept:
+        try:
+            part = await multipart.receive(
+                request.stream(),
+                request.headers.get("content-type", ""),
+                incoming,
+                config.upload_part_bytes,
+                took,
+                "data",
+            )
+            _pending(context, row.id, caller)  # it may have ended while its bytes arrived
+
+            def make() -> UploadPartRow:
+                if again:
+                    _check_parts(row, upload_rows.stored(db, row.id)[0])
+                os.rename(incoming, folder / part_id)
+                made = UploadPartRow(part_id, row.id, part.size, time.time())
+                upload_rows.insert_part(db, made)
+                under_way.settled[row.id] += part.size
+                return made
+
+            attempt = idempotency.Attempt.of(request, caller, PARTS_ROUTE, [row.id, part.sha256, part.fields])
+            made, _ = idempotency.once(db, config, attempt, partial(upload_rows.find_part, db, row.id), make)
+        finally:
+            under_way.arriving[row.id] -= mine
+            under_way.parts[row.id] -= 1
+            if not under_way.parts[row.id]:
+                del under_way.arriving[row.id], under_way.parts[row.id], under_way.settled[row.id]
+            incoming.unlink(missing_ok=True)
+    return made
+
+
+async def _complete(
+    context: ControllerContext, under_way: _UnderWay, upload_id: str, body: UploadComplete, caller: Principal
+) -> None:
+    """Make the file. Raises BadRequest, Conflict, and what the disk and the quotas refuse."""
+    db = context.db
+    row = _pending(context, upload_id, caller)
+    _check_chosen(row, body, await db.read(row.owner, upload_rows.sizes, db, row.id))
+    row = _pending(context, upload_id, caller)  # still
+    if row.id in under_way.completing:
+        raise _busy(row)
+    if under_way.parts[row.id]:
+        raise Conflict(
+            f"{under_way.parts[row.id]} parts of the upload {row.id} are still arriving; complete it once they "
+            "are answered.",
+            code="upload_busy",
+        )
+    context.quotas.disk.check(row.bytes)
+    under_way.completing.add(row.id)
+    file_id = new_id("file-")
+    with context.quotas.kept.open(row.id) as kept, files.growing(context, file_id) as (incoming,):
+        kept(row.bytes)  # the file, until it has a row of its own
+        try:
+            await _drop_all_but(context, row, set(body.part_ids))
+            try:
+                sha256, md5 = await context.file_work.run(
+                    row.owner, _join, _folder(context, row.id), body.part_ids, incoming
+                )
+            except FileNotFoundError:
+                _pending(context, upload_id, caller)  # it was cancelled or has expired, and its parts went
+                raise
+            if body.md5 is not None and body.md5.lower() != md5:
+                raise BadRequest(
+                    f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
+                    param="md5",
+                    code="checksum_mismatch",
+                )
+            made = await files.described(
+                context,
+                file_id,
+                incoming,
+                filename=row.filename,
+                sha256=sha256,
+                caller=caller,
+                purpose=row.purpose,
+                keep_s=row.file_keep_s,
+            )
+            # An admin may complete another owner's upload; its owner stays the same.
+            made = replace(made, key_id=row.key_id, owner=row.owner)
+            _pending(context, upload_id, caller)
+            check_stands(db, caller)
+            with files.with_row(context, file_id):
+                files.keep(context, made, incoming)
+                upload_rows.update(db, row.id, status="completed", file_id=file_id)
+        finally:
+            under_way.completing.discard(row.id)
 
 
 async def keep_house(context: ControllerContext, now_s: float) -> None:

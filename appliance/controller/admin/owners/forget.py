@@ -40,6 +40,7 @@ from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store import write_log
 from appliance.store.chunks import little_by_little
+from appliance.store.database import Database
 from appliance.store.objects import batches, evals, jobs, responses, sweeps
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
@@ -63,40 +64,43 @@ class Forget(StrictBody):
     models: bool = False
 
 
-def routes(
-    context: ControllerContext,
-    router: APIRouter,
-    runner: BatchRunner,
-    background: BackgroundResponses,
-    evaluations: EvalRunner,
-    judging: GateRunner,
-    pipelining: PipelineRunner,
-    sweeping: SweepRunner,
-) -> None:
+def routes(context: ControllerContext, router: APIRouter, forgetting: Forgetting) -> None:
     """Add the routes to the admin router."""
-    db = context.db
-
-    def found(owner: str) -> dict[str, Any]:
-        return {
-            "keys": [row.name for row in forgotten.keys_of(db, owner)],
-            "models": forgotten.models_made(db, owner),
-            "unfinished": forgotten.unfinished(db, owner),
-            **{kind: len(forgotten.ids(db, kind, owner)) for kind in ("files", "uploads", "batches", "jobs", "evals")},
-            "responses": len(forgotten.ids(db, "responses", owner)),
-        }
 
     @router.get("/forget", dependencies=[Depends(needs(ADMIN))])  # it names an owner's keys
     def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
         """What the box has of this owner. Changes nothing."""
-        return {"owner": owner, "done": False, "waits_for": [], **found(owner)}
+        return {"owner": owner, "done": False, "waits_for": [], **_found(context.db, owner)}
 
     @router.post("/forget")
     async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
         """`done` false: the work that `waits_for` names has not ended yet; ask again."""
-        owner = body.owner
-        if owner == BOX_ITSELF:
+        if body.owner == BOX_ITSELF:
             raise InvalidValue("The box itself cannot be forgotten.", "owner")
-        there = await db.read(None, found, owner)
+        return await forgetting.forget(body, caller)
+
+
+class Forgetting:
+    """Ends an owner's work, deletes what is stored of it, and takes its name out of what stays."""
+
+    def __init__(
+        self,
+        context: ControllerContext,
+        batch_runner: BatchRunner,
+        background: BackgroundResponses,
+        evaluations: EvalRunner,
+        gate_runner: GateRunner,
+        pipeline_runner: PipelineRunner,
+        sweep_runner: SweepRunner,
+    ):
+        self._context, self._db = context, context.db
+        self._batch_runner, self._background, self._evaluations = batch_runner, background, evaluations
+        self._gate_runner, self._pipeline_runner, self._sweep_runner = gate_runner, pipeline_runner, sweep_runner
+
+    async def forget(self, body: Forget, caller: Principal) -> dict[str, Any]:
+        """Raises Conflict if the owner's work goes on and may not be cancelled, or somebody uses one of its models."""
+        context, db, owner = self._context, self._db, body.owner
+        there = await db.read(None, _found, db, owner)
         if there["unfinished"] and not body.cancel:
             raise Conflict(
                 f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
@@ -105,42 +109,35 @@ def routes(
                 code="owner_busy",
             )
         # Newest first: an adapter goes before its base.
-        names = there["models"][::-1] if body.models else []
+        doomed = there["models"][::-1] if body.models else []
         # Before the first change: a model that somebody else uses would stop the request halfway.
-        leaving = {*there["unfinished"], *names}
-        for name in names:
+        leaving = {*there["unfinished"], *doomed}
+        for name in doomed:
             models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
             await asyncio.sleep(0)
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
             await asyncio.sleep(0)
         context.publish_keys()
-        if left := await _ended(owner, caller):
+        if left := await self._end_work(owner, caller):
             record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
             return {"owner": owner, "done": False, "waits_for": left, **there}
-        deleted = await _delete_models(names, caller)
-        await _delete(owner)
+        for name in doomed:
+            await models.remove(context, models.doomed(context, name), caller)
+        await self._delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
-        gone = await db.read(None, forgotten.names_of_gone, db, owner, pseudonym)
-        for statement, *given in await db.read(None, forgotten.rows_with, db, gone):
-            db.execute(statement, given)
-            await asyncio.sleep(0)
-        log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym, gone)
-        asked = await db.read(None, forgotten.handovers_asked_by, db, owner)
-        forgotten.pseudonymise(db, owner, pseudonym, gone, log, asked)
-        context.publish_keys()
+        gone = await self._pseudonymise(owner, pseudonym)
         mentions = await db.read(None, forgotten.mentions, db, owner)
         mentions += await to_thread.run_sync(_in_logs, context.files_dir.parent, owner)
-        told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")}
         record(
             context,
             caller,
             "owner.forget",
             pseudonym,
             keys=len(there["keys"]),
-            **told,
-            models_deleted=[_without(gone.get(name, name), owner) for name in deleted],
-            models_left=[_without(name, owner) for name in there["models"] if name not in deleted],
+            **{kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs", "evals")},
+            models_deleted=[_without(gone.get(name, name), owner) for name in doomed],
+            models_left=[_without(name, owner) for name in there["models"] if name not in doomed],
             mentions=[_without(one, owner) for one in mentions[:_MENTIONED]],
             mentions_number=len(mentions),
         )
@@ -152,47 +149,58 @@ def routes(
             "done": True,
             "waits_for": [],
             "pseudonym": pseudonym,
-            "models_deleted": deleted,
+            "models_deleted": doomed,
             "mentions": mentions,
             **there,
         }
 
-    def _without(name: str, owner: str) -> str:
-        """For the audit log, which must not bring back what was just taken out of it."""
-        return name.replace(owner, forgotten.NAMELESS)
+    async def _pseudonymise(self, owner: str, pseudonym: str) -> dict[str, str]:
+        """Write the pseudonym wherever the owner's name stands; returns the new name of each thing that had it."""
+        db = self._db
+        gone = await db.read(None, forgotten.names_of_gone, db, owner, pseudonym)
+        for statement, *given in await db.read(None, forgotten.rows_with, db, gone):
+            db.execute(statement, given)
+            await asyncio.sleep(0)
+        log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym, gone)
+        asked = await db.read(None, forgotten.handovers_asked_by, db, owner)
+        forgotten.pseudonymise(db, owner, pseudonym, gone, log, asked)
+        self._context.publish_keys()
+        return gone
 
-    async def _ended(owner: str, caller: Principal) -> list[str]:
+    async def _end_work(self, owner: str, caller: Principal) -> list[str]:
         """Cancel unfinished work and wait for it briefly; returns what has not ended by then."""
+        context, db = self._context, self._db
         for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
             if (job := jobs.find(db, job_id)) is not None and not job.finished:
                 ask(context, job.id, "cancel", caller)
             await asyncio.sleep(0)
         for batch_id in forgotten.ids(db, "batches", owner, "status IN ('validating', 'in_progress')"):
             batches.update(db, batch_id, status="cancelling", cancelling_s=time.time())
-            runner.poke(batch_id)
+            self._batch_runner.poke(batch_id)
             await asyncio.sleep(0)
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
-                background.cancel(row)
+                self._background.cancel(row)
             await asyncio.sleep(0)
         for sweep_id in sweeps.running(db, owner):
             if (sweep := sweeps.find(db, sweep_id)) is not None:
-                await sweeping.cancel(sweep)
+                await self._sweep_runner.cancel(sweep)
         for run_id in forgotten.ids(db, "pipeline_runs", owner, "state = 'running'"):
-            pipelining.cancel(run_id)
+            self._pipeline_runner.cancel(run_id)
             await asyncio.sleep(0)
         for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
-            judging.cancel(gate_id)
+            self._gate_runner.cancel(gate_id)
             await asyncio.sleep(0)
         for run_id in evals.unfinished_ids(db, owner=owner):
-            evaluations.cancel(run_id)
+            self._evaluations.cancel(run_id)
             await asyncio.sleep(0)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (left := await db.read(None, forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         return left
 
-    async def _delete(owner: str) -> None:
+    async def _delete(self, owner: str) -> None:
+        context, db = self._context, self._db
         for job_id in forgotten.ids(db, "jobs", owner):
             job = jobs.find(db, job_id)
             for file_id in job.result_files if job is not None else ():
@@ -209,18 +217,26 @@ def routes(
         for upload_id in forgotten.ids(db, "uploads", owner):
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
-        await evaluations.delete(gone, within_s=None)
+        await self._evaluations.delete(gone, within_s=None)
         await little_by_little(partial(forgotten.delete_some_parts, db, owner))
         await to_thread.run_sync(backup_copies.sweep, context.files_dir.parent)  # the whole database, of one killed
         for table in ("uploads", "batches", "responses", "idempotency", "pipeline_runs", "pipelines", "sweeps"):
             await little_by_little(partial(forgotten.delete_some, db, owner, table))
 
-    async def _delete_models(names: list[str], caller: Principal) -> list[str]:
-        deleted = []
-        for name in names:
-            await models.remove(context, models.doomed(context, name), caller)
-            deleted.append(name)
-        return deleted
+
+def _found(db: Database, owner: str) -> dict[str, Any]:
+    counted = ("files", "uploads", "batches", "jobs", "evals", "responses")
+    return {
+        "keys": [row.name for row in forgotten.keys_of(db, owner)],
+        "models": forgotten.models_made(db, owner),
+        "unfinished": forgotten.unfinished(db, owner),
+        **{kind: len(forgotten.ids(db, kind, owner)) for kind in counted},
+    }
+
+
+def _without(name: str, owner: str) -> str:
+    """For the audit log, which must not bring back what was just taken out of it."""
+    return name.replace(owner, forgotten.NAMELESS)
 
 
 def _in_logs(folder: Path, owner: str) -> list[str]:

@@ -1,0 +1,220 @@
+"""/admin/v1/operations, and the routes that begin one: import a model, make the starter, verify.
+
+Names contain ":" and may contain "/": clients send them percent-encoded in one segment or plain, hence `{name:path}`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import Field, StringConstraints
+
+from appliance.controller.access.model_access import stored_model
+from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name, made_by_jobs
+from appliance.controller.context import operations
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.operations import Operations
+from appliance.controller.http import idempotency
+from appliance.controller.http.idempotency import Attempt
+from appliance.controller.http.strict_body import StrictBody
+from appliance.controller.interfaces.errors import (
+    BadRequest,
+    Conflict,
+    InvalidValue,
+    NotFound,
+    OperationFailed,
+    shown,
+)
+from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
+from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.models.imported import adapter_base, register, register_adapter
+from appliance.controller.models.removal import paths_of
+from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.store.records import operations as operation_rows
+from appliance.store.rows import OperationRow
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class Import(StrictBody):
+    source: Text
+    origin: Text | None = None  # where a path's files came from, kept as the model's source
+    name: Text | None = None
+    base: Text | None = None
+    revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
+
+
+class Starter(StrictBody):
+    minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
+
+
+def routes(context: ControllerContext, router: APIRouter, running: Operations) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    @router.post("/models/import", status_code=202)
+    async def import_model(body: Import, request: Request, caller: Caller) -> JSONResponse:
+        attempt, earlier = _attempted(context, request, caller, "model.import", body.model_dump(mode="json"))
+        if earlier is not None:
+            return _accepted(earlier)
+        for field, text in (("source", body.source), ("origin", body.origin or "")):
+            if not text.isprintable():
+                raise InvalidValue(f"The {field} contains control characters.", field)
+        if body.name is not None:
+            _check_new_name(db, body.name)
+        context.quotas.disk.check()  # only the import itself finds out how much more it needs
+        adapter = await _adapter(context, body)
+
+        async def work(report: Report) -> dict[str, Any]:
+            if adapter is not None:
+                found, base = adapter
+                made = await context.model_ops.import_adapter(body.source, found=found, base=base, report=report)
+                return await register_adapter(context, made, base, caller)
+            stats = await context.model_ops.import_model(
+                body.source, name=body.name, revision=body.revision, report=report
+            )
+            if body.origin is not None:
+                stats = replace(stats, source=body.origin)
+            return await register(context, stats, caller)
+
+        told = {"source": body.source, "revision": body.revision}
+        return _start(
+            context, running, attempt, caller, "import", body.name or body.source, work, "model.import", **told
+        )
+
+    @router.post("/models/starter", status_code=202)
+    async def make_starter(request: Request, caller: Caller, body: Starter | None = None) -> JSONResponse:
+        minutes = body.minutes if body else None
+        attempt, earlier = _attempted(context, request, caller, "model.starter", minutes)
+        if earlier is not None:
+            return _accepted(earlier)
+        if made_by_jobs(db, "starter"):  # else it is refused once it is made
+            raise _exists("starter")
+        context.quotas.disk.check()
+
+        async def work(report: Report) -> dict[str, Any]:
+            return await register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
+
+        return _start(context, running, attempt, caller, "starter", "starter", work, "model.starter", minutes=minutes)
+
+    @router.post("/models/{name:path}/verify", status_code=202)
+    async def verify(name: str, request: Request, caller: Caller) -> JSONResponse:
+        row = stored_model(db, name)
+        attempt, earlier = _attempted(context, request, caller, "model.verify", row.id)
+        if earlier is not None:
+            return _accepted(earlier)
+        paths = await db.read(caller.viewer, lambda: [paths_of(one) for one in models.list_versions(db, row.id)])
+
+        async def work(report: Report) -> dict[str, Any]:
+            return await context.model_ops.verify(row.id, paths, report)
+
+        return _start(context, running, attempt, caller, "verify", row.id, work, "model.verify")
+
+    @router.post("/tiers/verify", status_code=202)
+    async def verify_tiers(request: Request, caller: Caller) -> JSONResponse:
+        attempt, earlier = _attempted(context, request, caller, "tiers.verify", "")
+        if earlier is not None:
+            return _accepted(earlier)
+        return _start(
+            context, running, attempt, caller, "verify", "tiers", context.model_ops.verify_tiers, "tiers.verify"
+        )
+
+    @router.get("/operations")
+    def list_operations() -> dict[str, Any]:
+        return {"object": "list", "data": [operations.view(row) for row in operation_rows.list_recent(db, 100)]}
+
+    @router.get("/operations/{operation_id}")
+    def operation(operation_id: str) -> dict[str, Any]:
+        row = operation_rows.find(db, operation_id)
+        if row is None:
+            raise NotFound(f"No operation {shown(operation_id)}.", param="id", code="operation_not_found")
+        return {"operation": operations.view(row)}
+
+
+def _begun(db: Database, attempt: Attempt, operation_id: str) -> OperationRow | None:
+    """The operation that an earlier attempt began. One that failed is no answer to a mere retry: it may be that of
+    an earlier request."""
+    row = operation_rows.find(db, operation_id)
+    return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
+
+
+def _attempted(
+    context: ControllerContext, request: Request, caller: Principal, action: str, body: Any
+) -> tuple[Attempt, OperationRow | None]:
+    """The attempt, and the operation that an earlier one of it began."""
+    attempt = Attempt.of(request, caller, f"operations.{action}", body)
+    found = idempotency.find(context.db, context.config, attempt)
+    earlier = _begun(context.db, attempt, found) if found is not None else None
+    if earlier is not None:
+        record(context, caller, action, earlier.target, repeated=True)
+    return attempt, earlier
+
+
+def _start(
+    context: ControllerContext,
+    running: Operations,
+    attempt: Attempt,
+    caller: Principal,
+    kind: str,
+    target: str,
+    work: operations.Work,
+    action: str,
+    **told: Any,
+) -> JSONResponse:
+    def make() -> OperationRow:
+        twin = running.running(kind, target)
+        if twin is not None:
+            raise Conflict(
+                f"{kind} of {shown(target)} is already running as operation {twin.id}.",
+                param=None,
+                code="operation_running",
+            )
+        return running.insert(kind, target)
+
+    row, new = idempotency.once(context.db, context.config, attempt, partial(_begun, context.db, attempt), make)
+    if new:
+        running.begin(row, work)
+        record(context, caller, action, target, **told)
+    return _accepted(row)
+
+
+def _accepted(row: OperationRow) -> JSONResponse:
+    return JSONResponse({"operation": operations.view(row)}, 202)
+
+
+def _check_new_name(db: Database, name: str) -> None:
+    if not is_model_name(name):
+        raise InvalidValue(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", "name")
+    if name.startswith("ft:"):
+        raise InvalidValue("Names that begin with 'ft:' belong to fine-tuned models.", "name")
+    if models.find(db, name) is not None or made_by_jobs(db, name):
+        raise _exists(name)
+
+
+def _exists(name: str) -> Conflict:
+    return Conflict(
+        f"The model {shown(name)} exists, or a job makes it; delete it first or choose another name.",
+        param="name",
+        code="model_exists",
+    )
+
+
+async def _adapter(context: ControllerContext, body: Import) -> tuple[AdapterFound, AdapterBase] | None:
+    """The adapter that is to be imported, and its base; None for a whole model. Raises BadRequest, Conflict."""
+    try:
+        found = await context.model_ops.find_adapter(body.source, name=body.name, revision=body.revision)
+    except OperationFailed as error:
+        raise BadRequest(str(error), param="source", code=error.code) from error
+    if found is not None:
+        return found, adapter_base(context, found, body.base)
+    if body.base is not None:
+        raise InvalidValue(
+            f"A base belongs to an adapter (adapter_config.json), and {shown(body.source)} is not one.", "base"
+        )
+    return None
