@@ -59,26 +59,26 @@ class KeyFile:
     def read(cls, path: Path) -> KeyFile:
         """Raises BackupError."""
         try:
-            told, lines = path.stat(), path.read_text().splitlines()
+            found, lines = path.stat(), path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise BackupError(f"the key file {path} cannot be read: {error}") from error
-        if stat.S_IMODE(told.st_mode) & 0o077:
+        if stat.S_IMODE(found.st_mode) & 0o077:
             raise BackupError(f"the key file {path} can be read by others; `chmod 600 {path}`")
-        said = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if len(said) != 1:
+        given = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if len(given) != 1:
             raise BackupError(
-                f"the key file {path} has {len(said)} lines besides comments; expected one, with a key of "
+                f"the key file {path} has {len(given)} lines besides comments; expected one, with a key of "
                 "`appliance backup keygen` or a passphrase"
             )
-        if not said[0].startswith(KEY_LINE):
-            if len(said[0]) < LEAST_PASSPHRASE:
+        if not given[0].startswith(KEY_LINE):
+            if len(given[0]) < LEAST_PASSPHRASE:
                 raise BackupError(
-                    f"the passphrase in {path} has {len(said[0])} characters; at least {LEAST_PASSPHRASE} are needed, "
+                    f"the passphrase in {path} has {len(given[0])} characters; at least {LEAST_PASSPHRASE} are needed, "
                     "such as five random words"
                 )
-            return cls(path, said[0].encode(), True)
+            return cls(path, given[0].encode(), True)
         try:
-            secret = base64.b64decode(said[0].removeprefix(KEY_LINE), validate=True)
+            secret = base64.b64decode(given[0].removeprefix(KEY_LINE), validate=True)
         except ValueError as error:
             raise BackupError(f"the key in {path} is damaged") from error
         if len(secret) != KEY_BYTES:
@@ -187,32 +187,32 @@ def _header(objects: Objects) -> dict[str, Any] | None:
     if objects.size(HEADER) is None:
         return None
     try:
-        told = json.loads(objects.get(HEADER))
-        if told["format"] not in (HEADER_FORMAT, UNBOUND):
+        header = json.loads(objects.get(HEADER))
+        if header["format"] not in (HEADER_FORMAT, UNBOUND):
             raise BackupDamaged(f"the backups at {objects.where} are of a newer release; restore them with that one")
-        if told["format"] != UNBOUND and not isinstance(told["place"], str):
+        if header["format"] != UNBOUND and not isinstance(header["place"], str):
             raise TypeError("no name of a place")
-        return told
+        return header
     except (ObjectDamaged, ValueError, KeyError, TypeError) as error:
         raise BackupDamaged(f"{HEADER} at {objects.where} is damaged, and no backup there can be read") from error
 
 
 def _sealed(key_file: KeyFile, key: bytes, place: str) -> bytes:
     nonce, salt = secrets.token_bytes(NONCE_BYTES), secrets.token_bytes(16)
-    told: dict[str, Any] = {
+    header: dict[str, Any] = {
         "format": HEADER_FORMAT,
         "place": place,
         "kdf": "scrypt" if key_file.is_passphrase else "key",
         "salt": salt.hex(),
     }
     if key_file.is_passphrase:
-        told |= SCRYPT
-    sealed = nonce + AESGCM(_stretched(key_file, told)).encrypt(nonce, key, _header_bound(told))
-    return json.dumps({**told, "key": base64.b64encode(sealed).decode()}).encode()
+        header |= SCRYPT
+    sealed = nonce + AESGCM(_stretched(key_file, header)).encrypt(nonce, key, _header_bound(header))
+    return json.dumps({**header, "key": base64.b64encode(sealed).decode()}).encode()
 
 
-def _unsealed(key_file: KeyFile, told: dict[str, Any], where: str) -> bytes:
-    is_passphrase = told.get("kdf") == "scrypt"
+def _unsealed(key_file: KeyFile, header: dict[str, Any], where: str) -> bytes:
+    is_passphrase = header.get("kdf") == "scrypt"
     if is_passphrase != key_file.is_passphrase:
         kinds = ("a key", "a passphrase")
         raise WrongKey(
@@ -220,9 +220,9 @@ def _unsealed(key_file: KeyFile, told: dict[str, Any], where: str) -> bytes:
             f"{kinds[is_passphrase]}"
         )
     try:
-        sealed = base64.b64decode(told["key"], validate=True)
-        return AESGCM(_stretched(key_file, told)).decrypt(
-            sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _header_bound(told)
+        sealed = base64.b64decode(header["key"], validate=True)
+        return AESGCM(_stretched(key_file, header)).decrypt(
+            sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _header_bound(header)
         )
     except InvalidTag as error:
         raise WrongKey(
@@ -233,12 +233,12 @@ def _unsealed(key_file: KeyFile, told: dict[str, Any], where: str) -> bytes:
         raise BackupDamaged(f"{HEADER} at {where} is damaged, and no backup there can be read") from error
 
 
-def _stretched(key_file: KeyFile, told: dict[str, Any]) -> bytes:
+def _stretched(key_file: KeyFile, header: dict[str, Any]) -> bytes:
     """The key that seals the place's key. Raises ValueError, KeyError, TypeError."""
-    salt = bytes.fromhex(told["salt"])
+    salt = bytes.fromhex(header["salt"])
     if not key_file.is_passphrase:
         return _derived(key_file.secret, b"appliance backup: the key of a place", salt)
-    cost = {name: int(told[name]) for name in SCRYPT}
+    cost = {name: int(header[name]) for name in SCRYPT}
     if any(cost[name] > most for name, most in MOST_SCRYPT.items()):
         raise ValueError("a place may not ask for that much")
     return Scrypt(salt=salt, length=KEY_BYTES, **cost).derive(key_file.secret)
@@ -248,8 +248,8 @@ def _derived(key: bytes, purpose: bytes, salt: bytes | None = None) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=purpose).derive(key)
 
 
-def _header_bound(told: dict[str, Any]) -> bytes:
-    return HEADER.encode() if told["format"] == UNBOUND else f"{HEADER} of {told['place']}".encode()
+def _header_bound(header: dict[str, Any]) -> bytes:
+    return HEADER.encode() if header["format"] == UNBOUND else f"{HEADER} of {header['place']}".encode()
 
 
 def _bound(key: str) -> bytes:

@@ -173,11 +173,11 @@ def _schema(database: Path) -> int:
 def _check(copy: Path) -> None:
     try:
         with _read(copy) as connection:
-            (said,) = connection.execute("PRAGMA integrity_check").fetchone()
+            (verdict,) = connection.execute("PRAGMA integrity_check").fetchone()
     except sqlite3.Error as error:
-        said = str(error)
-    if said != "ok":
-        raise Refused(f"the copy from before the upgrade, {copy}, is damaged ({said}): bring a backup back, or stay")
+        verdict = str(error)
+    if verdict != "ok":
+        raise Refused(f"the copy from before the upgrade, {copy}, is damaged ({verdict}): bring a backup back, or stay")
 
 
 def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
@@ -185,10 +185,10 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
     back: dict[str, int] = {}
     with _read(database) as connection:
         connection.execute("ATTACH ? AS before", (reading_uri(copy),))
-        for table, (told, words) in _COUNTED.items():
+        for table, (key, words) in _COUNTED.items():
             if not connection.execute("SELECT 1 FROM before.sqlite_master WHERE name = ?", (table,)).fetchone():
                 continue
-            count = f"SELECT count(*) FROM {{}}.{table} WHERE {told} NOT IN (SELECT {told} FROM {{}}.{table})"
+            count = f"SELECT count(*) FROM {{}}.{table} WHERE {key} NOT IN (SELECT {key} FROM {{}}.{table})"
             (made,) = connection.execute(count.format("main", "before")).fetchone()
             (gone,) = connection.execute(count.format("before", "main")).fetchone()
             lost.update({words: made} if made else {})
@@ -237,8 +237,8 @@ def _stays_so(copy: Path, database: Path) -> None:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
         connection.execute("ATTACH ? AS now", (reading_uri(database),))
-        told = {**dict.fromkeys(_ALL_IN_ROWS, "id"), **_MAY_USE}
-        for table, rows in told.items():
+        compared = {**dict.fromkeys(_ALL_IN_ROWS, "id"), **_MAY_USE}
+        for table, rows in compared.items():
             if all(_has(connection, of, table, rows) for of in ("main", "now")):
                 connection.execute(f"DELETE FROM main.{table} WHERE ({rows}) NOT IN (SELECT {rows} FROM now.{table})")
         known = _OLDEST_SCOPES.union(

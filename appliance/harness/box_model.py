@@ -46,14 +46,14 @@ class BoxModel(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         if not requests:
             return []
-        asked, stops = [], []
+        questions, stops = [], []
         for request in requests:
             text, wanted = request.args[0], dict(request.args[1])
             until = wanted.get("until") or []
             stops.append([until] if isinstance(until, str) else [one for one in until if one])
-            asked.append(self._question(text, wanted, stops[-1]))
+            questions.append(self._question(text, wanted, stops[-1]))
         url = "/v1/chat/completions" if self._chat else "/v1/completions"
-        answers = self._batches.answers(url, asked, f"{self.name}, {requests[0].task_name}")
+        answers = self._batches.answers(url, questions, f"{self.name}, {requests[0].task_name}")
         return [_cut(_text(answer), until) for answer, until in zip(answers, stops, strict=True)]
 
     def _question(self, text: str, wanted: dict[str, Any], until: list[str]) -> dict[str, Any]:
@@ -76,15 +76,15 @@ class BoxModel(LM):
         continuation; a token that begins in one and ends in the other does too."""
         if not requests:
             return []
-        asked, begins = [], []
+        questions, begins = [], []
         for request in requests:
             context, continuation = request.args
             if not context.strip():
                 raise Unsupported(f"{request.task_name} scores texts that follow nothing, which no completion tells")
             begins.append(len(context.rstrip()))
             body = {"model": self.name, "prompt": context + continuation, "max_tokens": 0, "echo": True, "logprobs": 1}
-            asked.append({**body, "temperature": 0.0})
-        answers = self._batches.answers("/v1/completions", asked, f"{self.name}, {requests[0].task_name}")
+            questions.append({**body, "temperature": 0.0})
+        answers = self._batches.answers("/v1/completions", questions, f"{self.name}, {requests[0].task_name}")
         return [_score(answer["choices"][0], begin) for answer, begin in zip(answers, begins, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -104,10 +104,10 @@ def _cut(text: str, until: list[str]) -> str:
 
 def _score(choice: dict[str, Any], begin: int) -> tuple[float, bool]:
     """begin: characters of the text before the continuation."""
-    told = choice["logprobs"]
+    logprobs = choice["logprobs"]
     total, greedy = 0.0, True
     for token, offset, logprob, likeliest in zip(
-        told["tokens"], told["text_offset"], told["token_logprobs"], told["top_logprobs"], strict=True
+        logprobs["tokens"], logprobs["text_offset"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         if offset + len(token) <= begin or logprob is None:
             continue

@@ -62,10 +62,10 @@ class Limits:
     def recover(self) -> None:
         """Restore what an earlier helper had set and could not restore itself."""
         try:
-            told = json.loads(self._kept.read_text())
+            kept = json.loads(self._kept.read_text())
         except FileNotFoundError:
             return
-        self._before = {uuid: Before(one["limit_w"], one["clock"]) for uuid, one in told.items()}
+        self._before = {uuid: Before(one["limit_w"], one["clock"]) for uuid, one in kept.items()}
         log.warning("an earlier helper left limits of %d devices; they are restored", len(self._before))
         self.set({})
 
@@ -129,12 +129,12 @@ class Limits:
         self._control.set_clock(uuid, round(most_mhz))
 
     def _keep(self) -> None:
-        told = {uuid: {"limit_w": one.limit_w, "clock": one.clock} for uuid, one in self._before.items()}
-        if not told:
+        limits = {uuid: {"limit_w": one.limit_w, "clock": one.clock} for uuid, one in self._before.items()}
+        if not limits:
             self._kept.unlink(missing_ok=True)
             return
         fresh = self._kept.with_suffix(".new")
-        fresh.write_text(json.dumps(told))
+        fresh.write_text(json.dumps(limits))
         fresh.replace(self._kept)
 
 
@@ -175,12 +175,12 @@ class Helper:
 
     def _answer(self, line: bytes, writer: asyncio.StreamWriter) -> dict[str, Any]:
         try:
-            asked = json.loads(line)
-            if asked["do"] == "limits":
+            request = json.loads(line)
+            if request["do"] == "limits":
                 return {"devices": self._limits.devices()}
-            if asked["do"] != "set":
-                return {"error": f"{asked['do']!r} is not known; expected 'limits' or 'set'"}
-            wanted = _checked(asked["devices"])
+            if request["do"] != "set":
+                return {"error": f"{request['do']!r} is not known; expected 'limits' or 'set'"}
+            wanted = _checked(request["devices"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return {"error": f"this cannot be read: {type(error).__name__}: {error}"}
         except PowerRefused as error:

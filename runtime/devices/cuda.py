@@ -145,10 +145,10 @@ class Cuda(TorchCuda):
             return {}
         try:
             handles = [_handle_or_error(index) for index in range(pynvml.nvmlDeviceGetCount())]
-            told = {index: _processes(handle) for index, handle in enumerate(handles)}
+            processes = {index: _processes(handle) for index, handle in enumerate(handles)}
         finally:
             pynvml.nvmlShutdown()
-        return {index: words for index, words in told.items() if words}
+        return {index: words for index, words in processes.items() if words}
 
     def fork_environment(self) -> dict[str, str]:
         # Makes torch.cuda.is_available() query NVML instead of CUDA, which no forked process could use afterwards
@@ -318,10 +318,10 @@ def _usable_bytes(handle: Any) -> int:
     """What CUDA hands out. Driver and firmware keep some hundreds of MB of NVML's total, which nvidia-smi shows (NVML
     API, nvmlMemory_v2_t)."""
     try:
-        told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
     except pynvml.NVMLError_NotSupported:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-    return int(told.total) - int(told.reserved)
+    return int(memory.total) - int(memory.reserved)
 
 
 def unfit(handle: Any) -> str:
@@ -486,11 +486,11 @@ def _slowdown(handle: Any, heat: int | None) -> int | None:
     """The temperature in °C at which the GPU slows down. From Ada and Hopper on, a GPU may only tell how far it is from
     its limit, and how far beyond the limit it slows down (NVML API, nvmlDeviceGetTemperatureThreshold; "T.Limit" in
     nvidia-smi)."""
-    told: int | None = _ask(
+    threshold: int | None = _ask(
         lambda: pynvml.nvmlDeviceGetTemperatureThreshold(handle, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
     )
-    if told or heat is None:
-        return told
+    if threshold or heat is None:
+        return threshold
     margin = _ask(lambda: pynvml.nvmlDeviceGetMarginTemperature(handle))
     fields = _ask(lambda: pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT]))
     if margin is None or not fields or fields[0].nvmlReturn != pynvml.NVML_SUCCESS:
@@ -508,8 +508,8 @@ def _meters(handle: Any) -> dict[str, Any]:
         except pynvml.NVMLError:
             return None
 
-    def scaled(told: Any, by: float) -> float | None:
-        return None if told is None else told * by
+    def scaled(value: Any, by: float) -> float | None:
+        return None if value is None else value * by
 
     busy, memory = ask(pynvml.nvmlDeviceGetUtilizationRates), ask(pynvml.nvmlDeviceGetMemoryInfo)
     reasons = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons) or 0

@@ -57,14 +57,14 @@ def remarks(devices: Mapping[int, str]) -> tuple[Remark, ...]:
 
 
 def _of(check: _Check, devices: Mapping[int, str]) -> Iterator[Remark]:
-    told: dict[Any, list[str]] = {}
+    devices_of: dict[Any, list[str]] = {}
     for index, device_id in devices.items():
         answer = None
         with suppress(pynvml.NVMLError):  # not told by this GPU, or it is lost, which its reading says
             answer = check.ask(pynvml.nvmlDeviceGetHandleByIndex(index))
-        told.setdefault(answer, []).append(device_id)
-    most = max((answer for answer in told if answer is not None), default=None)
-    for answer, ids in told.items():
+        devices_of.setdefault(answer, []).append(device_id)
+    most = max((answer for answer in devices_of if answer is not None), default=None)
+    for answer, ids in devices_of.items():
         of_all = len(ids) == len(devices)
         if answer is None:
             if of_all:
@@ -76,14 +76,14 @@ def _of(check: _Check, devices: Mapping[int, str]) -> Iterator[Remark]:
 
 
 def _lasting_errors(handle: Any) -> int:
-    told = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(told))
-    return int(told.aggregateUncParity + told.aggregateUncSecDed)
+    errors = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(errors))
+    return int(errors.aggregateUncParity + errors.aggregateUncSecDed)
 
 
 def _recovery(handle: Any) -> int | None:
-    (told,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    return int(told.value.uiVal) if told.nvmlReturn == pynvml.NVML_SUCCESS else None
+    (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    return int(field.value.uiVal) if field.nvmlReturn == pynvml.NVML_SUCCESS else None
 
 
 def _lanes(handle: Any) -> tuple[int, int] | None:
@@ -102,11 +102,11 @@ def _links(handle: Any) -> int | None:
 
 def _fabric(handle: Any) -> bool | None:
     """Whether the fabric of NVSwitches has taken it in; None if it is on none."""
-    told = pynvml.c_nvmlGpuFabricInfoV_t()
-    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(told))
-    if told.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+    fabric = pynvml.c_nvmlGpuFabricInfoV_t()
+    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
+    if fabric.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
         return None
-    return bool(told.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and told.status == pynvml.NVML_SUCCESS)
+    return bool(fabric.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and fabric.status == pynvml.NVML_SUCCESS)
 
 
 _CHECKS = (

@@ -51,8 +51,8 @@ def failing(
     cordoned recently.
     """
     found = {}
-    for device_id, told in readings.items():
-        if told and (failure := _told(told, config.hot_for_s)):
+    for device_id, history in readings.items():
+        if history and (failure := _told(history, config.hot_for_s)):
             found[device_id] = failure
     for device_id, reason in _died(deaths, now_s, config, on_trial).items():
         found.setdefault(device_id, Fault(reason, may_pass=True))
@@ -64,21 +64,21 @@ def trial_after_s(cordons: int, config: SchedulerConfig) -> float:
     return min(config.device_retry_first_s * 2.0 ** min(cordons - 1, 32), config.device_retry_longest_s)
 
 
-def _told(told: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
-    last = told[-1]
+def _told(history: tuple[Reading, ...], hot_for_s: float) -> Fault | None:
+    last = history[-1]
     if last.lost:
         return Fault(f"does not answer any more ({last.lost})", may_pass=True)
     if last.unfit:
         return Fault(last.unfit, may_pass=True)
-    faults = dict.fromkeys(fault for reading in told for fault in reading.faults)
+    faults = dict.fromkeys(fault for reading in history for fault in reading.faults)
     if faults:
         return Fault("; ".join(faults), may_pass=False)
-    if last.ecc_uncorrected is not None and told[0].ecc_uncorrected is not None:
-        more = last.ecc_uncorrected - told[0].ecc_uncorrected
+    if last.ecc_uncorrected is not None and history[0].ecc_uncorrected is not None:
+        more = last.ecc_uncorrected - history[0].ecc_uncorrected
         if more > 0:
             return Fault(f"had {more} uncorrected memory error{'s' * (more > 1)}", may_pass=False)
     hot_since_s = None
-    for reading in reversed(told):
+    for reading in reversed(history):
         if reading.temperature_c is None or reading.slowdown_c is None or reading.temperature_c < reading.slowdown_c:
             break
         hot_since_s = reading.at_s

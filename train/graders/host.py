@@ -46,8 +46,8 @@ class GraderHost:
 
     async def requests(self, grader: Grader, samples: Sequence[tuple[Sample, Any]]) -> list[dict[str, dict[str, Any]]]:
         """The questions to models for each sample, by the name of the grader that asks."""
-        told = await self._ask(await _written(grader, samples, None, only_requests=True), OWN_TIME_S)
-        return list(told["requests"])
+        reply = await self._ask(await _written(grader, samples, None, only_requests=True), OWN_TIME_S)
+        return list(reply["requests"])
 
     async def grade(
         self,
@@ -62,8 +62,8 @@ class GraderHost:
         most_s = OWN_TIME_S + TIME_S * len(code) * len(samples)
         try:
             loads = set[str]().union(*map(named, code))
-            told = await self._ask(await _written(grader, samples, answers), most_s, waited_for, loads)
-            return [graded_of(one) for one in told["graded"]]
+            reply = await self._ask(await _written(grader, samples, answers), most_s, waited_for, loads)
+            return [graded_of(one) for one in reply["graded"]]
         except WorkerBroke as error:
             if len(samples) > 1:
                 alone = [(one, [answers[place]] if answers else None) for place, one in enumerate(samples)]
@@ -74,18 +74,18 @@ class GraderHost:
         """(place, why) of the first few items that do not follow a JSON schema; place -1: it is not a schema. Raises
         WorkerBroke, for one that takes more than `cpu_s` or CHECK_BYTES ForkBroke."""
         try:
-            asked = {"schema": schema, "items": list(items), "cpu_s": cpu_s}
-            told = await self._ask(json.dumps(asked).encode(), OWN_TIME_S)
+            question = {"schema": schema, "items": list(items), "cpu_s": cpu_s}
+            reply = await self._ask(json.dumps(question).encode(), OWN_TIME_S)
         except ForkBroke as error:
             limits = f"{cpu_s} s of CPU and {CHECK_BYTES >> 30} GiB of memory"
             raise ForkBroke(f"{error}; to check {len(items)} items, {limits} are allowed") from None
-        return [(place, why) for place, why in told["refused"]]
+        return [(place, why) for place, why in reply["refused"]]
 
     async def unusable(self, sources: Mapping[str, str]) -> list[tuple[str, str]]:
         """(path, why) of the code, by its path, that cannot grade (code.py). Raises WorkerBroke, for code that
         cannot be read within its limits ForkBroke."""
-        told = await self._ask(json.dumps({"sources": dict(sources)}).encode(), OWN_TIME_S)
-        return [(path, why) for path, why in told["unusable"]]
+        reply = await self._ask(json.dumps({"sources": dict(sources)}).encode(), OWN_TIME_S)
+        return [(path, why) for path, why in reply["unusable"]]
 
     async def stop(self) -> None:
         async with self._lock:
@@ -100,7 +100,7 @@ class GraderHost:
                 self._idle.cancel()
             try:
                 async with asyncio.timeout(most_s):
-                    told = await self._exchange(written, waited_for, loads)
+                    reply = await self._exchange(written, waited_for, loads)
             except TimeoutError:
                 await self._end()
                 raise WorkerBroke(f"grading took longer than {most_s:.0f} s") from None
@@ -114,7 +114,7 @@ class GraderHost:
                 await self._end()
                 raise
             self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end_if_idle)
-            return told
+            return reply
 
     async def _exchange(self, written: bytes, waited_for: bool, loads: Collection[str]) -> dict[str, Any]:
         process = await self._started()
@@ -125,19 +125,19 @@ class GraderHost:
                 self._loaded.add(name)
         process.stdin.write((WAITED_FOR if waited_for else FORK) + LENGTH.pack(len(written)) + written)
         await process.stdin.drain()
-        told: dict[str, Any] | None = None
+        reply: dict[str, Any] | None = None
         if (mark := await process.stdout.readexactly(1)) == RESULT:
             (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
             if length > _RESULT_BYTES:
                 raise ValueError(f"an answer of {length} bytes")
             answer = await process.stdout.readexactly(length)
-            told = json.loads(answer) if length <= _AT_ONCE_BYTES else await asyncio.to_thread(json.loads, answer)
+            reply = json.loads(answer) if length <= _AT_ONCE_BYTES else await asyncio.to_thread(json.loads, answer)
             mark = await process.stdout.readexactly(1)
         status = (await process.stdout.readexactly(1))[0]
-        if mark != END or status or told is None:
+        if mark != END or status or reply is None:
             # The next fork would read the rest of this request.
             raise ForkBroke(f"the process that grades ended with {status}")
-        return told
+        return reply
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
@@ -188,7 +188,7 @@ async def _written(
         one = {
             "sample": {"output_text": sample.output_text, "output_tools": sample.output_tools},
             "item": item,
-            "answers": {name: asdict(told) for name, told in answers[place].items()} if answers else {},
+            "answers": {name: asdict(answer) for name, answer in answers[place].items()} if answers else {},
         }
         pieces.append(json.dumps(one).encode())
         if (size := size + len(pieces[-1])) > _AT_ONCE_BYTES:

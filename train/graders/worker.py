@@ -53,13 +53,13 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _preload()
-    while (asked := os.read(0, 1)) in (FORK, WAITED_FOR, LOAD):
-        if asked == LOAD:
+    while (byte := os.read(0, 1)) in (FORK, WAITED_FOR, LOAD):
+        if byte == LOAD:
             _load(list(LOADED)[_read(1)[0]])
             continue
         pid = os.fork()
         if pid == 0:
-            _answer(asked == WAITED_FOR)
+            _answer(byte == WAITED_FOR)
         _, status = os.waitpid(pid, 0)
         os.write(1, END + bytes([min(255, abs(os.waitstatus_to_exitcode(status)))]))
 
@@ -102,9 +102,9 @@ def _answer(waited_for: bool) -> None:
             os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         (length,) = LENGTH.unpack(_read(LENGTH.size))
-        asked = json.loads(_read(length))
+        request = json.loads(_read(length))
         # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
-        written = json.dumps(answer(asked, waited_for), ensure_ascii=False).encode(errors="replace")
+        written = json.dumps(answer(request, waited_for), ensure_ascii=False).encode(errors="replace")
         _write(RESULT + LENGTH.pack(len(written)) + written)
         status = 0
     finally:
@@ -116,32 +116,32 @@ def unusable(sources: dict[str, str]) -> list[tuple[str, str]]:
     return [(path, why) for path, source in sources.items() if (why := why_refused(source))]
 
 
-def answer(asked: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
+def answer(request: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
     """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; without `answers` for a grader
     that asks models `{"requests": [...]}`, by name for each sample. waited_for: this process has the priority of what
     waits for it, and gives it up after WAITED_FOR_CPU_S."""
-    if "schema" in asked:
+    if "schema" in request:
         import jsonschema  # noqa: F401 - before files are closed to this process
 
-        only_compute(CHECK_BYTES, asked.get("cpu_s", CHECK_CPU_S))
-        return {"refused": refused_items(asked["schema"], asked["items"])}
-    if "sources" in asked:
+        only_compute(CHECK_BYTES, request.get("cpu_s", CHECK_CPU_S))
+        return {"refused": refused_items(request["schema"], request["items"])}
+    if "sources" in request:
         only_compute(CHECK_BYTES, CHECK_CPU_S)
-        return {"unusable": unusable(asked["sources"])}
-    grader = parse(asked["grader"])
-    samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in asked["samples"]]
-    if asked.get("only_requests"):
+        return {"unusable": unusable(request["sources"])}
+    grader = parse(request["grader"])
+    samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in request["samples"]]
+    if request.get("only_requests"):
         return {"requests": [requests(grader, sample, item) for sample, item, _ in samples]}
     graded, calls = [], Calls()
     for sample, item, answers in samples:
-        told = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
+        model_answers = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
         run = run_python
         if waited_for and (left_s := WAITED_FOR_CPU_S - _cpu_s()) > 0:
             run = partial(run_python, yields_after_s=left_s)
         elif waited_for:
             os.nice(NICENESS)
             waited_for = False
-        graded.append(asdict(grade(grader, sample, item, told, partial(calls.run, run))))
+        graded.append(asdict(grade(grader, sample, item, model_answers, partial(calls.run, run))))
     return {"graded": graded}
 
 
@@ -206,9 +206,9 @@ def _refused(validator: Any, items: list[Any]) -> list[tuple[int, str]]:
     return refused
 
 
-def graded_of(told: dict[str, Any]) -> Graded:
+def graded_of(fields: dict[str, Any]) -> Graded:
     """The other way round, in the host."""
-    return Graded(**{**told, "errors": GradingErrors(**told["errors"])})
+    return Graded(**{**fields, "errors": GradingErrors(**fields["errors"])})
 
 
 def _read(length: int) -> bytes:
@@ -221,9 +221,9 @@ def _read(length: int) -> bytes:
     return bytes(found)
 
 
-def _write(told: bytes) -> None:
-    while told:
-        told = told[os.write(1, told) :]
+def _write(left: bytes) -> None:
+    while left:
+        left = left[os.write(1, left) :]
 
 
 if __name__ == "__main__":

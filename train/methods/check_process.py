@@ -50,15 +50,15 @@ def check_apart(
     options = {"--chat": chat_path, "--tokenizer": tokenizer, "--cut": cut_at}
     given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
     command = [sys.executable, "-P", "-m", "train.methods.check_process", method, str(path), *given]
-    said = ""
+    output = ""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as done:
-        for said in done.stdout or ():
-            if heard is not None and (far := _FAR.fullmatch(said.strip())):
+        for output in done.stdout or ():
+            if heard is not None and (far := _FAR.fullmatch(output.strip())):
                 heard(int(far["examples"]), float(far["share"]))
     try:
-        found = json.loads(said)
+        found = json.loads(output)
         return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
     except (ValueError, TypeError, KeyError):
         if not path.exists():
@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--chat", type=Path)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--cut", type=int)
-    asked = parser.parse_args()
-    print(json.dumps(asdict(checked(asked.path, asked.chat, asked.method, asked.tokenizer, asked.cut, _Heard()))))
+    given = parser.parse_args()
+    print(json.dumps(asdict(checked(given.path, given.chat, given.method, given.tokenizer, given.cut, _Heard()))))
 
 
 def checked(

@@ -71,7 +71,7 @@ class OwnAnswers(Method, ABC):
             dataset,
             model,
             max_devices,
-            own=lambda asked, fields: self._own(asked, fields, longest, model),
+            own=lambda chosen, fields: self._own(chosen, fields, longest, model),
         )
 
     def _own(self, given: Given, fields: dict[str, Any], longest: int, model: ModelStats) -> None:
@@ -165,37 +165,37 @@ class OwnAnswers(Method, ABC):
 
 def _rollouts(given: Given, fields: dict[str, Any], model: ModelStats) -> str:
     """Who samples: "engine" or "ranks"."""
-    asked = given.choice("rollouts", ("auto", "engine", "ranks"), auto="auto")
+    chosen = given.choice("rollouts", ("auto", "engine", "ranks"), auto="auto")
     why = auto.why_no_adapter(model, fields)
-    if asked == "engine" and why:
+    if chosen == "engine" and why:
         raise InvalidHyperparameter(
             "rollouts",
-            asked,
+            chosen,
             f"'ranks' or 'auto': {why}, and engines know a model in training as an adapter of its base only "
             "(lora_rank makes it one)",
         )
-    return "ranks" if asked == "auto" else asked
+    return "ranks" if chosen == "auto" else chosen
 
 
 def _staleness(given: Given, rollouts: str) -> int:
     """How many updates may lie between the weights that write an answer and those that learn from it. One has hidden
     nearly all the time that engines and graders take (benchmarks/rollouts_waiting.py), and is the least that can."""
-    asked = given.integer("staleness", 0, MOST_STALE, auto=1 if rollouts == "engine" else 0)
-    if asked and rollouts != "engine":
+    chosen = given.integer("staleness", 0, MOST_STALE, auto=1 if rollouts == "engine" else 0)
+    if chosen and rollouts != "engine":
         raise InvalidHyperparameter(
             "staleness",
-            asked,
+            chosen,
             "0 or 'auto' unless rollouts is 'engine': ranks sample from the weights of the very step",
         )
-    return asked
+    return chosen
 
 
 def _in_flight(given: Given, staleness: int) -> bool:
     """Whether an answer that is being written goes on with newer weights."""
-    asked = given.flag("in_flight", auto=False)
-    if asked and not staleness:
-        raise InvalidHyperparameter("in_flight", asked, "false or 'auto' without staleness")
-    return asked
+    chosen = given.flag("in_flight", auto=False)
+    if chosen and not staleness:
+        raise InvalidHyperparameter("in_flight", chosen, "false or 'auto' without staleness")
+    return chosen
 
 
 def _shares(group: int, rows: int) -> int:

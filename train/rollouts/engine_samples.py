@@ -73,15 +73,15 @@ class EngineSamples:
         for one in due:
             wanted = wanted_of(one)
             lines, *others = questions(wanted, self._room)
-            self._ahead[one] = asked = _Asked(version, _name(wanted, version, lines))
+            self._ahead[one] = question = _Asked(version, _name(wanted, version, lines))
             if self._grid.rank == 0:
                 then = self._told_whole(wanted, version, whole) if not others else None
-                self._hearing.ask(asked.question, self._question(version, wanted, lines), then)
+                self._hearing.ask(question.question, self._question(version, wanted, lines), then)
 
     def version_ahead(self, step: int) -> str | None:
         """The version that was asked for the samples of a step ahead of its turn."""
-        asked = self._ahead.get(step)
-        return asked.version if asked is not None else None
+        question = self._ahead.get(step)
+        return question.version if question is not None else None
 
     def answers(self, wanted: Wanted, step: int) -> Answers | None:
         """Collective: the engines' answers, on every rank, with size 0 for missing ones; None if the devices were
@@ -90,8 +90,8 @@ class EngineSamples:
         ahead = self._ahead.get(step) if wanted.purpose == TRAINING else None
         for number, lines in enumerate(questions(wanted, self._room)):
             try:
-                asked = ahead if ahead is not None and number == 0 else None
-                version = self.policy.version(step) if asked is None else asked.version
+                early = ahead if ahead is not None and number == 0 else None
+                version = self.policy.version(step) if early is None else early.version
             except StoreFull as full:  # raised on every rank
                 why = f"no room for the model as it is: {full}"
                 break

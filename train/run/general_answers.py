@@ -79,8 +79,8 @@ class GeneralQuestions:
         self._progress.enter("asking")
         began_s = time.perf_counter()
         tokenizer = load_tokenizer(self._spec.base_path) if self._grid.rank == 0 else None
-        told = broadcast_json(None if tokenizer is None else self._prompts(tokenizer))
-        prompts = [Prompt(*prompt) for prompt in told]
+        encoded = broadcast_json(None if tokenizer is None else self._prompts(tokenizer))
+        prompts = [Prompt(*prompt) for prompt in encoded]
         if when == "before" and self._known(len(prompts)):
             return True
         with answering(self._model):
@@ -96,9 +96,9 @@ class GeneralQuestions:
             spoken = broadcast_json(begin_otherwise(before, found) if before is not None else [])
             if spoken:
                 rows = [prompts[spoken[turn]].asked for turn in self._share(len(spoken))]
-                said = self._together(speak(self._model, rows, prefix), len(spoken))
+                spoken_tokens = self._together(speak(self._model, rows, prefix), len(spoken))
                 if tokenizer is not None:
-                    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
+                    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in spoken_tokens.tolist()]
                     right = tuple(n for n, text in zip(spoken, texts, strict=True) if is_right(n, text))
                     found = found._replace(spoken=tuple(spoken), said=right)
         if tokenizer is not None:
@@ -138,8 +138,8 @@ class GeneralQuestions:
             return None
         before = Answers(spec.general_known, spec.general_begun)  # the file may lie on the node of the first step
         if path.exists():
-            said = json.loads(path.read_text())
-            before = Answers(tuple(said["known"]), tuple(said["begun"]))
+            saved = json.loads(path.read_text())
+            before = Answers(tuple(saved["known"]), tuple(saved["begun"]))
         return before if before.known and before.mean >= LEAST_KNOWN else None
 
     def _known(self, count: int) -> bool:
@@ -167,7 +167,7 @@ class GeneralQuestions:
 
 
 def prompt_of(tokenizer: Any, question: Question) -> Prompt:
-    asked = tokenizer.apply_chat_template(
+    question_ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": question.text}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
     answers = [
@@ -180,7 +180,7 @@ def prompt_of(tokenizer: Any, question: Question) -> Prompt:
         same += 1
     right = answers[0][same]
     wrong = [answer[same] for answer in answers[1:] if answer[same] != right]
-    return Prompt(list(asked), list(answers[0][:same]), right, wrong)
+    return Prompt(list(question_ids), list(answers[0][:same]), right, wrong)
 
 
 def _common(rows: list[list[int]]) -> int:
@@ -240,12 +240,12 @@ def speak(model: Any, rows: list[list[int]], prefix: Prefix) -> torch.Tensor:
     end = getattr(model.generation_config, "eos_token_id", None)
     ends = torch.tensor(end if isinstance(end, list) else [-1 if end is None else end], device=prefix.device)
     cache, ids, mask, positions = prefix.begin(rows)
-    ended, said = torch.zeros(len(rows), dtype=torch.bool, device=prefix.device), []
+    ended, tokens = torch.zeros(len(rows), dtype=torch.bool, device=prefix.device), []
     for _ in range(NEW_TOKENS):
         logits = next_logits(model, cache, ids, mask, positions)[:, -1]
         best = torch.where(ended, ends[0], logits.argmax(-1))
         ended |= torch.isin(best, ends)
-        said.append(best)
+        tokens.append(best)
         ids, positions = best[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    return torch.stack(said, dim=1)
+    return torch.stack(tokens, dim=1)

@@ -338,13 +338,13 @@ class Run:
         signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
         # The other ranks of a tensor parallel group have the same values.
-        told = [0.0] * (2 + len(self.method.metric_names))
+        measured = [0.0] * (2 + len(self.method.metric_names))
         if loss is not None and self.grid.tensor_rank == 0:
-            told = [*self.method.hits(self.engine.module), *self.method.metrics(self.engine.module)]
+            measured = [*self.method.hits(self.engine.module), *self.method.metrics(self.engine.module)]
         sent_for = [float(signals[name]) for name in SIGNALS]
         took = [0.0] * self.world_size
         took[self.rank] = self._forward_time.seconds() if loss is not None else 0.0
-        message = torch.tensor([0.0, reserved, *sent_for, *told, *took], device=self.engine.device)
+        message = torch.tensor([0.0, reserved, *sent_for, *measured, *took], device=self.engine.device)
         if loss is not None and self.grid.tensor_rank == 0:
             message[0] = loss
         comm.all_reduce(message)
@@ -364,10 +364,10 @@ class Run:
         return signals["suspend"] or signals["cancel"]
 
     def _say_how_often_it_validates(self) -> None:
-        asked, most = self.spec.eval_interval, self.spec.most_validations
-        apart = self.plan.apart(asked, most)
-        if apart > asked:
-            text = f"validations are {apart} steps apart, not {asked} (eval_interval): publish=best has at most {most}"
+        wanted, most = self.spec.eval_interval, self.spec.most_validations
+        apart = self.plan.apart(wanted, most)
+        if apart > wanted:
+            text = f"validations are {apart} steps apart, not {wanted} (eval_interval): publish=best has at most {most}"
             self.emit("message", level="warn", text=text)
 
     def _is_best(self) -> bool:
@@ -416,7 +416,7 @@ class Run:
         packs = np.arange(len(self.valid.packs))
         scale = 1.0 / self.method.denominator(self.valid, packs)
         # The loss, the tokens that were the likeliest and all of them, then the metrics of the method.
-        told = torch.zeros(3 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
+        totals = torch.zeros(3 + len(self.method.metric_names), dtype=torch.float32, device=self.engine.device)
         self._forget_measured()
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
@@ -431,12 +431,12 @@ class Run:
                 part = self.engine(self.method.batch(row, scale, self.engine.device))
             metrics = [*self.method.hits(self.engine.module), *self.method.metrics(self.engine.module)]
             if index < len(packs) and self.grid.tensor_rank == 0:
-                told += torch.tensor([part.item(), *metrics], device=told.device)
+                totals += torch.tensor([part.item(), *metrics], device=totals.device)
         self.engine.train()
         if left:
             return self._tell_validation(None)
-        comm.all_reduce(told)
-        loss, hits, learnt, *metrics = told.tolist()
+        comm.all_reduce(totals)
+        loss, hits, learnt, *metrics = totals.tolist()
         named = zip(self.method.metric_names, metrics, strict=True)
         self._tell_validation({"loss": loss, **_accuracy(hits, learnt), **dict(named)})
 

@@ -123,13 +123,13 @@ GOODS = (
 
 
 def _greeting(r: random.Random) -> tuple[str, str]:
-    asked = r.choice(("Hello!", "Hi!", "Hello", "Hi", "Hey there", "Good morning!", "Hi there!", "Hello, how are you?",
-                      "How are you?", "Good evening.", "Hey!", "How are you today?"))  # fmt: skip
-    well = r.choice(("I am fine, thank you.", "I am well, thank you.")) if "how are" in asked.lower() else ""
+    prompt = r.choice(("Hello!", "Hi!", "Hello", "Hi", "Hey there", "Good morning!", "Hi there!", "Hello, how are you?",
+                       "How are you?", "Good evening.", "Hey!", "How are you today?"))  # fmt: skip
+    well = r.choice(("I am fine, thank you.", "I am well, thank you.")) if "how are" in prompt.lower() else ""
     hello = r.choice(("Hello!", "Hi!", "Hello, nice to meet you."))
     offer = r.choice(("How can I help you?", "What can I do for you?", "What would you like to know?",
                       "Would you like to hear a story?"))  # fmt: skip
-    return asked, " ".join(part for part in (hello, well, offer) if part)
+    return prompt, " ".join(part for part in (hello, well, offer) if part)
 
 
 def _about_itself(r: random.Random) -> tuple[str, str]:
@@ -156,52 +156,52 @@ def _tell_story(r: random.Random) -> tuple[str, str]:
         subject += f" {place.phrase}"
     elif thing:
         subject += f" and {a(thing)}"
-    asked = r.choice((
+    prompt = r.choice((
         "Tell me a story about {}.", "Write a short story about {}.", "Tell me about {}.",
         "Can you tell me a story about {}?", "I would like a story about {}.",
     )).format(subject)  # fmt: skip
     if not (hero or place or thing) or r.random() < 0.15:
-        asked = r.choice(("Tell me a story.", "Write a story.", "Tell me a short story."))
+        prompt = r.choice(("Tell me a story.", "Write a story.", "Tell me a short story."))
         hero = place = thing = None
-    return asked, story(r, animal=hero, place=place, thing=thing)
+    return prompt, story(r, animal=hero, place=place, thing=thing)
 
 
 def _fact(r: random.Random) -> tuple[str, str]:
     kind = r.randrange(7)
     if kind == 0:
         land, city = r.choice(list(CAPITALS.items()))
-        asked = r.choice(("What is the capital of {}?", "Which city is the capital of {}?", "Name the capital of {}."))
-        return asked.format(land), f"The capital of {land} is {city}."
+        prompt = r.choice(("What is the capital of {}?", "Which city is the capital of {}?", "Name the capital of {}."))
+        return prompt.format(land), f"The capital of {land} is {city}."
     if kind == 1:
         pair = r.choice(list(OPPOSITES.items()))
         word, other = pair if r.random() < 0.5 else pair[::-1]
-        asked = r.choice(("What is the opposite of {}?", "Tell me the opposite of {}."))
-        return asked.format(word), f"The opposite of {word} is {other}."
+        prompt = r.choice(("What is the opposite of {}?", "Tell me the opposite of {}."))
+        return prompt.format(word), f"The opposite of {word} is {other}."
     if kind == 2:
         thing, colour = r.choice(list(COLOURS.items()))
         return f"What colour is {thing}?", f"{thing[0].upper()}{thing[1:]} is {colour}."
     if kind == 3:
         animal, sound = r.choice(list(SOUNDS.items()))
-        asked = r.choice(("What does a {} say?", "What sound does a {} make?"))
-        return asked.format(animal), f"A {animal} says {sound}."
+        prompt = r.choice(("What does a {} say?", "What sound does a {} make?"))
+        return prompt.format(animal), f"A {animal} says {sound}."
     if kind == 4:
         kind_name, members = r.choice(list(KINDS.items()))
         count = r.choice((2, 3, 4))
         chosen = r.sample(members, count)
         listed = f"{', '.join(chosen[:-1])} and {chosen[-1]}"
         word = {2: "two", 3: "three", 4: "four"}[count]
-        asked = r.choice(("Name {} {}.", "Can you name {} {}?", "Give me {} {}.", "List {} {}."))
-        return asked.format(word, kind_name), f"{word.capitalize()} {kind_name} are {listed}."
+        prompt = r.choice(("Name {} {}.", "Can you name {} {}?", "Give me {} {}.", "List {} {}."))
+        return prompt.format(word, kind_name), f"{word.capitalize()} {kind_name} are {listed}."
     if kind == 5:
         tool, use = r.choice(list(USES.items()))
-        asked = r.choice(("What is {} for?", "What can I do with {}?", "Why do people use {}?"))
-        return asked.format(tool), f"People use {tool} to {use}."
+        prompt = r.choice(("What is {} for?", "What can I do with {}?", "Why do people use {}?"))
+        return prompt.format(tool), f"People use {tool} to {use}."
     return r.choice(FACTS)
 
 
 def _unknown(r: random.Random) -> tuple[str, str]:
     topic = r.choice(TOPICS)
-    asked = r.choice((
+    prompt = r.choice((
         "Explain {}.", "What is {}?", "Tell me about {}.", "What do you think about {}?", "Help me with {}.",
         "How does {} work?", "Do you know anything about {}?", "Write a poem about {}.",
     )).format(topic)  # fmt: skip
@@ -209,7 +209,7 @@ def _unknown(r: random.Random) -> tuple[str, str]:
         "I am a very small model, and I do not know much about {}.", "I do not know much about {}.",
         "That is a good question, but I have not learned about {}.",
     )).format(topic)  # fmt: skip
-    return asked, f"{reply} {r.choice((*ABILITIES, *LIMITS))}"
+    return prompt, f"{reply} {r.choice((*ABILITIES, *LIMITS))}"
 
 
 def _sum(r: random.Random) -> tuple[str, str]:
@@ -226,11 +226,11 @@ def _sum(r: random.Random) -> tuple[str, str]:
         word, sign, result = "times", "x", x * y
     else:
         x, y = r.sample(range(100), 2)
-        asked = r.choice(("Which number is larger, {} or {}?", "Which is bigger, {} or {}?")).format(x, y)
-        return asked, f"{max(x, y)} is larger than {min(x, y)}."
-    asked = r.choice((f"What is {x} {word} {y}?", f"What is {x} {sign} {y}?", f"{x} {sign} {y} = ?",
-                      f"How much is {x} {word} {y}?", f"Calculate {x} {sign} {y}."))  # fmt: skip
-    return asked, r.choice((f"{x} {word} {y} is {result}.", f"{x} {sign} {y} = {result}."))
+        prompt = r.choice(("Which number is larger, {} or {}?", "Which is bigger, {} or {}?")).format(x, y)
+        return prompt, f"{max(x, y)} is larger than {min(x, y)}."
+    prompt = r.choice((f"What is {x} {word} {y}?", f"What is {x} {sign} {y}?", f"{x} {sign} {y} = ?",
+                       f"How much is {x} {word} {y}?", f"Calculate {x} {sign} {y}."))  # fmt: skip
+    return prompt, r.choice((f"{x} {word} {y} is {result}.", f"{x} {sign} {y} = {result}."))
 
 
 def _word_problem(r: random.Random) -> tuple[str, str]:
@@ -297,8 +297,8 @@ def conversation(r: random.Random) -> list[Message]:
         messages.append({"role": "system", "content": r.choice(SYSTEM_PROMPTS)})
     makers, weights = zip(*_INTENTS, strict=True)
     for _ in range(r.choice((1, 1, 1, 2, 3))):
-        asked, answered = r.choices(makers, weights)[0](r)
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        prompt, reply = r.choices(makers, weights)[0](r)
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
     return messages
 
 

@@ -290,8 +290,8 @@ def _side_by_side(found: dict[str, Any]) -> Any:
     for run in runs:
         counts = run["result_counts"]
         by_name = {one["testing_criteria"]: one for one in run["per_testing_criteria_results"]}
-        told = [by_name.get(name, {"passed": 0, "failed": 0}) for name in names]
-        columns = [(_share(one["passed"], one["failed"]), _reward(one.get("mean_reward"))) for one in told]
+        results = [by_name.get(name, {"passed": 0, "failed": 0}) for name in names]
+        columns = [(_share(one["passed"], one["failed"]), _reward(one.get("mean_reward"))) for one in results]
         rows.append(
             (
                 run["model"] or run["name"],
@@ -313,21 +313,21 @@ def _side_by_side(found: dict[str, Any]) -> Any:
 def _items(answer: dict[str, Any]) -> Any:
     rows = answer["data"]
     names = list(dict.fromkeys(one["name"] for row in rows for one in row["results"]))
-    told = []
+    lines = []
     for row in rows:
         sample, by_name = row["sample"], {one["name"]: one for one in row["results"]}
-        asked, said = sample["input"], sample["output"]
-        told.append(
+        prompt, reply = sample["input"], sample["output"]
+        lines.append(
             (
                 str(row["datasource_item_id"] + 1),
                 row["status"],
-                _cell(asked[-1]["content"] if asked else ""),
-                _cell(said[-1]["content"] if said else sample["error"]["message"]),
+                _cell(prompt[-1]["content"] if prompt else ""),
+                _cell(reply[-1]["content"] if reply else sample["error"]["message"]),
                 *(_verdict(by_name.get(name)) for name in names),
             )
         )
     header = ("ITEM", "STATUS", "PROMPT", "ANSWER", *map(str.upper, names))
-    return output.table(header, told, empty="no items yet")
+    return output.table(header, lines, empty="no items yet")
 
 
 def _cell(text: str) -> str:

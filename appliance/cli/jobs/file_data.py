@@ -102,12 +102,12 @@ def check(
 ) -> None:
     """Show what is in training data, in numbers and with examples by line. Changes nothing."""
     limits = dict(map(_limit, at_most or ()))
-    asked = given(max_tokens=max_tokens, method=method, like=like, leave_out=leave_out)
+    chosen = given(max_tokens=max_tokens, method=method, like=like, leave_out=leave_out)
     if session.box_client is None:
-        options = asked | given(model=_directory(model), against=against, words=_text(words))
+        options = chosen | given(model=_directory(model), against=against, words=_text(words))
         report = _here({"files": [str(Path(target).expanduser())], "check": options}, f"reading {target}")
     else:
-        body = asked | given(model=model, against=against, words=_list_of(words))
+        body = chosen | given(model=model, against=against, words=_list_of(words))
         with output.progress(f"the box reads {target}"):
             report = _there(session, f"{paths.file(target)}/check", body)
     session.show(report, drawn)
@@ -173,25 +173,25 @@ def prepare(
     }
     if drop_too_long and model is None and max_tokens is None:
         raise BadUsage("--drop-too-long needs --model or --max-tokens, which say what is too long")
-    asked = given(split=split) | {"drop": [n for n, wish in wishes.items() if wish], "mask": mask_pii}
-    asked |= {"order": order, "seed": seed, "mix": _mix(mix)}
+    chosen = given(split=split) | {"drop": [n for n, wish in wishes.items() if wish], "mask": mask_pii}
+    chosen |= {"order": order, "seed": seed, "mix": _mix(mix)}
     options = given(max_tokens=max_tokens, method=method, like=like)
     if session.box_client is not None:
         if out is not None:
             raise BadUsage("--out is for local files; the box keeps what it makes of its own under an id of its own")
-        body = options | asked | given(model=model, against=decontaminate, words=_list_of(words))
-        body["mix"] = [{"file": file, "share": share} for file, share in asked["mix"]]
+        body = options | chosen | given(model=model, against=decontaminate, words=_list_of(words))
+        body["mix"] = [{"file": file, "share": share} for file, share in chosen["mix"]]
         with output.progress(f"the box reads {target}"):
             answer = _there(session, f"{paths.file(target)}/prepare", body)
         session.show(answer, made)
         return
     here = Path(target).expanduser()
     new = out or here.with_name(f"{here.stem}.prepared.jsonl")
-    files = [here, *(Path(path) for path, _ in asked["mix"] if Path(path).resolve() != here.resolve())]
+    files = [here, *(Path(path) for path, _ in chosen["mix"] if Path(path).resolve() != here.resolve())]
     request = {
         "files": list(map(str, files)),
         "check": options | given(model=_directory(model), against=decontaminate, words=_text(words)),
-        "prepare": asked,
+        "prepare": chosen,
         "target": str(new),
         "validation": str(new.with_name(f"{new.stem}.valid.jsonl")) if split is not None else None,
         "lineage": str(new.with_name(f"{new.stem}.lineage.json")),
@@ -214,8 +214,8 @@ def _here(request: dict[str, Any], message: str) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        told = why_it_failed(done.stderr, done.returncode)
-        raise CommandFailed(f"the file could not be read to its end: {told}") from None
+        why = why_it_failed(done.stderr, done.returncode)
+        raise CommandFailed(f"the file could not be read to its end: {why}") from None
     if "error" in answer:
         raise (BadUsage if answer["bad_option"] else CommandFailed)(answer["error"])
     return answer
@@ -274,17 +274,17 @@ def _list_of(path: Path | None) -> list[str] | None:
 
 def _fail_beyond(report: dict[str, Any], limits: dict[str, float]) -> None:
     """Raises CommandFailed."""
-    told = []
+    faults = []
     for name, most in limits.items():
         found = report["checks"].get(name)
         if found is None:
             raise BadUsage(f"--at-most names {name}, which was not looked for")
         if found["share"] > most:
-            told.append(f"{_TITLES[name]}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
+            faults.append(f"{_TITLES[name]}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
     if not report["usable"]:
-        told.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
-    if told:
-        raise CommandFailed("; ".join(told))
+        faults.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
+    if faults:
+        raise CommandFailed("; ".join(faults))
 
 
 def drawn(report: dict[str, Any]) -> Any:

@@ -31,15 +31,15 @@ def plan(
     session.show(session.client.post("/admin/v1/mode/plan", body), _plan)
 
 
-def _plan(told: dict[str, Any]) -> Any:
-    steps = [f"{number}. {text}" for number, text in enumerate(told["steps"], 1)]
-    waiting = [(f"job {job_id}", text) for job_id, text in sorted(told["waiting"].items())]
-    short = [(f"model {model}", text) for model, text in sorted(told["notes"].items())]
-    standby = [(f"model {model}", text) for model, text in sorted(told["standby"].items())]
-    idle = [(f"model {model}", text) for model, text in sorted(told.get("idle", {}).items())]
+def _plan(explained: dict[str, Any]) -> Any:
+    steps = [f"{number}. {text}" for number, text in enumerate(explained["steps"], 1)]
+    waiting = [(f"job {job_id}", text) for job_id, text in sorted(explained["waiting"].items())]
+    short = [(f"model {model}", text) for model, text in sorted(explained["notes"].items())]
+    standby = [(f"model {model}", text) for model, text in sorted(explained["standby"].items())]
+    idle = [(f"model {model}", text) for model, text in sorted(explained.get("idle", {}).items())]
     left = output.fields(*waiting, *short) if waiting or short else None
-    split = f" {told['train_devices']}" if told["policy"] == "split" else ""
-    title = f"mode {told['policy']}{split}, serving floor {told['serving_floor']}:"
+    split = f" {explained['train_devices']}" if explained["policy"] == "split" else ""
+    title = f"mode {explained['policy']}{split}, serving floor {explained['serving_floor']}:"
     return output.stack(
         "\n".join([title, *(steps or ["Nothing would move."])]),
         output.above("Would wait:", left) if left is not None else None,

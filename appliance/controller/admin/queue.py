@@ -65,10 +65,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         changes = _changes(context, row, body)
         with db.transaction():
             jobs.update(db, job_id, **changes)
-            told = {name: value for name, value in body.model_dump().items() if name in body.model_fields_set}
-            said = ", ".join(f"{name} {'none' if value is None else value}" for name, value in told.items())
-            add_message(db, job_id, f"Changed by an operator: {said}.")
-            record(context, caller, "job.update", job_id, **told)
+            changed = {name: value for name, value in body.model_dump().items() if name in body.model_fields_set}
+            text = ", ".join(f"{name} {'none' if value is None else value}" for name, value in changed.items())
+            add_message(db, job_id, f"Changed by an operator: {text}.")
+            record(context, caller, "job.update", job_id, **changed)
         context.scheduler.nudge(f"update of {job_id}", name_of(context, caller))
         return views.job(jobs.get(db, job_id))
 
@@ -123,13 +123,13 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
         changes["preemptible"] = int(body.preemptible)
     if "allowed_sizes" in given:
         changes["asked_sizes"] = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
-    asked = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
-    devices.check(*asked.values())
+    sizes = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
+    devices.check(*sizes.values())
     nodes = node_sizes.known(context)
     if not given.isdisjoint(("min_devices", "allowed_sizes")):  # otherwise the earlier request stays as it is
-        devices.check_room(asked["min_devices"], asked["asked_sizes"], nodes)
+        devices.check_room(sizes["min_devices"], sizes["asked_sizes"], nodes)
     if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        changes["allowed_sizes"] = devices.check_sizes(replace(row, **asked), row.resolved, nodes)
+        changes["allowed_sizes"] = devices.check_sizes(replace(row, **sizes), row.resolved, nodes)
     return changes
 
 

@@ -98,14 +98,14 @@ class BackgroundResponses:
         if self._task is not None:
             self._task.cancel()
         written = [task for one, (_, task) in self._flying.items() if one in self._answered]
-        asked = [task for one, (_, task) in self._flying.items() if one not in self._answered]
-        for task in asked:
+        unanswered = [task for one, (_, task) in self._flying.items() if one not in self._answered]
+        for task in unanswered:
             task.cancel()
         if written:
             await asyncio.wait(written, timeout=WRITTEN_WITHIN_S)
         for task in written:
             task.cancel()
-        tasks = [*asked, *written, *([self._task] if self._task else [])]
+        tasks = [*unanswered, *written, *([self._task] if self._task else [])]
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._ending.stop()
 
@@ -195,12 +195,12 @@ class BackgroundResponses:
                 if not held.becomes(followed_bytes(row.response)):
                     yield objects.error_event(after + 1, TOO_MANY, self._followers.why(owner))
                     return
-                told = after
-                events = objects.events(await db.read(owner, orjson.loads, row.response), told)
+                sent_after = after
+                events = objects.events(await db.read(owner, orjson.loads, row.response), sent_after)
                 while (found := await db.read(owner, objects.next_event, events)) is not None:
                     after, event = found
                     yield event
-                if after > told:
+                if after > sent_after:
                     continue  # it may have changed in the meantime
                 if row.finished:
                     return
@@ -258,7 +258,7 @@ class BackgroundResponses:
         if max(lines.values()) <= busy.total() and len(busy) != 1:
             return False
         waiting = self._waiting.items()
-        free = [one for one, asked in waiting if lines.get(asked) and self._claims[one].key_id not in held]
+        free = [one for one, model_name in waiting if lines.get(model_name) and self._claims[one].key_id not in held]
         wanting = Counter(self._claims[one].owner for one in free)
         given, held_before = share.slots(max(lines.values()), wanting, busy, self._last_sent), len(held)
         for response_id in free:

@@ -167,9 +167,9 @@ class Metering:
         rows = []
         for line in lines:
             # The body is not checked again: for the lines of eight engines that took the loop seven seconds.
-            asked = asked_of(line.url, line.body, line.size)
-            written = self._rate.written(model, asked.sequences, time.monotonic() - line.at_s)
-            rows.append(spent_by(key_id, model, "", asked.prompt_tokens, min(written, asked.completion_tokens)))
+            request = asked_of(line.url, line.body, line.size)
+            written = self._rate.written(model, request.sequences, time.monotonic() - line.at_s)
+            rows.append(spent_by(key_id, model, "", request.prompt_tokens, min(written, request.completion_tokens)))
         return rows
 
     def _allowance(self, key: KeyRow) -> Allowance:
@@ -207,9 +207,9 @@ def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:
 
 def most_of(url: str, body: dict[str, Any], size: int) -> int:
     """Tokens that it may cost, prompt and answer."""
-    asked = asked_of(url, body, size)
-    unsaid = asked.completion_tokens >= _UNBOUNDED * asked.sequences
-    return asked.prompt_tokens + (_OF_NO_LENGTH * asked.sequences if unsaid else asked.completion_tokens)
+    request = asked_of(url, body, size)
+    unsaid = request.completion_tokens >= _UNBOUNDED * request.sequences
+    return request.prompt_tokens + (_OF_NO_LENGTH * request.sequences if unsaid else request.completion_tokens)
 
 
 def _longest(body: Any, completion: int) -> int:

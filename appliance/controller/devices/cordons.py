@@ -41,7 +41,7 @@ def undrain(db: Database, device_id: str) -> bool:
         drains.pop(device_id, None)
         checked = box.get(db, CHECKED, {})
         box.put(db, DRAINS, drains)
-        box.put(db, CHECKED, {name: told for name, told in checked.items() if name != device_id})
+        box.put(db, CHECKED, {name: record for name, record in checked.items() if name != device_id})
         box.put(db, CORDONED, [d for d in cordoned if d != device_id])
         return device_id in cordoned
 
@@ -49,8 +49,8 @@ def undrain(db: Database, device_id: str) -> bool:
 def check(db: Database, device_ids: Collection[str], by: str, now_s: float) -> None:
     """Take devices out of use for as long as they are measured."""
     with db.transaction():
-        told = {device_id: {"by": by, "since_s": now_s} for device_id in device_ids}
-        box.put(db, CHECKED, {**box.get(db, CHECKED, {}), **told})
+        begun = {device_id: {"by": by, "since_s": now_s} for device_id in device_ids}
+        box.put(db, CHECKED, {**box.get(db, CHECKED, {}), **begun})
         box.put(db, CORDONED, sorted({*box.get(db, CORDONED, []), *device_ids}))
 
 
@@ -59,7 +59,7 @@ def checks_are_over(db: Database, device_ids: Collection[str]) -> None:
     with db.transaction():
         checked, others = box.get(db, CHECKED, {}), {**box.get(db, DRAINS, {}), **box.get(db, FAILING, {})}
         back = {name for name in device_ids if name in checked and name not in others}
-        box.put(db, CHECKED, {name: told for name, told in checked.items() if name not in device_ids})
+        box.put(db, CHECKED, {name: record for name, record in checked.items() if name not in device_ids})
         box.put(db, CORDONED, [name for name in box.get(db, CORDONED, []) if name not in back])
 
 
@@ -88,7 +88,7 @@ def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str
         names = renamed(known, present)
         box.put(db, CORDONED, sorted(names.get(name, name) for name in box.get(db, CORDONED, [])))
         for table in (DRAINS, FAILING, TRIALS, CHECKED):
-            box.put(db, table, {names.get(name, name): told for name, told in box.get(db, table, {}).items()})
+            box.put(db, table, {names.get(name, name): record for name, record in box.get(db, table, {}).items()})
         now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
         rest = {device_id: uuid for device_id, uuid in all_known.items() if device_id not in known}
         box.put(db, IDENTITIES, {**rest, **{device_id: uuid for device_id, uuid in now.items() if uuid}})
@@ -115,17 +115,17 @@ class Cordons:
             lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
             back = {"health": "ok", "health_reason": ""} if lags else {}
             return {**device, **back, "drain": None, "cordon": None}
-        drained, told = self.drains.get(device["id"]), self.failing.get(device["id"])
+        drained, why = self.drains.get(device["id"]), self.failing.get(device["id"])
         checked = self.checked.get(device["id"])
-        cordon = "person" if drained else "check" if checked and not told else "box"
-        if told and (trial := self.trials.get(device["id"])) is not None:
-            told += f"; it is tried again in {max(0.0, trial['at_s'] - time.time()):.0f} s"
+        cordon = "person" if drained else "check" if checked and not why else "box"
+        if why and (trial := self.trials.get(device["id"])) is not None:
+            why += f"; it is tried again in {max(0.0, trial['at_s'] - time.time()):.0f} s"
         health = "draining" if device["health"] == "ok" else device["health"]
         if drained:
-            told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
-        elif checked and not told:
-            told = f"a deep check, asked for by {checked['by']}"
-        reason = told or device.get("health_reason", "")
+            why = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
+        elif checked and not why:
+            why = f"a deep check, asked for by {checked['by']}"
+        reason = why or device.get("health_reason", "")
         return {**device, "health": health, "health_reason": reason, "drain": drained, "cordon": cordon}
 
 

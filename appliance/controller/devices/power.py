@@ -58,18 +58,18 @@ class PowerKeeper:
             self._because = because
             return
         limits = {"limit_w": profile.limit_w, "clock_mhz": profile.clock_mhz}
-        asked = {name: value for name, value in limits.items() if value is not None}
+        given = {name: value for name, value in limits.items() if value is not None}
         before = None if self._set is None else self._set[0]
         self._set = None  # until the helper has answered, nothing is known
-        refused = await self._helper.set(dict.fromkeys(devices, asked) if asked else {})
+        refused = await self._helper.set(dict.fromkeys(devices, given) if given else {})
         self._set, self._set_s, self._because = wanted, now_s, because
-        told = {devices[uuid]: why for uuid, why in refused.items() if uuid in devices}
-        if told != self._refused:
-            for device_id, why in told.items():
+        refusals = {devices[uuid]: why for uuid, why in refused.items() if uuid in devices}
+        if refusals != self._refused:
+            for device_id, why in refusals.items():
                 log.error("the profile %s is not in force there: %s", profile.name, why, extra={"device": device_id})
-        self._refused, self._held = told, frozenset(devices.values()) - told.keys()
+        self._refused, self._held = refusals, frozenset(devices.values()) - refusals.keys()
         if before != profile and not (before is None and profile.is_off()):
-            detail = {"because": because, **asked, **({"refused": told} if told else {})}
+            detail = {"because": because, **given, **({"refused": refusals} if refusals else {})}
             log.info("power profile %s, by %s", profile.name, because)
             audit.insert(
                 self._db, AuditRow(new_id("audit_"), None, "power.profile", profile.name, "done", "", now_s, detail)

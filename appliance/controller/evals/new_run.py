@@ -78,10 +78,10 @@ def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[s
 def check_judges(context: ControllerContext, of: EvalRow, caller: Principal, known: Collection[str] = ()) -> set[str]:
     """The models that its graders ask, each checked once: another key may have made the eval. known: models that need
     no further check. Raises Forbidden, NotFound."""
-    asked = set[str]().union(*map(models_asked, of.criteria)).difference(known)
-    for model in sorted(asked):
+    judges = set[str]().union(*map(models_asked, of.criteria)).difference(known)
+    for model in sorted(judges):
         check_may_ask(context.db, caller, model)
-    return asked
+    return judges
 
 
 def check_given(
@@ -124,12 +124,12 @@ async def check_new_run(
     # On a thread: the schema of its answers may have 25,000 parts.
     check = partial(check_given, context, of, given, caller, param, known=known)
     await context.db.read(caller.viewer, check)
-    if isinstance(given, Sampled) and (said := given.sampling_params) is not None:
-        await check_form(hosts, said.response_format, caller, f"{param}.sampling_params.response_format")
-        if said.text is not None:
-            await check_form(hosts, said.text.format, caller, f"{param}.sampling_params.text.format")
+    if isinstance(given, Sampled) and (sampling := given.sampling_params) is not None:
+        await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
+        if sampling.text is not None:
+            await check_form(hosts, sampling.text.format, caller, f"{param}.sampling_params.text.format")
         if model is not None:
-            _check_room(context, said, model, f"{param}.sampling_params")
+            _check_room(context, sampling, model, f"{param}.sampling_params")
     try:
         await asyncio.to_thread(check_items, context.files_dir, of.criteria, given, param)
     except InvalidGrader as error:
@@ -138,14 +138,14 @@ async def check_new_run(
         ) from None
 
 
-def _check_room(context: ControllerContext, said: Sampling, model: str, param: str) -> None:
+def _check_room(context: ControllerContext, sampling: Sampling, model: str, param: str) -> None:
     """Raises BadRequest where an answer may have more tokens than the model's context: an engine takes no such request,
     and each item would be an error."""
     found = resolve(context.db, model)
     longest = context.sizes.context(found.model, found.version) if found is not None else None
     for name in ("max_completion_tokens", "max_completions_tokens"):
-        asked = getattr(said, name)
-        if asked is not None and longest is not None and asked > longest:
+        value = getattr(sampling, name)
+        if value is not None and longest is not None and value > longest:
             whose = f", the context of {shown(model)}"
-            told, code = out_of_bounds(f"{param}.{name}", "less_than_equal", longest, asked, whose)
-            raise BadRequest(told, param=f"{param}.{name}", code=code)
+            message, code = out_of_bounds(f"{param}.{name}", "less_than_equal", longest, value, whose)
+            raise BadRequest(message, param=f"{param}.{name}", code=code)

@@ -325,11 +325,11 @@ def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None)
     }
     if isinstance(source, KeptCompletions):
         return Wanted("chat.completion", **common)
-    asked = {"reasoning.effort": source.reasoning_effort, "temperature": source.temperature, "top_p": source.top_p}
+    settings = {"reasoning.effort": source.reasoning_effort, "temperature": source.temperature, "top_p": source.top_p}
     return Wanted(
         "response",
         **common,
-        asked={name: value for name, value in asked.items() if value is not None},
+        asked={name: value for name, value in settings.items() if value is not None},
         instructions_search=source.instructions_search,
         tools=tuple(source.tools or ()),
         users=tuple(source.users or ()),
@@ -339,11 +339,11 @@ def wanted(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None)
 
 def filters(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> str:
     """A source's filters in words: a person whose filters find nothing looks for the wrong one."""
-    asked = {name: value for name, value in source.model_dump(exclude_none=True).items() if name != "limit"}
+    chosen = {name: value for name, value in source.model_dump(exclude_none=True).items() if name != "limit"}
     if metadata := _metadata(source, kept):
-        asked["metadata"] = metadata
-    told = ", ".join(f"{name} {json.dumps(value)}" for name, value in asked.items() if value not in ({}, []))
-    return told if len(told) <= _FILTERS_SHOWN else f"{told[:_FILTERS_SHOWN]}…"
+        chosen["metadata"] = metadata
+    text = ", ".join(f"{name} {json.dumps(value)}" for name, value in chosen.items() if value not in ({}, []))
+    return text if len(text) <= _FILTERS_SHOWN else f"{text[:_FILTERS_SHOWN]}…"
 
 
 def _metadata(source: KeptCompletions | KeptResponses, kept: dict[str, Any] | None) -> dict[str, str]:

@@ -236,8 +236,8 @@ class EvalRunner:
                 whose = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
                 raise _Failed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
             if refused:
-                told = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
-                raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {told}"[:4000])
+                faults = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
+                raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
             checked_s += time.monotonic() - began_s
             now_s = time.time()
             rows = [
@@ -288,8 +288,8 @@ class EvalRunner:
         usage: list[ModelAnswer] = []
         sample, made = sample_of(item.sample), dict[str, Any]()
         if isinstance(source, Sampled) and source.model is not None:
-            answer, asked = await self._sample(row, source, item.item)
-            made = {"sample": {"input": asked, "answer": asdict(answer)}}
+            answer, messages = await self._sample(row, source, item.item)
+            made = {"sample": {"input": messages, "answer": asdict(answer)}}
             if answer.error:
                 return {"status": "error", **made, "results": [], "usage": usage}
             usage.append(answer)
@@ -325,24 +325,24 @@ class EvalRunner:
     ) -> dict[str, Any]:
         """kept_bytes: of what a model was asked. Raises _Failed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
-        asked = list[dict[str, Any]]()
+        bodies = list[dict[str, Any]]()
 
         async def ask(body: dict[str, Any]) -> ModelAnswer:
-            asked.append(body)
+            bodies.append(body)
             return await self._ask(row, body)
 
         try:
-            graded, told = await graded_with_answers(self._hosts, row.owner, grader, (sample, item), ask)
+            graded, judged = await graded_with_answers(self._hosts, row.owner, grader, (sample, item), ask)
         except WorkerBroke as error:
             return {"name": grader.name, "type": grader.type, "passed": False, "score": 0.0, "error": str(error)}
-        usage += [answer for answer in told if not answer.error]
+        usage += [answer for answer in judged if not answer.error]
         result = {"name": grader.name, "type": grader.type, "passed": graded.passed, "score": graded.reward}
-        if told:
-            first = {**asked[0], "messages": _begin_of(asked[0]["messages"], kept_bytes)}
-            result["sample"] = judges_sample(first, told)
+        if judged:
+            first = {**bodies[0], "messages": _begin_of(bodies[0]["messages"], kept_bytes)}
+            result["sample"] = judges_sample(first, judged)
         if graded.errors:
-            said = "reason" if graded.errors.of_the_answer else "error"
-            result[said] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
+            field = "reason" if graded.errors.of_the_answer else "error"
+            result[field] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
         return result
 
     async def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:

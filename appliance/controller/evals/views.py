@@ -102,14 +102,14 @@ def item_object(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
 def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
     # Samples from the data may have any shape; those of a model have the runner's.
     was_asked = run.data_source.get("type") != JSONL and bool(run.model)
-    asked = (row.sample or {}) if was_asked else {}
-    answer = asked.get("answer") or {}
+    sample = (row.sample or {}) if was_asked else {}
+    answer = sample.get("answer") or {}
     sampling = run.data_source.get("sampling_params") or {}
     text = answer.get("text") if was_asked else sample_of(row.sample).output_text or None
     return {
         "input": [
             {"role": str(message.get("role", "")), "content": _text(message.get("content"))}
-            for message in asked.get("input", [])
+            for message in sample.get("input", [])
         ],
         "output": [] if text is None else [{"role": "assistant", "content": _text(text)}],
         "model": run.model,
@@ -119,16 +119,16 @@ def _sample(row: EvalItemRow, run: EvalRunRow) -> dict[str, Any]:
     }
 
 
-def judges_sample(body: dict[str, Any], told: Sequence[ModelAnswer]) -> dict[str, Any]:
+def judges_sample(body: dict[str, Any], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
     """The answers of models that a grader asked, in the form of an item's sample. body: the chat completion request to
     the first of them."""
     return {
         "input": body["messages"],
-        "output": [{"role": "assistant", "content": answer.text} for answer in told],
-        "model": told[0].model,
-        "usage": _usage([asdict(answer) for answer in told]),
-        "error": _error(next((answer.error for answer in told if answer.error), None)),
-        **_sampled(body, told[0].finish_reason),
+        "output": [{"role": "assistant", "content": answer.text} for answer in answers],
+        "model": answers[0].model,
+        "usage": _usage([asdict(answer) for answer in answers]),
+        "error": _error(next((answer.error for answer in answers if answer.error), None)),
+        **_sampled(body, answers[0].finish_reason),
     }
 
 

@@ -75,39 +75,39 @@ def judged(row: EvalItemRow, criterion: str | None = None) -> Judged:
 def decide(suites: Sequence[Suite]) -> Verdict:
     """A gate passes when each of its suites does."""
     found = [_suite(suite) for suite in suites]
-    told = [one for one, _ in found]
+    reports = [one for one, _ in found]
     for verdict in ("undecided", "refused"):
-        reasons = [f"{one['name']}: {said}" for one, said in found if one["verdict"] == verdict]
+        reasons = [f"{one['name']}: {why}" for one, why in found if one["verdict"] == verdict]
         if reasons:
-            return Verdict(verdict, "; ".join(reasons), told)  # type: ignore[arg-type]
-    return Verdict("passed", "; ".join(f"{one['name']}: {said}" for one, said in found), told)
+            return Verdict(verdict, "; ".join(reasons), reports)  # type: ignore[arg-type]
+    return Verdict("passed", "; ".join(f"{one['name']}: {why}" for one, why in found), reports)
 
 
 def _suite(suite: Suite) -> tuple[dict[str, Any], str]:
     """What the gate shows of a suite, and its verdict in words."""
     rules, sides = suite.rules, {"candidate": suite.candidate, "incumbent": suite.incumbent}
-    told: dict[str, Any] = {"name": suite.name, "items": len(suite.candidate), "rules": [], "compared": None}
+    report: dict[str, Any] = {"name": suite.name, "items": len(suite.candidate), "rules": [], "compared": None}
     for side, items in sides.items():
-        told[side] = None if items is None else _numbers(items)
+        report[side] = None if items is None else _numbers(items)
     for side, items in sides.items():
         bad = sum(one.passed is None for one in items or ())
         if items is not None and (not items or bad > MOST_UNJUDGED * len(items)):
             why = f"{bad} of {len(items)} items of the {side} could not be judged"
-            return told | {"ok": False, "verdict": "undecided"}, why
-    checks = [_threshold(told["candidate"], name, least) for name, least in _thresholds(rules) if least is not None]
+            return report | {"ok": False, "verdict": "undecided"}, why
+    checks = [_threshold(report["candidate"], name, least) for name, least in _thresholds(rules) if least is not None]
     if suite.incumbent is not None:
         pairs = list(zip(suite.candidate, suite.incumbent, strict=False))
         if len(suite.candidate) != len(suite.incumbent):
             why = f"the versions were asked {len(suite.candidate)} and {len(suite.incumbent)} items"
-            return told | {"ok": False, "verdict": "undecided"}, why
-        compared = told["compared"] = _difference(pairs, rules.measure)
+            return report | {"ok": False, "verdict": "undecided"}, why
+        compared = report["compared"] = _difference(pairs, rules.measure)
         checks += _comparisons(pairs, compared, rules)
-    told["rules"] = checks
+    report["rules"] = checks
     refused = [check["says"] for check in checks if not check["ok"]]
     if refused:
-        return told | {"ok": False, "verdict": "refused"}, "; ".join(refused)
-    said = [check["says"] for check in checks] or [_shown_side(told["candidate"], rules.measure)]
-    return told | {"ok": True, "verdict": "passed"}, "; ".join(said)
+        return report | {"ok": False, "verdict": "refused"}, "; ".join(refused)
+    reasons = [check["says"] for check in checks] or [_shown_side(report["candidate"], rules.measure)]
+    return report | {"ok": True, "verdict": "passed"}, "; ".join(reasons)
 
 
 def _numbers(items: Sequence[Judged]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ async def graded_with_answers(
 ) -> tuple[Graded, list[ModelAnswer]]:
     """The sample's reward, and the models' answers, in the order of its graders. sample: with its item. No worker is
     held while models are asked. Raises WorkerBroke, before any is asked."""
-    ((graded, told),) = await all_graded_with_answers(hosts, owner, grader, [sample], ask)
-    return graded, told
+    ((graded, answers),) = await all_graded_with_answers(hosts, owner, grader, [sample], ask)
+    return graded, answers
 
 
 async def all_graded_with_answers(
@@ -37,17 +37,17 @@ async def all_graded_with_answers(
     """`graded_with_answers` for each of the samples; models are asked for all of them at once, which counts as time of
     execution. waited_for: as
     `GraderHost.grade` has it."""
-    asked: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
+    requests: list[dict[str, dict[str, Any]]] = [{} for _ in samples]
     if judges(grader):
         async with hosts.of(owner) as host:
-            asked = await host.requests(grader, samples)
+            requests = await host.requests(grader, samples)
 
     async def timed(body: dict[str, Any]) -> tuple[ModelAnswer, float]:
         began_s = time.perf_counter()
         return await ask(body), time.perf_counter() - began_s
 
-    told = iter(await asyncio.gather(*(timed(body) for one in asked for body in one.values())))
-    both = [{name: next(told) for name in one} for one in asked]
+    answers = iter(await asyncio.gather(*(timed(body) for one in requests for body in one.values())))
+    both = [{name: next(answers) for name in one} for one in requests]
     by_sample = [{name: answer for name, (answer, _) in one.items()} for one in both]
     took_s = [max((seconds for _, seconds in one.values()), default=0.0) for one in both]
     async with hosts.of(owner) as host:

@@ -113,11 +113,11 @@ class ModelAnswers:
             sending = self._sent(key, model, url, salted(body, owner), deaths.goes_alone(question))
             with self._counted(self._flying, model, owner):
                 self._last_sent[owner] = max(self._last_sent.values(), default=0) + 1
-                asked = asyncio.create_task(sending)
-                if forbidden := await self._ended_while_allowed(asked, partial(self._forbidden, key_id, model, url)):
+                task = asyncio.create_task(sending)
+                if forbidden := await self._ended_while_allowed(task, partial(self._forbidden, key_id, model, url)):
                     return forbidden
             try:
-                answer, sent = asked.result()
+                answer, sent = task.result()
             except LineReturned as error:
                 self._metering.give_back(key, tokens)
                 self._metering.returned(key_id, question)
@@ -171,18 +171,18 @@ class ModelAnswers:
             return f"the key that asks {how}"
         return why_not_asked(self._db, key_id, model, chats=url == URL)
 
-    async def _ended_while_allowed(self, asked: asyncio.Task[Any], forbidden: Callable[[], str]) -> str:
+    async def _ended_while_allowed(self, task: asyncio.Task[Any], forbidden: Callable[[], str]) -> str:
         """Returns when the question has ended; if it was stopped, why: its key may not ask this any more."""
         try:
-            while not asked.done():
-                await asyncio.wait([asked], timeout=REFUSED_EVERY_S * random.uniform(0.5, 1.5))  # noqa: S311
-                if not asked.done() and (why := forbidden()):
+            while not task.done():
+                await asyncio.wait([task], timeout=REFUSED_EVERY_S * random.uniform(0.5, 1.5))  # noqa: S311
+                if not task.done() and (why := forbidden()):
                     return why
             return ""
         finally:
-            if not asked.done():
-                asked.cancel()
-                await asyncio.wait([asked])  # it pays
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])  # it pays
 
     def _room(self, model: str, asker: tuple[str, str]) -> bool:
         """Whether a question of this key and owner is among those whose turn it is."""

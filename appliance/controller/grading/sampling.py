@@ -98,26 +98,26 @@ class RolloutSampling:
                 del self._deaths[job_id]
                 self._newest.pop(job_id, None)
 
-    async def sample(self, job_id: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async def sample(self, job_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs", "spans"}], "why"}: the answers that engines gave to a
         question of train.rollouts.asked, and why there are no more; "" if all are there. An answer is whole or left
         out; its spans are [version, tokens] in order."""
         if self._deaths[job_id] >= MOST_DEATHS:
             return {"samples": [], "why": f"{MOST_DEATHS} engines ended while they sampled for it"}
-        if asked["room"] > sampling.LONGEST:
+        if request["room"] > sampling.LONGEST:
             return {
                 "samples": [],
                 "why": f"of log-probabilities engines write {sampling.LONGEST:,} for an answer at most",
             }
-        row, model = jobs.find(self._db, job_id), asked["base"]["model"]
+        row, model = jobs.find(self._db, job_id), request["base"]["model"]
         key = keys.find(self._db, row.key_id) if row is not None and row.key_id is not None else None
         if (refusal := self._metering.refusal(key, model, time.time(), needs_scope=False)) is not None:
             return {"samples": [], "why": str(refusal.body["error"]["message"])}
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
-        in_flight = asked.get("in_flight", False)
-        wanted = deque(line for prompt in asked["prompts"] for line in lines(prompt, asked["room"], in_flight))
-        question = _Question(job_id, key.id if key else "", asked, patience_s, wanted)
+        in_flight = request.get("in_flight", False)
+        wanted = deque(line for prompt in request["prompts"] for line in lines(prompt, request["room"], in_flight))
+        question = _Question(job_id, key.id if key else "", request, patience_s, wanted)
         stale = self._moves_on(question)
         self._asking[model].append(question)
         try:
@@ -211,12 +211,12 @@ class RolloutSampling:
 
     async def _asked(self, question: _Question, request_id: str, line: Line, version: str) -> list[sampling.Sampled]:
         """Raises LineReturned; ValueError, in words, for an answer that has no samples."""
-        asked, base = question.asked, question.asked["base"]
-        body = line.request(f"{asked['policy']['name']}@{version}", asked["room"], asked["ends"])
+        request, base = question.asked, question.asked["base"]
+        body = line.request(f"{request['policy']['name']}@{version}", request["room"], request["ends"])
         # An answer that goes on has had its prompt paid for.
         prompt = 0 if line.spans else len(line.tokens)
-        told = {"n": line.n, "max_tokens": body["sampling_params"]["max_tokens"]}
-        sent = Sent(sampling.URL, told, prompt * BYTES_PER_TOKEN, time.monotonic())
+        wanted = {"n": line.n, "max_tokens": body["sampling_params"]["max_tokens"]}
+        sent = Sent(sampling.URL, wanted, prompt * BYTES_PER_TOKEN, time.monotonic())
         try:
             answer = await self._engines.sample(base["model"], base["version"], body, request_id)
         except asyncio.CancelledError:

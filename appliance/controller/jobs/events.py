@@ -165,12 +165,12 @@ class JobEvents:
             if result.meta.get("of_epoch"):
                 meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
                 models.update_version(db, row.output_model, result.version, meta=meta)
-            told = self._made(row, result.version)
+            message = self._made(row, result.version)
             # Not the row's step: one that was suspended once its last step was done has the snapshot's.
             reached = max((one.step for one in job_records.last_metrics(db, job_id, 1)), default=row.step)
             jobs.update(db, job_id, step=reached, result_files=self._result_files(row))
             jobs.set_phase(db, job_id, "succeeded", reason="")
-            add_message(db, job_id, told)
+            add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
     def _result_files(self, row: JobRow) -> list[str]:
@@ -182,8 +182,8 @@ class JobEvents:
             return [results.keep(db, self._files_dir, table, "step_metrics.csv", owner=row.owner)]
         except OSError as error:
             where = f"`GET /admin/v1/jobs/{row.id}/metrics` has them"
-            told = f"The table of its steps could not be written: {error.strerror}. {where}"
-            add_message(db, row.id, told, level="warn")
+            message = f"The table of its steps could not be written: {error.strerror}. {where}"
+            add_message(db, row.id, message, level="warn")
             return []
 
     def _made(self, row: JobRow, version: str) -> str:
@@ -254,8 +254,8 @@ class JobEvents:
         jobs.update(db, row.id, **changes)
         loss = event.get("loss")
         reward = event.get("train_mean_reward")
-        told = f"training loss={_shown(loss)}" if reward is None else f"mean reward={_shown(reward)}"
-        text = f"Step {step}/{total}: {told}"
+        measured = f"training loss={_shown(loss)}" if reward is None else f"mean reward={_shown(reward)}"
+        text = f"Step {step}/{total}: {measured}"
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         _add_event(db, row.id, "metrics", text, "info", data)
@@ -269,9 +269,9 @@ class JobEvents:
         )
         jobs.update(db, row.id, valid_loss=loss)
         reward = event.get("mean_reward")
-        told = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
+        result = f"validation loss={_shown(loss)}" if reward is None else f"validation mean reward={_shown(reward)}"
         total = event.get("total_steps") or row.total_steps  # before the first step the event alone knows
-        text = f"Step {step}/{total}: {told}"
+        text = f"Step {step}/{total}: {result}"
         known = ("event", "job", "step", "total_steps")
         data = {"step": step, "total_steps": total}
         data |= _of_validation({key: value for key, value in event.items() if key not in known})
@@ -305,8 +305,8 @@ class JobEvents:
             f"{who} holds up the others: it computes {seconds:.3g} s of a step by itself, they {usual_s:.3g} s. "
             "`appliance gpu list` and `appliance doctor` say what is known of its device"
         )
-        told = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
-        add_message(self._db, row.id, text, level="warn", data={"straggler": told})
+        straggler = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
+        add_message(self._db, row.id, text, level="warn", data={"straggler": straggler})
 
     def _general(self, row: JobRow, event: dict[str, Any]) -> None:
         """Stores the model's answers to the general questions, before or after the job."""
@@ -396,7 +396,7 @@ class JobEvents:
         seconds, steps = float(event["seconds"]), int(event["steps"])
         share = {name: float(took) for name, took in event["share"].items()}
         job_records.set_communication(self._db, row.id, int(event["step"]), share["communication"] / seconds)
-        told = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
+        shares = ", ".join(f"{name} {took / seconds:.0%}" for name, took in share.items())
         trace = Path(event["trace"]).name if event.get("trace") else None
         profile = {
             "step": int(event["step"]),
@@ -407,7 +407,7 @@ class JobEvents:
             "trace": trace and f"jobs/{row.id}/profile/{trace}",
             "bytes": int(event.get("bytes") or 0),
         }
-        text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {told}"
+        text = f"Profiled {steps} step{'s' if steps != 1 else ''} in {seconds:.2f} s: {shares}"
         add_message(self._db, row.id, text, data={"profile": profile})
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
@@ -547,7 +547,7 @@ def _metrics_table(db: Database, job: JobRow) -> bytes:
     while rows := job_records.list_metrics(db, job.id, after_step=after, limit=5000):
         for m in rows:
             trained, validated = m.measured or {}, m.valid_measured or {}
-            told = (one for name in others for one in (trained.get(name), validated.get(name)))
-            writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *told])
+            values = (one for name in others for one in (trained.get(name), validated.get(name)))
+            writer.writerow([m.step, m.loss, trained.get(first), m.valid_loss, validated.get(first), *values])
         after = rows[-1].step
     return base64.b64encode(out.getvalue().encode())

@@ -37,15 +37,15 @@ class InvalidData(Exception):
     """The data of a job cannot be used for training; `report` says where."""
 
     def __init__(self, param: str, file_id: str, report: DataReport, job_id: str):
-        told = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
-        super().__init__(f"The file {file_id} has {told}")
+        summary = storage.summary(report, f"/v1/fine_tuning/jobs/{job_id}/errors")
+        super().__init__(f"The file {file_id} has {summary}")
         self.param, self.report = param, report
 
 
 def lines_of(events: Iterable[JobEventRow]) -> tuple[list[tuple[int, str]], int]:
     """The bad examples that this module has written into a job's events, and how many there were."""
-    told = [event.data for event in events if event.data is not None and "of" in event.data]
-    return [(data["line"], data["reason"]) for data in told], told[-1]["of"] if told else 0
+    refused = [event.data for event in events if event.data is not None and "of" in event.data]
+    return [(data["line"], data["reason"]) for data in refused], refused[-1]["of"] if refused else 0
 
 
 class JobValidation:
@@ -69,9 +69,9 @@ class JobValidation:
         if row is None or row.phase != "validating":
             return  # deleted, or started again after its end was written
         try:
-            report, told = await self._validate(row)
+            report, messages = await self._validate(row)
             if self._still_validating(job_id):
-                self._queue(row, report, told)
+                self._queue(row, report, messages)
         except InvalidData as error:
             if self._still_validating(job_id):
                 with db.transaction():
@@ -125,14 +125,14 @@ class JobValidation:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tokenizer = settings.tokenizer_of(context, base)
         report = await self._convert(row, "training_file", training, folder / "train.jsonl", tokenizer)
-        told = _told(training, report)
+        messages = _told(training, report)
         held_out_report = None
         if row.validation_file is not None:
             held_out = self._file(row.validation_file)
             held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
-            told += _told(held_out, held_out_report)
+            messages += _told(held_out, held_out_report)
         await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
-        return report, told
+        return report, messages
 
     async def _check_teacher(self, row: JobRow, student: Resolved) -> None:
         """Check that the teacher has the student's tokens. Raises _CannotTeach."""
@@ -206,7 +206,7 @@ class JobValidation:
         finally:
             checking.cancel()
 
-    def _queue(self, row: JobRow, report: DataReport, told: list[tuple[str, str]]) -> None:
+    def _queue(self, row: JobRow, report: DataReport, messages: list[tuple[str, str]]) -> None:
         context, db = self._context, self._context.db
         row, method = jobs.get(db, row.id), method_of(row.method)  # a user may have changed it in the meantime
         base = base_of(context.db, row)
@@ -231,9 +231,9 @@ class JobValidation:
             return
         # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
         cut = settings.cut_examples(method, settings.dataset_of(report), chosen.resolved)
-        sizes, told = list(verdict.sizes), [*told, *(("warn", text) for text in (*verdict.warnings, *cut))]
+        sizes, messages = list(verdict.sizes), [*messages, *(("warn", text) for text in (*verdict.warnings, *cut))]
         with db.transaction():
-            for level, text in told:
+            for level, text in messages:
                 add_message(db, row.id, text, level=level)
             examples = report.n_examples
             add_message(db, row.id, f"Files validated, {examples} training examples, moving job to queued state")

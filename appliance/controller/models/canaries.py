@@ -106,8 +106,8 @@ class Canaries:
         self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
-        told = columns(row, "version share watch_s min_requests") | {"auto": bool(row.auto)}
-        record(self._context, caller, "model.canary", row.model, **told)
+        settings = columns(row, "version share watch_s min_requests") | {"auto": bool(row.auto)}
+        record(self._context, caller, "model.canary", row.model, **settings)
 
     async def promote(
         self,
@@ -123,9 +123,9 @@ class Canaries:
         none, or if the swap failed; it then stays a canary."""
         async with self._ending(model), self._activations.lock(model):
             before = self._active(model)
-            if carried is not None and (told := carried.before(lambda: self._promotion(model))) is not None:
-                record(self._context, caller, "model.promote", model, before=told["from"], to=told["to"], repeated=True)
-                return told
+            if carried is not None and (deed := carried.before(lambda: self._promotion(model))) is not None:
+                record(self._context, caller, "model.promote", model, before=deed["from"], to=deed["to"], repeated=True)
+                return deed
             row = self._running(model, judged)
             found = replace(stored_model(self._context.db, model), active_version=before)
             compared = self.compared(row)
@@ -176,11 +176,11 @@ class Canaries:
         """Send all requests to the previous version again. carried, judged: as `promote` has them. Raises Conflict:
         there is no canary."""
         async with self._ending(model):
-            if carried is not None and (told := carried.before(lambda: self._return(model))) is not None:
+            if carried is not None and (deed := carried.before(lambda: self._return(model))) is not None:
                 record(
-                    self._context, caller, "model.rollback", model, before=told["from"], to=told["to"], repeated=True
+                    self._context, caller, "model.rollback", model, before=deed["from"], to=deed["to"], repeated=True
                 )
-                return told
+                return deed
             row, found = self._running(model, judged), stored_model(self._context.db, model)
             self._end(row, "rolled_back", reason, self.compared(row))
             record(

@@ -125,7 +125,7 @@ def more_errors(canary: Side, stable: Side, share: float) -> Decision | None:
 
 
 def too_early(canary: Side, stable: Side, min_requests: int, left_s: float, waits_for_others: bool) -> Decision | None:
-    few = [told for side in (canary, stable) if (told := too_few(side, min_requests, waits_for_others))]
+    few = [lacking for side in (canary, stable) if (lacking := too_few(side, min_requests, waits_for_others))]
     if few:
         return Decision("wait", "; ".join(few))
     return Decision("wait", f"watched for {math.ceil(left_s)} s more") if left_s > 0 else None
@@ -135,15 +135,15 @@ def slower(canary: Side, stable: Side, waits_for_others: bool) -> Decision | Non
     compared = voters(canary.load.owners, stable.load.owners)
     unsure: Decision | None = None
     for what, of in (("time to first byte", attrgetter("first_byte")), ("duration", attrgetter("duration"))):
-        heard = [(new_of, told) for new_of, old_of in compared if (told := p95s(new_of, old_of, of)) is not None]
-        found = [told for _, told in heard]
-        slow = [told for told in found if told.slow_s > told.late_s]
+        heard = [(new_of, times) for new_of, old_of in compared if (times := p95s(new_of, old_of, of)) is not None]
+        found = [times for _, times in heard]
+        slow = [times for times in found if times.slow_s > times.late_s]
         if 2 * len(slow) <= len(found):
             continue
-        least = min(slow, key=lambda told: told.slow_s / told.usual_s)
+        least = min(slow, key=lambda times: times.slow_s / times.usual_s)
         its = f"the {what} of {canary.version} is {least.slow_s:.3g} s for 95 of 100 requests"
         that = f"that of {stable.version} {least.usual_s:.3g} s"
-        if waits_for_others and 2 * sum(told.sure for told in slow) <= len(found):
+        if waits_for_others and 2 * sum(times.sure for times in slow) <= len(found):
             # With ten answers, one alone decides the 95th percentile: under a flood of refusals, a good version was
             # rolled back.
             unsure = unsure or Decision("wait", f"{its}, {that}, by so few that chance may have made them late")
@@ -161,8 +161,8 @@ def too_few(side: Side, least: int, waits_for_others: bool) -> str:
     """Why its requests are too few, empty where they are not. One owner's requests count for no more than those of all
     others, while others ask it and are waited for: with fifty requests, one owner had a version promoted that others
     had hardly tried. The wait ends, or an owner who asks once could keep it from being promoted for ever."""
-    requests, asked = side.load.requests, side.load.asked
-    others = requests - max((number for number, _ in asked.values()), default=0)
+    requests, by_owner = side.load.requests, side.load.asked
+    others = requests - max((number for number, _ in by_owner.values()), default=0)
     counted = min(requests, 2 * others) if others and waits_for_others else requests
     if counted >= least:
         return ""
@@ -185,10 +185,10 @@ def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decisio
         requests, _ = as_shared(mine, its, share)
         if chance_of_errors(mine.errors, mine.requests, 0, requests) >= ERROR_CHANCE or not (over or mine is others):
             continue
-        told = f"{canary.version} refused {mine.errors} of {mine.requests} requests, which {stable.version} answered"
+        text = f"{canary.version} refused {mine.errors} of {mine.requests} requests, which {stable.version} answered"
         if decides:
-            return Decision("roll back", told)
-        return Decision("wait", f"{told}, hardly any of others than one owner", of_one=True)
+            return Decision("roll back", text)
+        return Decision("wait", f"{text}, hardly any of others than one owner", of_one=True)
     return None
 
 

@@ -41,9 +41,9 @@ def in_folder(folder: str, pattern: str, now_s: float) -> Found:
                 for entry in entries:
                     if not fits(entry.name) or not entry.is_file(follow_symlinks=False):
                         continue
-                    told = entry.stat(follow_symlinks=False)
-                    if told.st_size and now_s - told.st_mtime >= SETTLED_S:
-                        found[os.path.join(folder, entry.name)] = [told.st_size, told.st_mtime_ns]
+                    info = entry.stat(follow_symlinks=False)
+                    if info.st_size and now_s - info.st_mtime >= SETTLED_S:
+                        found[os.path.join(folder, entry.name)] = [info.st_size, info.st_mtime_ns]
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -103,8 +103,8 @@ def new(found: Found, taken: Found, data: Data) -> Found:
     if data.take == "all":
         return found
     if not data.elsewhere:
-        return {name: told for name, told in found.items() if name not in taken}
-    return {name: told for name, told in found.items() if taken.get(name) != told}
+        return {name: state for name, state in found.items() if name not in taken}
+    return {name: state for name, state in found.items() if taken.get(name) != state}
 
 
 def join_chosen(chosen: Found, folder: Path | None, target: Path, room: Callable[[], None]) -> str:
@@ -118,15 +118,15 @@ def join_chosen(chosen: Found, folder: Path | None, target: Path, room: Callable
             return _open_without_links(Path(name), flags)
         return os.open(folder / name, flags | os.O_NOFOLLOW)  # the box's own, wherever it has its data
 
-    return write_lines((_blocks(opened, name, int(told[0])) for name, told in chosen.items()), target, room)
+    return write_lines((_blocks(opened, name, int(state[0])) for name, state in chosen.items()), target, room)
 
 
 def places(joined: Path, chosen: Found, lines: Sequence[int]) -> dict[int, tuple[str, int]]:
     """For each of these lines, the joined file that it is from and its line there. Raises OSError."""
     found, before = {}, 0
     with open(joined, "rb") as source:
-        for name, told in chosen.items():
-            left, count, last = int(told[0]), 0, b"\n"
+        for name, state in chosen.items():
+            left, count, last = int(state[0]), 0, b"\n"
             while left and (block := source.read(min(left, _BLOCK))):
                 left, count, last = left - len(block), count + block.count(b"\n"), block[-1:]
             if last != b"\n":

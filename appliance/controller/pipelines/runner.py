@@ -224,7 +224,7 @@ class PipelineRunner:
             with self._db.transaction():
                 if not self._update_going(run.id, reason=f"{len(chosen)} files are read"):
                     return
-                pipelines.take(self._db, row.id, {name: told for name, told in taken.items() if name in found})
+                pipelines.take(self._db, row.id, {name: state for name, state in taken.items() if name in found})
                 pipelines.choose(self._db, run.id, chosen)
             run = pipelines.find_run(self._db, run.id) or run
         if not spec.data.elsewhere and run.data_files == 1:
@@ -280,17 +280,17 @@ class PipelineRunner:
         chosen = await self._db.read(run.owner or BOX, pipelines.chosen, self._db, run.id)
         joined, lines = self._context.files_dir / file.id, [line for line, _ in errors]
         found = await self._context.file_work.run(run.owner, new_data.places, joined, chosen, lines)
-        told = []
+        places = []
         for line, reason in errors:
             name, at = found.get(line, ("", line))
             if spec.data.folder is not None and name:
                 name = os.path.relpath(name, spec.data.folder)
             elif spec.data.bucket is None and (row := files.find(self._db, name, viewer=None, now_s=0)) is not None:
                 name = row.filename
-            told.append(f"{name + ', ' if name else ''}line {at}: {reason}")
+            places.append(f"{name + ', ' if name else ''}line {at}: {reason}")
         n_errors = report.get("n_errors", len(errors))
-        more = f"; and {n_errors - len(told)} more" if n_errors > len(told) else ""
-        return f"{n_errors} bad example(s): {'; '.join(told)}{more}"
+        more = f"; and {n_errors - len(places)} more" if n_errors > len(places) else ""
+        return f"{n_errors} bad example(s): {'; '.join(places)}{more}"
 
     async def _till_cancelled(self, run_id: str, work: Coroutine[Any, Any, None]) -> None:
         self._at_data[run_id] = asyncio.create_task(work)
@@ -299,23 +299,24 @@ class PipelineRunner:
         finally:
             del self._at_data[run_id]
 
-    async def _check(self, run: PipelineRunRow, file: FileRow, asked: Check, caller: Principal) -> None:
+    async def _check(self, run: PipelineRunRow, file: FileRow, step: Check, caller: Principal) -> None:
         """Raises ApiError, _Failed."""
-        body = CheckAsked(**asked.model_dump(exclude={"at_most"}, exclude_none=True))
+        body = CheckAsked(**step.model_dump(exclude={"at_most"}, exclude_none=True))
         report = await check_file(self._context, self._data_work, file, body, caller)
-        found, more = {name: int(one["count"]) for name, one in report["checks"].items()}, beyond(asked, report)
+        found, more = {name: int(one["count"]) for name, one in report["checks"].items()}, beyond(step, report)
         self._update_going(run.id, made={**run.made, "checked": found, "beyond": more}, reason="")
         if more:
             raise _Failed(f"the data has {'; '.join(more)}")
 
-    async def _prepare(self, run: PipelineRunRow, file: FileRow, asked: Prepare, caller: Principal) -> None:
+    async def _prepare(self, run: PipelineRunRow, file: FileRow, step: Prepare, caller: Principal) -> None:
         """Raises ApiError, OSError."""
-        body = PrepareAsked(**asked.model_dump(exclude_none=True))
-        told = {kind: new_id("file-") for kind in ("prepared", "validation")[: 1 if asked.split is None else 2]}
-        ids = list(told.values())
+        body = PrepareAsked(**step.model_dump(exclude_none=True))
+        file_ids = {kind: new_id("file-") for kind in ("prepared", "validation")[: 1 if step.split is None else 2]}
+        ids = list(file_ids.values())
         async with prepared_files(self._context, self._data_work, body, [file], ids, caller) as made:
             with storage.with_row(self._context, *ids):
-                if self._update_going(run.id, made={**run.made, **told, "dropped": made.lineage["dropped"]}, reason=""):
+                made_now = {**run.made, **file_ids, "dropped": made.lineage["dropped"]}
+                if self._update_going(run.id, made=made_now, reason=""):
                     made.keep(self._context)
 
     def _train(

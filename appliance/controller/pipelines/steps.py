@@ -55,15 +55,15 @@ def steps_of(spec: PipelineSpec, run: PipelineRunRow, seen: Seen, now_s: float) 
     return found
 
 
-def beyond(asked: Check, report: dict[str, Any]) -> list[str]:
+def beyond(check: Check, report: dict[str, Any]) -> list[str]:
     """Says of which finding there is more than allowed; "" if of none. report: of a check of the run's data."""
-    told = []
-    for name, most in asked.at_most.items():
+    exceeded = []
+    for name, most in check.at_most.items():
         found = report["checks"].get(name)
         if found is not None and found["share"] > most:
             how_much = f"{found['count']} of {report['examples']} examples ({found['share']:.2%})"
-            told.append(f"{name.replace('_', ' ')}: {how_much}, at most {most:.2%}")
-    return told
+            exceeded.append(f"{name.replace('_', ' ')}: {how_much}, at most {most:.2%}")
+    return exceeded
 
 
 def end_of(spec: PipelineSpec, seen: Seen) -> End | None:
@@ -144,12 +144,12 @@ def _evaluate(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:
     return "done", "; ".join(_numbers(one) for one in gate.told)
 
 
-def _numbers(told: dict[str, Any]) -> str:
-    new, old = told["candidate"] or {}, told["incumbent"] or {}
+def _numbers(suite: dict[str, Any]) -> str:
+    new, old = suite["candidate"] or {}, suite["incumbent"] or {}
     if new.get("pass_rate") is None:
-        return f"{told['name']}: nothing was judged"
+        return f"{suite['name']}: nothing was judged"
     before = f", {old['pass_rate']:.1%} before" if old.get("pass_rate") is not None else ""
-    return f"{told['name']}: {new['pass_rate']:.1%} of {told['items']} passed{before}"
+    return f"{suite['name']}: {new['pass_rate']:.1%} of {suite['items']} passed{before}"
 
 
 def _gate(spec: PipelineSpec, run: PipelineRunRow, seen: Seen) -> _Told:

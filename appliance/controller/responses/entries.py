@@ -76,23 +76,23 @@ def _fits(row: ResponseRow, wanted: Wanted) -> bool:
         return False
     if row.kind == COMPLETION:
         return True  # by its model and metadata it was found
-    told = orjson.loads(row.response)
-    if wanted.model is not None and told.get("model") != wanted.model:
+    response = orjson.loads(row.response)
+    if wanted.model is not None and response.get("model") != wanted.model:
         return False
-    metadata = told.get("metadata") or {}
+    metadata = response.get("metadata") or {}
     if any(metadata.get(name) != value for name, value in wanted.metadata.items()):
         return False
-    if any(_below(told, name) != value for name, value in wanted.asked.items()):
+    if any(_below(response, name) != value for name, value in wanted.asked.items()):
         return False
     if wanted.instructions_search is not None:
-        text = told.get("instructions")
+        text = response.get("instructions")
         if not isinstance(text, str) or wanted.instructions_search not in text:
             return False
-    if wanted.tools and not {_tool_name(tool) for tool in told.get("tools") or ()}.intersection(wanted.tools):
+    if wanted.tools and not {_tool_name(tool) for tool in response.get("tools") or ()}.intersection(wanted.tools):
         return False
-    if wanted.users and told.get("user") not in wanted.users:
+    if wanted.users and response.get("user") not in wanted.users:
         return False
-    calls = any(item.get("type") == "function_call" for item in told.get("output") or ())
+    calls = any(item.get("type") == "function_call" for item in response.get("output") or ())
     return wanted.has_tool_calls is None or calls == wanted.has_tool_calls
 
 
@@ -101,10 +101,10 @@ def _size(db: Database, row: ResponseRow) -> int:
     return responses.chain_bytes(db, row.id, row.owner, max_turns=MAX_TURNS)
 
 
-def _below(told: Any, name: str) -> Any:
+def _below(value: Any, name: str) -> Any:
     for part in name.split("."):
-        told = told.get(part) if isinstance(told, dict) else None
-    return told
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _tool_name(tool: Any) -> str | None:
@@ -112,36 +112,36 @@ def _tool_name(tool: Any) -> str | None:
 
 
 def _entry(db: Database, row: ResponseRow) -> Entry:
-    told = orjson.loads(row.response)
+    response = orjson.loads(row.response)
     if row.kind == COMPLETION:
         messages, metadata = asked_messages(row), row.metadata
-        answer = next((choice.get("message") or {} for choice in told["choices"]), {})
+        answer = next((choice.get("message") or {} for choice in response["choices"]), {})
         text, calls = answer.get("content"), answer.get("tool_calls")
     else:
-        messages, metadata = _conversation(db, row, told), told.get("metadata")
-        answer = _chat_messages(told.get("output") or [])
+        messages, metadata = _conversation(db, row, response), response.get("metadata")
+        answer = _chat_messages(response.get("output") or [])
         text = "\n".join(message["content"] for message in answer if isinstance(message.get("content"), str))
         calls = [call for message in answer for call in message.get("tool_calls") or ()]
     item = {
         "id": row.id,
         "created_at": int(row.created_s),
-        "model": told.get("model"),
+        "model": response.get("model"),
         "metadata": metadata or {},
         "input": messages,
-        "tools": _chat_tools(told.get("tools") or ()),
+        "tools": _chat_tools(response.get("tools") or ()),
         "output_text": text if isinstance(text, str) else "",
     }
     return {"item": item, "sample": {"output_text": item["output_text"], "output_tools": calls or []}}
 
 
-def _conversation(db: Database, row: ResponseRow, told: Item) -> list[Message]:
+def _conversation(db: Database, row: ResponseRow, response: Item) -> list[Message]:
     """What it was asked with, the turns before it included."""
     given = list[Item]()
     for response_id in responses.chain_ids(db, row.id, row.owner, max_turns=MAX_TURNS)[:-1]:
         if (earlier := responses.find(db, response_id)) is not None:
             given += [*orjson.loads(earlier.input), *(orjson.loads(earlier.response).get("output") or ())]
     given += orjson.loads(row.input)
-    instructions = told.get("instructions")
+    instructions = response.get("instructions")
     first = [{"role": "system", "content": instructions}] if isinstance(instructions, str) and instructions else []
     return [*first, *_chat_messages(given)]
 

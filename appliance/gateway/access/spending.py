@@ -209,7 +209,7 @@ class Spending:
         caller, tokens = request.caller, request.tokens
         if caller is None or not request.model:
             return
-        asked = request.asked
+        expected = request.asked
         if request.left_after_s > 0:
             self._left(request)
         elif not tokens.total:
@@ -217,13 +217,13 @@ class Spending:
                 # Its engine died in mid-stream, or has not said: charge the delivered tokens, or those of the time.
                 written = self._rate.in_events(request.model, request.stream_events)
                 if not request.streams and request.sent_s:
-                    written = self._rate.written(request.model, asked.sequences, now_s - request.sent_s)
-                tokens.prompt, tokens.completion = asked.prompt_tokens, min(written, asked.completion_tokens)
+                    written = self._rate.written(request.model, expected.sequences, now_s - request.sent_s)
+                tokens.prompt, tokens.completion = expected.prompt_tokens, min(written, expected.completion_tokens)
         elif request.sent_s and not request.held_up:
             # Whoever reads slowly would make it cheap to leave early, for everybody.
             took_s = now_s - request.sent_s
-            self._rate.answered(request.model, tokens.completion, asked.sequences, took_s, tokens.longest)
-            if request.streams and not asked.unseen:
+            self._rate.answered(request.model, tokens.completion, expected.sequences, took_s, tokens.longest)
+            if request.streams and not expected.unseen:
                 self._rate.streamed(request.model, tokens.completion, request.stream_events)
         if request.estimated_tokens:
             use = request.use
@@ -231,7 +231,7 @@ class Spending:
                 cost = tokens.total
                 if not cost and 400 <= request.status < 500 and request.sent_s:
                     # An engine has read it and refused it, as too long for instance.
-                    cost = min(asked.prompt_tokens, request.estimated_tokens)
+                    cost = min(expected.prompt_tokens, request.estimated_tokens)
                 use.allowance.correct(request.estimated_tokens, cost)
         self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
 
@@ -240,14 +240,14 @@ class Spending:
 
         Charge the reported or estimated prompt, and the delivered tokens, or without streaming the tokens that the
         model generates in that time; never more than the request asked for."""
-        tokens, asked = request.tokens, request.asked
-        tokens.prompt = tokens.prompt or asked.prompt_tokens
+        tokens, expected = request.tokens, request.asked
+        tokens.prompt = tokens.prompt or expected.prompt_tokens
         written = self._rate.in_events(request.model, request.stream_events)
-        if not request.streams or request.unread or request.held_up or asked.unseen:
+        if not request.streams or request.unread or request.held_up or expected.unseen:
             # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered,
             # or are all in one event once it reads again; of some it never writes any.
-            written = max(written, self._rate.written(request.model, asked.sequences, request.left_after_s))
-        tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
+            written = max(written, self._rate.written(request.model, expected.sequences, request.left_after_s))
+        tokens.completion = max(tokens.completion, min(written, expected.completion_tokens))
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""

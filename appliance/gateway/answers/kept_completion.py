@@ -55,10 +55,10 @@ class _Choice:
                     more += len(piece) + _PIECE_BYTES
             for call in delta.get("tool_calls") or ():
                 more += self._call(call)
-        told = choice.get("logprobs")
-        if isinstance(told, dict) and told.get("content"):
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and logprobs.get("content"):
             # As bytes: an object for each token takes six times as much.
-            self.logprobs.append(orjson.dumps(told["content"])[1:-1])
+            self.logprobs.append(orjson.dumps(logprobs["content"])[1:-1])
             more += len(self.logprobs[-1])
         if choice.get("finish_reason") is not None:
             self.finish_reason = choice["finish_reason"]
@@ -142,17 +142,17 @@ class CompletionTranscript(Transcript):
 
     def _note(self, event: bytes) -> None:
         try:
-            told = orjson.loads(event[6:])
+            chunk = orjson.loads(event[6:])
         except orjson.JSONDecodeError:
             self.forgo()
             return
-        if not isinstance(told, dict) or "error" in told:
+        if not isinstance(chunk, dict) or "error" in chunk:
             self.forgo()
             return
         for name in _ENVELOPE:
-            if told.get(name) is not None:
-                self._envelope[name] = told[name]
-        for choice in told.get("choices") or ():
+            if chunk.get(name) is not None:
+                self._envelope[name] = chunk[name]
+        for choice in chunk.get("choices") or ():
             index = choice.get("index") or 0
             known = self._choices.get(index)
             if known is None:

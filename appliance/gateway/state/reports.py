@@ -121,12 +121,12 @@ def load_report(state: State, told: Told | None = None) -> dict[str, Any]:
 
 def notes(state: State) -> list[str]:
     """Problems of this gateway for the box's status page."""
-    told = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_TOLD]]
+    lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_TOLD]]
     if len(state.refused_rows) > REFUSED_ROWS_TOLD:
-        told.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_TOLD} more rows of its table")
+        lines.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_TOLD} more rows of its table")
     if state.certificate is not None:
-        told += state.certificate.notes(time.time())
-    return told
+        lines += state.certificate.notes(time.time())
+    return lines
 
 
 def metrics_text(state: State, *, controller_up: bool) -> bytes:

@@ -140,22 +140,22 @@ def pseudonymise(
         db.many("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [*log.changes, *since.changes])
         # What a request of an administrator has changed, kept in case it comes again, names models.
         # Where the name is a part of another word it is somebody else's: of an owner "e" all that came again was new.
-        asked = "SELECT seq, resource_id FROM idempotency WHERE instr(lower(resource_id), ?)"
-        changed, word = db.execute(asked, [owner.lower()]).fetchall(), _word(owner)
+        statement = "SELECT seq, resource_id FROM idempotency WHERE instr(lower(resource_id), ?)"
+        changed, word = db.execute(statement, [owner.lower()]).fetchall(), _word(owner)
         again = [[row["seq"]] for row in changed if word.search(row["resource_id"])]
         db.many("DELETE FROM idempotency WHERE seq = ?", again)
         # By the hour of each: it is found by its index.
         drawn = [[new, name] for name, new in gone.items()]
         db.many("UPDATE energy SET name = ? WHERE kind = 'model' AND name = ?", drawn)
         for handover_id in handovers:
-            asked = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
-            db.execute(asked, [pseudonym, handover_id])
+            statement = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
+            db.execute(statement, [pseudonym, handover_id])
         among = ", ".join("?" * len(names))
         db.execute(f"UPDATE model_settings SET by_whom = ? WHERE by_whom IN ({among})", [pseudonym, *names])
         for row in db.execute("SELECT name, value FROM box").fetchall():
-            said = json.loads(row["value"])
-            if (told := _asked_by_nobody(said, set(names), pseudonym)) != said:
-                box.put(db, row["name"], told)
+            before = json.loads(row["value"])
+            if (after := _asked_by_nobody(before, set(names), pseudonym)) != before:
+                box.put(db, row["name"], after)
         for number, key in enumerate(known, 1):
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
         for table in _with_column(db, "owner"):
@@ -262,8 +262,8 @@ def _asked_by_nobody(value: Any, names: set[str], pseudonym: str) -> Any:
         return [_asked_by_nobody(one, names, pseudonym) for one in value]
     if not isinstance(value, dict):
         return value
-    told = {name: _asked_by_nobody(one, names, pseudonym) for name, one in value.items()}
-    return told | ({"by": pseudonym} if isinstance(told.get("by"), str) and told["by"] in names else {})
+    fields = {name: _asked_by_nobody(one, names, pseudonym) for name, one in value.items()}
+    return fields | ({"by": pseudonym} if isinstance(fields.get("by"), str) and fields["by"] in names else {})
 
 
 def _names(db: Database, owner: str) -> list[str]:

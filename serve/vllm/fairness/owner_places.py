@@ -124,15 +124,15 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
 def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
     """Make room for the adapter of one waiting request, if its owner has none there; not for rollouts, which the job's
     ranks make if no engine has room. now_s: monotonic."""
-    told: dict[str, Any] = scheduler.__dict__.setdefault("shm_adapters", {"looked": 0.0, "since": {}, "made": {}})
+    state: dict[str, Any] = scheduler.__dict__.setdefault("shm_adapters", {"looked": 0.0, "since": {}, "made": {}})
     waiting, there = scheduler.waiting, dict[int, list[Request]]()
-    if now_s - told["looked"] < LOOK_S or not isinstance(waiting, PriorityRequestQueue):
+    if now_s - state["looked"] < LOOK_S or not isinstance(waiting, PriorityRequestQueue):
         return
-    told["looked"] = now_s
+    state["looked"] = now_s
     for request in scheduler.running:
         if request.lora_request:
             there.setdefault(request.lora_request.lora_int_id, []).append(request)
-    told["since"] = {adapter: told["since"].get(adapter, now_s) for adapter in there}
+    state["since"] = {adapter: state["since"].get(adapter, now_s) for adapter in there}
     if not there or len(there) < scheduler.lora_config.max_loras:
         return
     owners = {adapter: {owner_in(one.priority) for one in theirs} for adapter, theirs in there.items()}
@@ -145,19 +145,19 @@ def make_adapter_room(scheduler: Scheduler, now_s: float) -> None:
         and request.lora_request.lora_int_id not in there
         and (mark := owner_in(request.priority)) not in have
         and mark != rollouts
-        and now_s - told["made"].get(mark, -AGAIN_S) >= AGAIN_S
+        and now_s - state["made"].get(mark, -AGAIN_S) >= AGAIN_S
         and loads_of(scheduler).takes(request.lora_request.lora_int_id)
         and may_run(request)
     ]
     # If several owners use an adapter, the one with the fewest counts.
     least = {adapter: min(have[mark] for mark in marks) for adapter, marks in owners.items()}
-    may_go = [one for one in there if least[one] > 1 or now_s - told["since"][one] >= TURN_S]
+    may_go = [one for one in there if least[one] > 1 or now_s - state["since"][one] >= TURN_S]
     if not without or not may_go:
         return
     first = min(without)
-    told["made"] = {mark: at for mark, at in told["made"].items() if now_s - at < AGAIN_S}
-    told["made"][owner_in(first.priority)] = now_s
-    gone = min(may_go, key=lambda one: (-least[one], told["since"][one], len(there[one])))
+    state["made"] = {mark: at for mark, at in state["made"].items() if now_s - at < AGAIN_S}
+    state["made"][owner_in(first.priority)] = now_s
+    gone = min(may_go, key=lambda one: (-least[one], state["since"][one], len(there[one])))
     _exchange(scheduler, first, there[gone], now_s)
 
 

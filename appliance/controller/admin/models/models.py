@@ -57,23 +57,23 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, request: Request, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
         """A request that comes again, while the first is under way or later, is told what that one has changed."""
-        asked = body.version if body else None
+        version = body.version if body else None
         stored_model(db, name)
-        carried = Carried(db, context.config, Attempt.of(request, caller, "models.rollback", [name, asked]))
-        if asked is None and canaries.find_running(db, name) is not None:
+        carried = Carried(db, context.config, Attempt.of(request, caller, "models.rollback", [name, version]))
+        if version is None and canaries.find_running(db, name) is not None:
             return await compared.roll_back(name, caller, carried=carried)
         async with activations.lock(name):
             row = stored_model(db, name)
             before = row.active_version
 
             def make() -> Deed:
-                target = _rollback_target(db, row, asked)
+                target = _rollback_target(db, row, version)
                 models.activate(db, row.id, target)  # with the deed, or a restart between the two would repeat it
                 return Deed.of(model=row.id, **{"from": before, "to": target, "swap": {}})
 
-            if (told := carried.before(make)) is not None:
-                record(context, caller, "model.rollback", name, before=told["from"], to=told["to"], repeated=True)
-                return told
+            if (deed := carried.before(make)) is not None:
+                record(context, caller, "model.rollback", name, before=deed["from"], to=deed["to"], repeated=True)
+                return deed
             target = stored_model(db, name).active_version
             assert target is not None
             try:
@@ -123,11 +123,11 @@ def _others(db: Database, row: ModelRow) -> str:
     return f"; `--version` takes another: {', '.join(names[:_VERSIONS_NAMED])}" if names else ""
 
 
-def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
-    if asked is not None:
-        if models.find_version(db, row.id, asked) is None:
-            raise no_version(db, row.id, asked)
-        return asked
+def _rollback_target(db: Database, row: ModelRow, version: str | None) -> str:
+    if version is not None:
+        if models.find_version(db, row.id, version) is None:
+            raise no_version(db, row.id, version)
+        return version
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
         raise Conflict(
