@@ -1,14 +1,14 @@
-"""Backups that only who has the key can read, or change without being found out.
+"""Encrypts backups: only a holder of the key can read them, and nobody else can change them unnoticed.
 
-Every object at the place (a chunk, a manifest) is sealed with AES-256-GCM under a nonce of its own, bound to its own
-name: one that was altered, cut short or put in another's place is refused. Names of chunks are keyed too (HMAC-SHA-256
-in place of SHA-256), so that nobody can ask the place whether it has a file that they know. What stays to be seen: how
-many chunks there are, how long, when they came, and the names of backups, which are times. Whoever can delete at the
-place can delete backups.
+Every object at the place (a chunk, a manifest) is sealed with AES-256-GCM under a nonce of its own and bound to its own
+name, so an object that was altered, cut short or put in another's place is refused. Names of chunks are keyed too
+(HMAC-SHA-256 instead of SHA-256), so nobody can ask the place whether it has a file that they know. The place still
+shows how many chunks there are, how long they are and when they came, and the names of backups, which are times.
+Whoever can delete at the place can delete backups.
 
 The key that seals is random and belongs to the place. It lies there in `encryption.json`, sealed with the key in the
-key file: 32 random bytes (`appliance backup keygen`), or a passphrase, which scrypt stretches. It is sealed to the name
-of the place, so that whoever keeps two of one key file does not show the one for the other.
+key file: 32 random bytes (`appliance backup keygen`), or a passphrase, which scrypt stretches. It is also bound to the
+name of the place, so that whoever keeps two places of one key file cannot show one for the other.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from weights.tiers.objects import Objects
 HEADER = "encryption.json"
 FORMAT = 1
 HEADER_FORMAT, UNBOUND = 2, 1
-"""Formats of `encryption.json`. Earlier releases did not seal it to the place's name."""
+"""Formats of `encryption.json`. Earlier releases did not bind it to the place's name."""
 KEY_LINE = "appliance-backup-key-1 "
 KEY_BYTES, NONCE_BYTES = 32, 12
 LEAST_PASSPHRASE = 16
 SCRYPT = {"n": 2**17, "r": 8, "p": 1}  # 128 MiB and a quarter of a second for each guess
-MOST_SCRYPT = {"n": 2**20, "r": 32, "p": 16}  # what a place may ask of who opens it
+MOST_SCRYPT = {"n": 2**20, "r": 32, "p": 16}  # the most that a place may ask of whoever opens it
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """`secret`: of a key its bytes, of a passphrase its text. The file is named in messages, what is in it never."""
+    """`secret`: the bytes of a key, or the text of a passphrase. Messages name the file and never show its content."""
 
     path: Path
     secret: bytes
@@ -87,7 +87,7 @@ class KeyFile:
 
 
 def make_key(path: Path) -> None:
-    """A new key in a new file of mode 0600. Raises BackupError where one is there."""
+    """Writes a new key to a new file of mode 0600. Raises BackupError if the file exists."""
     line = KEY_LINE + base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -120,7 +120,7 @@ class Encrypted:
         self._objects.put(key, nonce + self._seals.encrypt(nonce, data, _bound(key)))
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectDamaged for one that is missing or was altered."""
+        """Raises ObjectDamaged if the object is missing or was altered."""
         sealed = self._objects.get(key)
         try:
             return self._seals.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], _bound(key))
@@ -141,15 +141,16 @@ class Encrypted:
 
 
 def chunk_digest(objects: Objects, data: bytes) -> str:
-    """The name of a chunk at this place: its SHA-256, and of an encrypted one a keyed sum."""
+    """The name of a chunk at this place: its SHA-256, or a keyed sum where the place is encrypted."""
     return objects.digest(data) if isinstance(objects, Encrypted) else hashlib.sha256(data).hexdigest()
 
 
 def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
-    """The place as it is to be used: encrypted where it is, or, to `make` the first backup there, where a key is named.
+    """Opens the place in the form to use: encrypted if it is so already, or if `make` writes its first backup and a key
+    is named.
 
-    Raises WrongKey where the key is another, or is missing; WrongPlace; BackupError where the place has backups of the
-    other sort; BackupDamaged; TierUnavailable."""
+    Raises WrongKey if the key is another or is missing, WrongPlace, BackupError if the place has backups of the other
+    sort, BackupDamaged, TierUnavailable."""
     header = _header(objects)
     if header is None:
         if key_file is None:
@@ -160,7 +161,7 @@ def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
                 "for encrypted ones, or no key"
             )
         if not make:
-            # There is none, and whoever asks says so; what the place shows him after all is not what was sealed.
+            # There is no key, and the caller says so. Whatever the place shows after all is not what was sealed.
             return Encrypted(objects, secrets.token_bytes(KEY_BYTES))
         key = secrets.token_bytes(KEY_BYTES)
         objects.put(HEADER, _sealed(KeyFile.read(key_file), key, _name_of(objects)))
@@ -179,7 +180,8 @@ def opened(objects: Objects, key_file: Path | None, *, make: bool) -> Objects:
 
 
 def _name_of(objects: Objects) -> str:
-    """The last part of where it is: a mount has another path on another machine, and the folder in it the same."""
+    """The last part of its path: a mount has another path on another machine, but the folder in it has the same
+    name."""
     return objects.where.rstrip("/").rpartition("/")[2]
 
 
@@ -234,7 +236,7 @@ def _unsealed(key_file: KeyFile, header: dict[str, Any], where: str) -> bytes:
 
 
 def _stretched(key_file: KeyFile, header: dict[str, Any]) -> bytes:
-    """The key that seals the place's key. Raises ValueError, KeyError, TypeError."""
+    """Returns the key that seals the place's key. Raises ValueError, KeyError, TypeError."""
     salt = bytes.fromhex(header["salt"])
     if not key_file.is_passphrase:
         return _derived(key_file.secret, b"appliance backup: the key of a place", salt)

@@ -29,8 +29,8 @@ class NotEmpty(BackupError):
 
 
 class WrongKey(BackupError):
-    """The backups at the place are encrypted, and with another key, or none was named."""
+    """The backups at the place are encrypted with another key, or no key was named."""
 
 
 class WrongPlace(BackupError):
-    """The backups were made at a place of another name, and are shown for those of this one."""
+    """The backups were made at a place of another name, but are shown as those of this place."""

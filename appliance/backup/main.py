@@ -3,8 +3,8 @@
     python -m appliance.backup.main make|list|verify|restore --config-json JSON [options]
     python -m appliance.backup.main keygen --config-json JSON --to FILE
 
-Lines of JSON on stdout: {"done", "of"} in bytes while it works, then {"answer"}. Exit code 1: the last line on stderr
-says why; chunks without a backup may then have been written, and nothing else.
+Lines of JSON on stdout: {"done", "of"} in bytes while it works, then {"answer"}. After exit code 1 the last line on
+stderr says why; chunks without a backup may have been written, and nothing else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--secrets", action="store_true")
     parser.add_argument("--to", type=Path, help="of keygen: the new file")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half made is removed on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit removes what is half made
     os.umask(0o077)
     os.nice(NICE)
     configure_logging("backup")

@@ -1,7 +1,7 @@
-"""What one backup holds: a list of files, each a list of chunks by their SHA-256; backups share what is the same.
+"""Defines what one backup holds: a list of files, each a list of chunks by their SHA-256. Backups share equal chunks.
 
-In the place, `backups/NAME.json` is a manifest and `chunks/AB/ABCD...` a chunk. A manifest is written last: a backup
-that was broken off is not a backup, and its chunks serve the next one.
+In the place, `backups/NAME.json` is a manifest and `chunks/AB/ABCD...` a chunk. The manifest is written last, so a
+backup that was broken off does not count, and the next one uses its chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weights.tiers.objects import Objects
 FORMAT = 1
 CHUNK_BYTES = 16 << 20
 DATABASE_CHUNK_BYTES = 1 << 20
-"""Smaller, because some of its pages change before each backup and most do not: 16 MiB were written for a few kB."""
+"""Smaller than other chunks, because few of its pages change between backups: 16 MiB were written for a few kB."""
 _FOLDER = "backups/"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -48,7 +48,7 @@ class SavedFile:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """name: sorts by time. schema: the number of the database's newest migration. secrets: whether private keys are in
-    it. new_bytes: what no earlier backup of this place had."""
+    it. new_bytes: bytes that no earlier backup of this place had."""
 
     name: str
     made_s: float
@@ -88,7 +88,8 @@ def read(objects: Objects, name: str) -> Manifest:
 
 
 def _read(objects: Objects, name: str) -> Manifest:
-    """One that was listed: the list of a store is a request of its own, and must not come with each manifest."""
+    """Reads a manifest that was listed already: a store answers a list in a request of its own, too many for each
+    manifest."""
     try:
         digest, _, body = objects.get(f"{_FOLDER}{name}.json").decode().partition("\n")
         body = body.removesuffix("\n")
@@ -106,8 +107,8 @@ def _read(objects: Objects, name: str) -> Manifest:
 
 
 def _checked(found: Manifest, name: str) -> Manifest:
-    """A place is elsewhere, and others may write there: what is read of it is what `write` writes, names no place
-    outside the data directory, and shows a terminal nothing but text. Raises ValueError."""
+    """Checks a manifest, because a place is elsewhere and others may write there. It must have the form that `write`
+    writes, name no path outside the data directory, and show a terminal nothing but text. Raises ValueError."""
     texts = (found.box_id, found.version, found.data_dir)
     numbers = [found.schema, found.new_bytes, *(file.bytes for file in found.files)]
     times = [file.mtime_ns for file in found.files]
@@ -132,19 +133,19 @@ def _checked(found: Manifest, name: str) -> Manifest:
 
 
 def next_name(objects: Objects, made_s: float) -> str:
-    """The name of a backup made now: after all others at the place, also those of a time when the clock was ahead, or
-    the oldest would be taken for the newest, and the newest would be deleted as the oldest."""
+    """Returns the name of a backup made now. It sorts after all others at the place, even those made while the clock
+    was ahead; otherwise the newest would be deleted as the oldest."""
     for name in reversed(names(objects)):
         try:
             last_s = calendar.timegm(time.strptime(name, STAMP))
         except ValueError:
-            continue  # somebody else's
+            continue  # not a name of ours
         return stamp(max(made_s, last_s + 1))
     return stamp(made_s)
 
 
 def readable(objects: Objects) -> tuple[list[Manifest], list[str]]:
-    """Those that can be read, oldest first, and the names of the others."""
+    """Returns the manifests that can be read, oldest first, and the names of the others."""
     found, damaged = [], []
     for name in names(objects):
         try:
@@ -156,7 +157,7 @@ def readable(objects: Objects) -> tuple[list[Manifest], list[str]]:
 
 
 def newest_readable(objects: Objects) -> Manifest | None:
-    """One damaged manifest keeps no further backup from being taken."""
+    """A damaged manifest does not keep further backups from being taken."""
     for name in reversed(names(objects)):
         try:
             return _read(objects, name)
@@ -171,9 +172,9 @@ def newest(objects: Objects) -> Manifest | None:
 
 
 def remove(objects: Objects, gone: Iterable[str]) -> None:
-    """These backups, and every chunk that none of the others has. Call it only when nobody writes to the place."""
+    """Deletes these backups, and every chunk that no other backup has. Call it only when nobody writes to the place."""
     if not (gone := set(gone)):
-        return  # or each backup would read all manifests, and list all chunks, for nothing
+        return  # otherwise each backup would read all manifests and list all chunks for nothing
     for name in gone:
         objects.delete(f"{_FOLDER}{name}.json")
     others, damaged = readable(objects)

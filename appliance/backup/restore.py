@@ -23,7 +23,8 @@ from weights.tiers.objects import Objects
 
 
 def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Report = lambda done, of: None) -> Manifest:
-    """Puts a backup (None: the newest) into `data_dir`, which is empty or not there, and appears there whole.
+    """Puts a backup (None: the newest) into `data_dir`, which must be empty or missing. The files appear there all at
+    once.
 
     Raises NoBackup, NotEmpty, BackupDamaged, BackupError, TierUnavailable."""
     found = _named(objects, name)
@@ -57,7 +58,7 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
 
 
 def live_keys(database: Path) -> list[str]:
-    """Names of those with which somebody can ask, in a database that was restored and may be of an older release."""
+    """Returns the names of keys that are still valid in a restored database, which may be of an older release."""
     with closing(sqlite3.connect(reading_uri(database), uri=True)) as connection:
         asked = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session"
         values = list[float]()

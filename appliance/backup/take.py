@@ -1,8 +1,8 @@
-"""Takes a backup of a data directory, of a box that runs or of one that is stopped.
+"""Takes a backup of a data directory, while its box runs or is stopped.
 
-The database is copied first, by SQLite's own online copy, then the files, which appear in the directory whole. A file
-that is deleted meanwhile may still be named in the copied database, so all of it is done again until a pass saw none
-go; the chunks of the pass before are there already. What goes is what was there before the database was copied.
+SQLite's online copy copies the database first. Then the files are copied, each of which appears in the directory whole.
+The copied database may still name a file that was deleted meanwhile. So the whole pass is repeated until none of the
+files that were there before the database was copied has gone; a repeated pass finds its chunks at the place already.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from weights.tiers.objects import Objects
 log = logging.getLogger(__name__)
 
 DATABASE = "appliance.db"
-# Logs tell of this machine, caches are made again, and the rest belongs to one run of the box.
+# Logs describe this machine, caches are made again, and the rest belongs to one run of the box.
 _OF_ONE_RUN = frozenset({"box.json", "box.lock", "backup.lock", "last-backup.json"})
 LEFT_OUT = frozenset({"logs", "cache", "away-jobs", copies.FOLDER}) | _OF_ONE_RUN
 SECRETS = frozenset({"ca", "first-key", "ray.token"})
 PASSES = 5
-# Whoever has a key deletes these as often as he likes: no backup would ever end.
+# The holder of a key may delete these as often as he likes, and then no backup would ever end.
 _OWNERS = ("files/", "uploads/", "jobs/", "batches/")
 Report = Callable[[int, int], None]
 
@@ -52,12 +52,12 @@ def take(
     report: Report = lambda done, of: None,
     clock: Callable[[], float] = time.time,
 ) -> Manifest:
-    """The new backup, when all of it is at the place.
+    """Returns the new backup once all of it is at the place.
 
     Args:
         keep: how many backups stay there, this one included; None: all.
-        secrets: the keys of the box's certificate authority, the first API key and Ray's token too.
-        report: bytes looked at, and of how many.
+        secrets: whether the keys of the box's certificate authority, the first API key and Ray's token are in it.
+        report: called with the bytes looked at so far, and all of them.
 
     Raises BackupError, TierUnavailable, TierFull.
     """
@@ -117,7 +117,8 @@ def take(
 
 
 def _check_is_there(paths: BoxPaths, objects: Objects) -> None:
-    """A mount that is lost leaves an empty directory, on the disk that a backup is not to fill. Raises BackupError."""
+    """Checks that the place still has the backups that it had: a lost mount leaves an empty directory on a disk that a
+    backup must not fill. Raises BackupError."""
     told = last_backup.read(paths.last_backup)
     if told is not None and told.where == objects.where and not manifests.names(objects):
         raise BackupError(
@@ -127,8 +128,9 @@ def _check_is_there(paths: BoxPaths, objects: Objects) -> None:
 
 
 def _identity(paths: BoxPaths) -> str:
-    """PLACE:KEY, of the directory's path and of the box's first key, which comes back with a backup: two machines often
-    have the same path, and so has a box that was set up again. PLACE alone while there is no key."""
+    """Returns PLACE:KEY, made of the directory's path and the box's first key, which a backup brings back. The path
+    alone does not tell two machines apart, nor a box that was set up again. While there is no key, it is PLACE
+    alone."""
     query = "SELECT id FROM keys WHERE NOT session ORDER BY seq LIMIT 1"
     try:
         with closing(sqlite3.connect(reading_uri(paths.database), uri=True)) as connection:
@@ -144,13 +146,13 @@ def _same_key(known: str, other: str) -> bool:
 
 
 def _same_box(known: str, other: str) -> bool:
-    """Where one of them has no key, as those of older backups, the path decides."""
+    """Compares two ids of boxes. If one has no key, as in older backups, the path decides."""
     (place, _, key), (other_place, _, other_key) = known.partition(":"), other.partition(":")
     return place == other_place and (not key or not other_key or key == other_key)
 
 
 def copy_database(source: Path, target: Path) -> int:
-    """Returns its schema's number. Raises BackupError."""
+    """Copies the database, and returns the number of its schema. Raises BackupError."""
     try:
         return copies.copy_database(source, target)
     except sqlite3.Error as error:
@@ -166,8 +168,8 @@ class _Writer:
     def save(
         self, data_dir: Path, database: Path, secrets: bool, before: Set[str]
     ) -> tuple[tuple[SavedFile, ...], set[str]]:
-        """The files now at the place, the database first, and which others, those of `before` too, were gone before
-        they were read."""
+        """Returns the files now at the place, the database first, and which others, also of `before`, were deleted
+        before they were read."""
         found = dict(_files(data_dir, secrets))
         of, done, saved = sum(status.st_size for status in found.values()), 0, [self.database(database)]
         for name, status in found.items():
@@ -184,7 +186,7 @@ class _Writer:
     def _file(
         self, name: str, path: Path, status: os.stat_result | None = None, chunk_bytes: int = CHUNK_BYTES
     ) -> SavedFile:
-        """status: from before it is read, so that a file which changes meanwhile is read again next time."""
+        """status: from before the file is read, so that a file which changes meanwhile is read again next time."""
         known, mtime_ns = self._last.get(name), 0 if status is None else status.st_mtime_ns
         if known and status and (known.mtime_ns, known.bytes) == (mtime_ns, status.st_size):
             if self._there.issuperset(known.chunks):
@@ -209,13 +211,13 @@ def left_out(name: str, secrets: bool) -> bool:
 
 
 def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files, by name below the directory; what a backup left behind is not one of them."""
+    """Returns the regular files, by name below the directory, without what an earlier backup left behind."""
     for entry in sorted(data_dir.iterdir()):
         if left_out(entry.name, secrets):
             continue
         below = [entry]
         if entry.is_dir() and not entry.is_symlink():
-            # Not by rglob, which ends when a folder goes between its name and what is in it.
+            # rglob would fail when a folder is deleted after it was listed and before it is read.
             below = sorted(Path(folder, name) for folder, _, names in os.walk(entry) for name in names)
         for path in below:
             with suppress(FileNotFoundError):
@@ -224,8 +226,8 @@ def _files(data_dir: Path, secrets: bool) -> Iterator[tuple[str, os.stat_result]
 
 
 def forget_gone(database: Path, there: Set[str]) -> bool:
-    """Takes out of a copied database what its owners deleted since: rows of files, and of parts of uploads, whose bytes
-    are not among these, by name below the data directory. Whether there were any."""
+    """Deletes from a copied database what its owners deleted since: rows of files and of parts of uploads whose bytes
+    are not among these names below the data directory. Returns whether there were any."""
     with closing(sqlite3.connect(database)) as connection, connection:
         gone = [
             (table, row[0])
@@ -241,7 +243,7 @@ def forget_gone(database: Path, there: Set[str]) -> bool:
 
 
 def end_logins(database: Path) -> None:
-    """Takes the logins of the page out of a copied database: one that was ended since must not come back."""
+    """Deletes the logins of the page from a copied database, because a login that ended since must not come back."""
     with closing(sqlite3.connect(database)) as connection, connection:
         if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'page_sessions'").fetchone():
             connection.execute("DELETE FROM page_sessions")

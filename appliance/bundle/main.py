@@ -162,7 +162,7 @@ def _say(text: str) -> None:
 
 
 def _own() -> Releases:
-    """Where the release that runs this lies. Raises Refused."""
+    """Returns the folder of the release that runs this code. Raises Refused."""
     return Releases.of_environment(Path(sys.prefix))
 
 

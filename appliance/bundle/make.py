@@ -1,4 +1,4 @@
-"""Makes a bundle of the checkout that this runs from, for this machine's Python and build."""
+"""Makes a bundle from the checkout that this code runs in, for this machine's Python and build."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What goes into a bundle. files: by name in it. texts: the same, of what was made here."""
+    """What goes into a bundle. files: paths, by their name in the bundle. texts: contents that were made here, by
+    name."""
 
     version: str
     build: str
@@ -78,7 +79,7 @@ def make(target: Path, key: SecretKey, *, build: str | None, version: str | None
 
 
 def write(target: Path, parts: Parts, key: SecretKey) -> Manifest:
-    """A new file. Raises Refused."""
+    """Writes a new file. Raises Refused."""
     if target.exists():
         raise Refused(f"{target} exists; name a new file")
     texts = {**_carried(), SIGNER: key.public.text.encode(), **parts.texts}
@@ -163,7 +164,8 @@ def _content(path: Path) -> Content:
 
 
 def _commit() -> str:
-    """The commit of the checkout, with a "+" where it was changed since; "unknown" where git does not know it."""
+    """Returns the commit of the checkout, with a "+" if files were changed since, or "unknown" if git does not know
+    it."""
     git = shutil.which("git")
     if git is None:
         return "unknown"

@@ -1,4 +1,4 @@
-"""The way back to the release before: of the programs, and of the database where the newer one changed its schema."""
+"""Leads a box back to the release before: its programs, and its database if the newer release changed the schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
 from appliance.store.readers import reading_uri
 from runtime.moments import stamp
 
-# Table -> what tells its rows apart, and what people call them.
+# Table -> the column that identifies a row, and what people call the rows.
 _COUNTED = {
     "keys": ("id", "API keys"),
     "files": ("id", "files"),
@@ -30,10 +30,10 @@ _COUNTED = {
     "evals": ("id", "evaluations"),
     "audit": ("seq", "rows of the audit log"),
 }
-# What was deleted of these since stays deleted: all that they had is in their rows.
+# Rows that were deleted from these tables since stay deleted: all that they had is in the rows.
 _ALL_IN_ROWS = ("responses", "evals", "eval_runs")
 _MAY_USE = {"model_shares": "model, owner", "permissions": "checkpoint, project_id"}
-# Of a key: somebody else may know a secret that was replaced since, and limits may have been lowered.
+# Columns of a key: somebody else may know a secret that was replaced since, and limits may have been lowered.
 _AS_NOW = (
     *("sha256", "prefix", "models", "expires_s", "requests_per_minute", "tokens_per_minute", "tokens_per_day"),
     *("tokens_per_month", "max_priority", "max_non_preemptible", "max_deadlines", "max_held", "bounds"),
@@ -43,7 +43,8 @@ _OLDEST_SCOPES = frozenset({"admin", "inference", "fine_tuning"})
 
 @contextmanager
 def as_owner(data_dir: Path) -> Iterator[None]:
-    """Root upgrades, another user runs the box: what is made in that user's folders, by SQLite too, is that user's."""
+    """Acts as the user of the data directory: root upgrades, and what is made there, also by SQLite, must be that
+    user's."""
     owner, user, group = data_dir.stat(), os.geteuid(), os.getegid()
     if user != 0 or owner.st_uid == 0:
         yield
@@ -59,9 +60,10 @@ def as_owner(data_dir: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WayBack:
-    """copy: the database that comes back; None: the one there stays, and nothing is lost. lost: what was made since, in
-    words, with how many. back: the same of what was deleted since. revoked: keys that stay revoked, by id. forgotten:
-    people who are named again. endless: names of keys whose end the older release does not know."""
+    """copy: the database that comes back, or None if the present one stays and nothing is lost. lost: kinds and numbers
+    of things that were made since and will be gone. back: the same for things that were deleted since and will be there
+    again. revoked: ids of keys that stay revoked. forgotten: people who are named again. endless: names of keys whose
+    end the older release does not know."""
 
     version: str
     copy: Kept | None
@@ -96,7 +98,7 @@ class WayBack:
 
 
 def way_back(releases: Releases, data_dir: Path, version: str | None = None) -> WayBack:
-    """version: None is the release before. Raises Refused, in words, where there is no way."""
+    """version: None is the release before. Raises Refused with the reason if there is no way back."""
     version = version or releases.before
     if version is None:
         raise Refused(f"{releases.current} is the first release in {releases.prefix}: there is none before it")
@@ -126,8 +128,8 @@ def _way(version: str, known: int, database: Path) -> WayBack:
 
 
 def restore(way: WayBack, data_dir: Path) -> Path | None:
-    """Puts the database of before in the place of the one there, of a box that is stopped. Returns where that one is
-    now. Raises Refused, OSError; interrupted anywhere, one of the two is there whole."""
+    """Replaces the database of a stopped box by the copy from before. Returns the path of the replaced one. If it is
+    interrupted, one of the two is there whole. Raises Refused, OSError."""
     if way.copy is None:
         return None
     with as_owner(data_dir):
@@ -150,13 +152,13 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
         }
         forget_gone(partial, there)
         end_logins(partial)
-        # Those of now: the box went on while a person read what is lost, and until its last request had ended.
+        # Read again: the box went on while a person read what is lost, and until its last request had ended.
         revoked = {**way.revoked, **_compared(database, copy)[2]}
         with closing(sqlite3.connect(partial)) as connection, connection:
             for key_id, revoked_s in revoked.items():
                 connection.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", (revoked_s, key_id))
         _stays_so(partial, database)
-        # Its log is folded in, and goes: it must not be taken for that of the database that comes.
+        # The old database's log is folded in and deleted, so that nobody takes it for the log of the copy.
         with closing(sqlite3.connect(database)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
     except sqlite3.Error as error:
@@ -192,7 +194,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
             (made,) = connection.execute(count.format("main", "before")).fetchone()
             (gone,) = connection.execute(count.format("before", "main")).fetchone()
             lost.update({words: made} if made else {})
-            # Files come back without their bytes, so their rows do not.
+            # The bytes of deleted files do not come back, so their rows must not either.
             back.update({words: gone} if gone and table not in ("files", *_ALL_IN_ROWS) else {})
         # Keys of commands are deleted a day after they were revoked.
         revoked = connection.execute(
@@ -204,7 +206,7 @@ def _compared(database: Path, copy: Path) -> tuple[dict[str, int], dict[str, int
 
 
 def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
-    """Owners who have a pseudonym by now."""
+    """Returns the owners whom a pseudonym has replaced since."""
     with _read(database) as connection:
         connection.execute("ATTACH ? AS before", (reading_uri(copy),))
         if not all(_has(connection, of, "keys", "owner") for of in ("before", "main")):
@@ -217,7 +219,7 @@ def _forgotten(database: Path, copy: Path) -> tuple[str, ...]:
 
 
 def _endless(database: Path, copy: Path) -> tuple[str, ...]:
-    """Keys that have an end by now, which the copy has no place for."""
+    """Returns the names of keys whose end was set since and has no column in the copy."""
     with _read(database) as connection:
         connection.execute("ATTACH ? AS before", (reading_uri(copy),))
         if _has(connection, "before", "keys", "expires_s") or not _has(connection, "main", "keys", "expires_s"):
@@ -231,8 +233,8 @@ def _endless(database: Path, copy: Path) -> tuple[str, ...]:
 
 
 def _stays_so(copy: Path, database: Path) -> None:
-    """Deletes in the copy what its owners have deleted since, and lets nobody do other things in it than he may now,
-    nor for longer. The copy may be of a release that had less in it."""
+    """Deletes from the copy what its owners have deleted since, and reduces the rights in it to those of today, in kind
+    and in time. The copy may be of a release whose database had less in it."""
     with closing(sqlite3.connect(copy.absolute().as_uri(), uri=True)) as connection, connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
@@ -242,7 +244,7 @@ def _stays_so(copy: Path, database: Path) -> None:
             if all(_has(connection, of, table, rows) for of in ("main", "now")):
                 connection.execute(f"DELETE FROM main.{table} WHERE ({rows}) NOT IN (SELECT {rows} FROM now.{table})")
         known = _OLDEST_SCOPES.union(
-            # A scope that came with the newer release means nothing to the older one.
+            # The older release does not know a scope that came with the newer one.
             *(json.loads(scopes) for (scopes,) in connection.execute("SELECT scopes FROM main.keys").fetchall())
         )
         for key_id, scopes in connection.execute("SELECT id, scopes FROM now.keys").fetchall():
@@ -266,7 +268,7 @@ def _stays_so(copy: Path, database: Path) -> None:
 
 
 def _shut_out(connection: sqlite3.Connection) -> None:
-    """Whose access to the box was revoked stays known, where they first came after the copy was made: the login
+    """Keeps the people in the copy who first came after it was made and whose access was revoked: otherwise the login
     provider would let them in, and they would get a key."""
     columns = ", ".join(sorted(_columns(connection, "main", "keys") & _columns(connection, "now", "keys") - {"seq"}))
     connection.execute(

@@ -1,6 +1,6 @@
-"""The box of a data directory, as an upgrade finds it, ends it and starts it again: by commands of its releases.
+"""Finds the running box of a data directory, ends it and starts it again, by commands of its releases.
 
-A release's commands are what stays the same between releases; nothing else of theirs is called from here.
+Only a release's commands stay the same between releases, so nothing else of a release is called here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _PREFIX = "APPLIANCE_"
 
 
 class NotUp(BundleError):
-    """A release does not come up, or not within the time."""
+    """A release did not come up in time, or at all."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """How a box that runs was started. options: for `up`. environment: its variables that set the box up. detached: by
-    `up --detach`, so that somebody has to start it again; else its supervisor does."""
+    """How a running box was started. options: of `up`. environment: variables that configure the box. detached: `up
+    --detach` started it, so somebody has to start it again; otherwise its supervisor does."""
 
     data_dir: Path
     user: int
@@ -38,7 +38,7 @@ class Running:
 
     @classmethod
     def on(cls, data_dir: Path) -> Running | None:
-        """None if no box runs there. Raises Refused for one that nobody would start again."""
+        """Returns None if no box runs there. Raises Refused if nobody would start the box again."""
         pid = BoxFile.read(data_dir).pid
         if pid is None:
             return None
@@ -52,7 +52,7 @@ class Running:
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise Refused(f"the box on {data_dir} (pid {pid}) cannot be looked at: {error}; is it yours?") from error
         detached = Path(errors) == data_dir / "logs" / "main.log"
-        # Its own service counts, not one that a whole session is below (user@1000.service).
+        # The box's own service counts, not one that contains a whole session (user@1000.service).
         supervised = any(line.endswith(".service") for line in groups.splitlines())
         if not detached and not supervised:
             raise Refused(
@@ -64,7 +64,7 @@ class Running:
         return cls(data_dir, user, tuple(options), environment, detached)
 
     def stop(self, command: Path, timeout_s: float) -> None:
-        """Requests finish, jobs are suspended. Raises NotUp if it does not end."""
+        """Stops the box: requests finish, jobs are suspended. Raises NotUp if it does not end."""
         self._call(command, "down", "--timeout", str(timeout_s))
 
     def start(self, command: Path, version: str, timeout_s: float) -> None:
@@ -86,7 +86,7 @@ class Running:
             time.sleep(_LOOK_EVERY_S)
 
     def _call(self, command: Path, name: str, *options: str) -> str:
-        """Runs as the user whose box it is, so that what is made in its folders is that user's."""
+        """Runs a command as the user of the box, who then owns what it makes in the box's folders."""
         user: dict[str, Any] = {}
         if self.user != os.geteuid():
             user = {"user": self.user, "group": self.data_dir.stat().st_gid, "extra_groups": []}
@@ -94,7 +94,7 @@ class Running:
             [str(command), name, "--data-dir", str(self.data_dir), *options],
             capture_output=True,
             text=True,
-            # Modules that somebody named for another Python must not hide the release's own.
+            # A PYTHONPATH that somebody set for another Python must not hide the release's own modules.
             env={**os.environ, **self.environment, "PYTHONPATH": ""},
             cwd="/",
             **user,

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from appliance.bundle.carried.errors import Refused, Unusable
 from appliance.bundle.carried.signature import PublicKey, Signature, prehashed
 
-_OPEN = b"Ed" + b"\0\0" + b"B2" + bytes(32 + 8 + 8)  # no derivation of a key from a passphrase: `minisign -G -W`
-_NO_CHECKSUM = bytes(32)  # it is for a wrong passphrase
+_OPEN = b"Ed" + b"\0\0" + b"B2" + bytes(32 + 8 + 8)  # no key derivation, as there is no passphrase: `minisign -G -W`
+_NO_CHECKSUM = bytes(32)  # a checksum would only detect a wrong passphrase
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SecretKey:
         return found
 
     def write(self, path: Path) -> None:
-        """Two new files: PATH, of mode 0600, and PATH.pub. Raises Refused where one is there."""
+        """Writes two new files: PATH, of mode 0600, and PATH.pub. Raises Refused if one of them exists."""
         public = public_path(path)
         for one in (path, public):
             if one.exists():

@@ -1,8 +1,8 @@
-"""Moves a box to another release, or back: one is stopped, `current` is switched, the other is started and must answer.
+"""Moves a box to another release, or back: stops one release, switches `current`, starts the other, which must answer.
 
-Requests that run finish before the box stops; jobs are suspended, and resumed by the other release. What comes in
-between is refused (nobody listens), an explicit error after which clients try again. If the newer release does not
-answer, the older one comes back, with the database as it was where the schema had moved.
+Requests that run finish before the box stops; jobs are suspended, and resumed by the other release. Requests that come
+in between are refused, because nobody listens: an explicit error after which clients try again. If the newer release
+does not answer, the older one comes back, with the database from before if the schema changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Say = Callable[[str], None]
 
 
 def upgrade(releases: Releases, version: str, data_dir: Path, timeout_s: float, say: Say) -> None:
-    """Raises Refused: nothing was changed, or everything is as before."""
+    """If it raises Refused, nothing was changed, or everything is as before."""
     with releases.alone():
         current = releases.current
         if version == current:
@@ -33,7 +33,7 @@ def upgrade(releases: Releases, version: str, data_dir: Path, timeout_s: float, 
                 f"the database on {data_dir} is of a newer release than {version}: `appliance rollback` goes back"
             )
         running = Running.on(data_dir)
-        # First the switch: a supervisor starts what is current as soon as the box has ended.
+        # The switch comes first: a supervisor starts what is current as soon as the box has ended.
         releases.switch(version)
         if running is None:
             say(f"release {version} is current; no box runs on {data_dir}")

@@ -1,7 +1,7 @@
 """Collects the wheels of a bundle: those of the lock for this machine and its Python, pip, and the appliance's own.
 
-With plain pip, so that every setting of its user counts: an index, files to find, certificates. What the lock has as
-source alone becomes a wheel here.
+It runs plain pip, so all settings of its user count: an index, files to find, certificates. A package that the lock has
+only as source is built into a wheel here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _TORCH = re.compile(r"^torch==(?:[^\\\n]*\\\n)*[^\\\n]*$", re.MULTILINE)
 _GLIBC = re.compile(r"manylinux_(\d+)_(\d+)")
 _GLIBC_BY_NAME = {"manylinux1": (2, 5), "manylinux2010": (2, 12), "manylinux2014": (2, 17)}
 _NO_BUILDS = ("common", "test", "tracking")
-"""What builds have in common, and environments beside them."""
+"""Lock files that are not builds: what builds share, and environments beside them."""
 
 
 def builds(project: Path) -> dict[str, Path]:
-    """Lock files of the builds that there are, by name."""
+    """Returns the lock file of each build, by name."""
     folder = project / "images" / "requirements"
     return {path.stem: path.with_suffix(".txt") for path in folder.glob("*.in") if path.stem not in _NO_BUILDS}
 
 
 def build_here(project: Path) -> str:
-    """The build that is installed in this environment. Raises Unusable."""
+    """Returns the build that is installed in this environment. Raises Unusable."""
     torch = metadata.version("torch")
     for name, lock in builds(project).items():
         if re.search(rf"^torch=={re.escape(torch)}[ ;\\]", lock.read_text(), re.MULTILINE):
@@ -42,12 +42,12 @@ def build_here(project: Path) -> str:
 
 
 def collect(lock: Path, folder: Path, work: Path) -> None:
-    """The lock's wheels into `folder`. Raises Unusable."""
+    """Collects the lock's wheels in `folder`. Raises Unusable."""
     text = lock.read_text()
     torch = _TORCH.search(text)
     if torch is None:
         raise Unusable(f"{lock} has no torch; `make lock` writes it")
-    # Compared as strings, as in images/install.sh: another build of the same version may be first where pip looks.
+    # `===` compares strings, as in images/install.sh: pip may find another build of the same version first.
     (work / "torch.txt").write_text(torch[0].replace("torch==", "torch===", 1) + "\n")
     (work / "others.txt").write_text(text.replace(torch[0], ""))
     for part in ("torch.txt", "others.txt"):
@@ -56,7 +56,7 @@ def collect(lock: Path, folder: Path, work: Path) -> None:
 
 
 def copy_sources(project: Path, to: Path, version: str | None) -> str:
-    """What the appliance's wheel is made from, beside what installs it. Returns its version. Raises Unusable."""
+    """Copies what the appliance's own wheel is built from. Returns its version. Raises Unusable."""
     for name in PACKAGES:
         shutil.copytree(project / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "setup.py"):
@@ -89,8 +89,8 @@ def unpacked_bytes(wheels: Iterable[Path]) -> int:
 
 
 def oldest_glibc(names: Iterable[str]) -> str:
-    """The oldest glibc that all these wheels run with: the newest of those that count, which is for each wheel the
-    oldest that it names."""
+    """Returns the oldest glibc that all these wheels run with: the oldest that each wheel names, and the newest of
+    these."""
     needed = (0, 0)
     for name in names:
         tags = name.removesuffix(".whl").rsplit("-", 1)[-1].split(".")

@@ -1,4 +1,5 @@
-"""Requests whose answers somebody waits for, answered by the box as a batch: while its engines are idle."""
+"""Sends requests whose answers somebody waits for to the box as a batch, which it answers while its engines are
+idle."""
 
 from __future__ import annotations
 
@@ -14,22 +15,24 @@ from appliance.cli.errors import CommandFailed
 from appliance.cli.jobs.batch import begin, begun_before, refuse_unfinished, rows, wait_for_end
 
 LINES = 20_000
-"""As many as one batch has. The box takes 50,000."""
+"""Requests of one batch. The box takes up to 50,000."""
 METADATA = "harness"
 _PINNED = re.compile(r"@v\d+$")
 
 
 class Batches:
-    """Asks a box. A batch of the same lines that is on its way is not made twice, nor one whose model is a version: a
-    command that was ended goes on where it was. What a name answered before may be another version's answer."""
+    """Asks a box. It makes no second batch of lines that a batch under way has, nor of lines that a version of a model
+    has answered, so a command that was ended goes on where it was. Answers of a mere name are not used again: they may
+    be of another version."""
 
     def __init__(self, session: Session):
         self._session = session
 
     def answers(self, url: str, bodies: Sequence[dict[str, Any]], about: str) -> list[dict[str, Any]]:
-        """The body of each answer, in the order of the requests. about: what is asked, for the person who waits.
+        """Returns the body of each answer, in the order of the requests. about: what is asked, for the person who
+        waits.
 
-        Raises CommandFailed if a line was not answered, or the batch came to no good end; CliError.
+        Raises CommandFailed if a line was not answered or the batch failed, and CliError.
         """
         found: list[dict[str, Any]] = []
         for first in range(0, len(bodies), LINES):

@@ -1,4 +1,4 @@
-"""A model of a box as lm-evaluation-harness asks models: its requests become batches of the OpenAI API.
+"""Presents a model of a box to lm-evaluation-harness, whose requests become batches of the OpenAI API.
 
 No tokenizer is needed here: the tokens of a text, where each begins and its log-probability come with the answer
 (`echo`), and the box's own chat template makes prompts of messages.
@@ -16,14 +16,14 @@ from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
 
 MOST_STOPS = 4
-"""As many as a request of the OpenAI API may have. Answers are cut at all that a task names."""
+"""Stop texts that a request of the OpenAI API may have. Answers are cut at all those that a task names."""
 
 
 class BoxModel(LM):
     """One model or version of a box.
 
-    chat: questions that want a text are sent as messages, so the model's own chat template is used; else as text.
-    max_tokens: of an answer, where the task names none.
+    chat: whether questions that want a text are sent as messages, for the model's own chat template, or as text.
+    max_tokens: the most of an answer, if the task names no number.
     """
 
     def __init__(self, batches: Batches, name: str, *, chat: bool, max_tokens: int, seed: int | None):
@@ -38,7 +38,7 @@ class BoxModel(LM):
         return ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as JSON: the box renders them."""
+        """Returns the messages as JSON, because the box renders them."""
         if not add_generation_prompt:
             raise Unsupported("a task that continues an answer which it has begun; ask it with --no-chat-template")
         return json.dumps(chat_history, ensure_ascii=False)
@@ -71,9 +71,9 @@ class BoxModel(LM):
         return {**body, "prompt": text, "max_tokens": tokens}
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each continuation after its context: the sum of its tokens' log-probabilities (natural logarithm), and
-        whether each of them was the likeliest. As in the library, blanks at the end of a context belong to the
-        continuation; a token that begins in one and ends in the other does too."""
+        """Returns for each continuation after its context the sum of its tokens' log-probabilities (natural logarithm),
+        and whether each token was the likeliest. As in the library, blanks at the end of a context belong to the
+        continuation, and so does a token that begins in the context and ends in the continuation."""
         if not requests:
             return []
         questions, begins = [], []

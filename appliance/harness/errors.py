@@ -1,5 +1,5 @@
-"""What goes wrong with tasks."""
+"""Errors of tasks of the harness."""
 
 
 class Unsupported(Exception):
-    """A task asks what no OpenAI API answers; the message says what."""
+    """A task asks for what no OpenAI API answers; the message says what."""

@@ -1,5 +1,5 @@
-"""What the library found of each question, kept by the box: a task is an evaluation, a model that was asked one of its
-runs. `client.evals` and `appliance eval show` have them beside those that the box asked itself."""
+"""Keeps what the library found about each question on the box: each task becomes an evaluation, and each model that was
+asked one of its runs. `client.evals` and `appliance eval show` list them beside the box's own evaluations."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from appliance.cli.command import Session
 from appliance.cli.jobs.file import kept_if_taken, send
 
 MOST_ITEMS = 10_000
-"""The most that a run has, see appliance.controller.evals.requests."""
+"""The most items of a run; see appliance.controller.evals.requests."""
 MOST_TEXT = 2000
-"""Characters of a question, its answer and what was expected, that are kept: 10,000 items have room in a run."""
+"""Characters that are kept of a question, of its answer and of what was expected, so that a run has room for 10,000."""
 KEY = "harness"
 _MOST_EVALS = 1000
 Samples = Sequence[Mapping[str, Any]]
 
 
 class NotKept(Exception):
-    """The box's evaluations have no place for it; the message says why."""
+    """The box's evaluations cannot keep the result; the message says why."""
 
 
 def keep(session: Session, task: str, about: Mapping[str, Any], found: Mapping[str, Samples]) -> dict[str, str]:
-    """The id of each model's run, and of the evaluation under "". found: by model, what the library logged of each
-    question. about: how it was asked; what was asked otherwise is another evaluation. Raises NotKept, CliError."""
+    """Returns the id of each model's run, and that of the evaluation under "". found: what the library logged of each
+    question, by model. about: how it was asked; a question asked in another way is another evaluation. Raises NotKept,
+    CliError."""
     items = {model: _items(samples) for model, samples in found.items()}
     names = sorted(set.intersection(*(set(item["scores"]) for rows in items.values() for item, _ in rows)))
     if not names:
@@ -54,8 +55,8 @@ def keep(session: Session, task: str, about: Mapping[str, Any], found: Mapping[s
 
 
 def _items(samples: Samples) -> list[tuple[dict[str, Any], str]]:
-    """The item of each question with its scores, and what was answered. The library logs a question once for each of
-    the filters that a task's answers go through."""
+    """Returns the item of each question with its scores and its answer. The library logs a question once for each
+    filter that a task's answers go through."""
     found: dict[Any, tuple[dict[str, Any], str]] = {}
     for sample in samples:
         question, answer = _asked(sample)
@@ -75,7 +76,7 @@ def _items(samples: Samples) -> list[tuple[dict[str, Any], str]]:
 
 
 def _asked(sample: Mapping[str, Any]) -> tuple[str, str]:
-    """What a model was asked, and its answer: a text, or of several the likeliest."""
+    """Returns what a model was asked and its answer, which is a text, or the likeliest of several."""
     texts, told = sample["arguments"], sample["filtered_resps"]
     if all(isinstance(one, tuple | list) and isinstance(one[0], Real) for one in told):
         best = max(range(len(told)), key=lambda place: told[place][0])
@@ -84,7 +85,7 @@ def _asked(sample: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _criterion(name: str, items: Mapping[str, Sequence[tuple[dict[str, Any], str]]]) -> dict[str, Any]:
-    """A grader that gives the library's score as its reward."""
+    """Returns a grader that gives the library's score as its reward."""
     place = f"item.scores[{json.dumps(name)}]"
     if all(item["scores"][name] in (0, 1) for rows in items.values() for item, _ in rows):
         check = {"type": "string_check", "operation": "eq", "input": f"{{{{ {place} }}}}", "reference": "1"}
@@ -94,7 +95,7 @@ def _criterion(name: str, items: Mapping[str, Sequence[tuple[dict[str, Any], str
 
 
 def _evaluation(session: Session, task: str, about: dict[str, Any], criteria: list[dict[str, Any]]) -> str:
-    """The same for the same task, asked in the same way. Raises CliError."""
+    """Returns the evaluation of a task asked in this way, always the same one. Raises CliError."""
     key = hashlib.sha256(json.dumps([task, about, criteria], sort_keys=True).encode()).hexdigest()[:32]
     for known in session.client.listed("/v1/evals", most=_MOST_EVALS, order="desc")["data"]:
         if (known["metadata"] or {}).get(KEY) == key:

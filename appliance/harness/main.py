@@ -21,8 +21,8 @@ from appliance.harness.kept import NotKept, keep
 
 @dataclass(frozen=True)
 class Wish:
-    """folder: of the user's own tasks. limit: questions of each task, None for all. examples: shown before a
-    question, None for as many as the task says. hub: whether data may come over the network."""
+    """folder: has the user's own tasks. limit: questions of each task, None for all. examples: how many are shown
+    before a question, None for as many as the task says. hub: whether data may come over the network."""
 
     address: dict[str, Any]
     api_key: str | None
@@ -82,7 +82,7 @@ def run(wish: Wish) -> list[dict[str, Any]]:
 
 
 def _kept(session: Session, about: dict[str, Any], found: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """What `keep` tells, by task. The figures are there without it, so the reason why there is none is only said."""
+    """Returns what `keep` returns, by task. The figures do not need it, so a failure is only reported."""
     ids = {}
     for task in next(iter(found.values()))["samples"]:
         try:
@@ -93,7 +93,7 @@ def _kept(session: Session, about: dict[str, Any], found: dict[str, Any]) -> dic
 
 
 def figures(model: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the library found, one row for each figure. Its names are `metric,filter` and `metric_stderr,filter`."""
+    """Returns one row for each figure of the library, which names them `metric,filter` and `metric_stderr,filter`."""
     rows = []
     for task, told in found["results"].items():
         questions = (found.get("n-samples") or {}).get(task, {}).get("effective")
@@ -118,7 +118,7 @@ def figures(model: str, found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    # What the library prints on the way would stand within the answer.
+    # What the library prints meanwhile would otherwise stand in the middle of the answer.
     answer, sys.stdout = sys.stdout, sys.stderr
     wish = Wish(**json.load(sys.stdin))
     if wish.folder and not Path(wish.folder).is_dir():

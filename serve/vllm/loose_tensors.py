@@ -1,27 +1,27 @@
-"""Preserves tensors that are no weights but lie in the memory of a GPU's weights, over a sleep that discards all of it.
+"""Keeps a model's loose tensors over a sleep: tensors that are not weights but lie in the GPU memory of the weights.
 
-vLLM keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). But what a layer computes from the model's
-configuration and holds as a plain attribute is in no version, and comes back as whatever was in the memory. Such
-tensors are held by:
+A sleep discards all of that memory. vLLM itself keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). It does
+not keep what a layer computes from the model's configuration and holds as a plain attribute. No version contains such a
+tensor, so after the sleep it has whatever was in the memory. These objects hold such tensors:
 - layers: ALiBi's slopes (vllm/v1/attention/backends/flash_attn.py), without which BLOOM and Falcon-RW never woke again;
 - kernels that a layer's method holds: the strides of experts in FP8 (vllm/model_executor/layers/fused_moe/experts,
   cutlass_moe.py);
-- modules of vLLM, for all layers: with those of MiniMax-M2's norms the workers of a tensor-parallel engine find each
-  other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py);
-- vLLM's model runner, from which it makes the sampler and the model's state while it loads the weights: how far back a
-  token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and the tokens that limit thinking.
+- modules of vLLM, for all layers: those of MiniMax-M2's norms, by which the workers of a tensor-parallel engine find
+  each other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py);
+- vLLM's model runner, which makes the sampler and the model's state from them while it loads the weights: how far back
+  a token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and which tokens limit thinking.
 
-Large tensors, and those in lists and tables, are not kept: they come back as zeros, as they began. Qwen3-VL adds to its
-first layers what pictures left in such a list, and writes nothing there for a text (deepstack_input_embeds). Marlin's
-kernels wait for each other by numbers in such a table, which they leave as zeros and which lie here if a load
-multiplied by them (DeepSeek in 4 bits; get_marlin_workspace in
-vllm/model_executor/layers/quantization/utils/marlin_utils.py). A captured graph reads a row of a whole batch of its
-size, more than a step may write, and a NaN there would spread.
+Two kinds of tensors are not kept: large ones, and those in lists and tables. They are filled with zeros, which is what
+they began as. One example is deepstack_input_embeds, the list from which Qwen3-VL adds to its first layers what
+pictures left there. The model writes nothing there for a text, but a captured graph reads a row of a whole batch of its
+size, which is more than a step may write, and a NaN in it would spread. The other example is a table of numbers by
+which Marlin's kernels wait for each other. They leave zeros in it, and it lies in this memory if a load multiplied by
+them (DeepSeek in 4 bits; get_marlin_workspace in vllm/model_executor/layers/quantization/utils/marlin_utils.py).
 
-vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs go on
-reading the tensors of the first kernel. So the tensors are looked for once, before any other load, and kept. What the
-new kernel holds in their place is copied into them, because some of it follows from the weights, such as the scales of
-activations before experts in NVFP4 (make_nvfp4_moe_quant_config in
+vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs still
+read the tensors of the first kernel. So this module finds the tensors once, before any other load, and keeps them. It
+copies what the new kernel holds in their place into them, because some of it follows from the weights: for example the
+scales of activations before experts in NVFP4 (make_nvfp4_moe_quant_config in
 vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
 """
 
@@ -38,9 +38,9 @@ from vllm import device_allocator
 from runtime.devices.kinds import HOST
 
 MOST_BYTES = 1 << 20
-"""The largest tensor that is kept. Larger ones are workspaces and inputs, which begin as zeros."""
+"""A larger tensor is not kept: it is a workspace or an input, which begins as zeros."""
 MOST_DEEP = 3
-"""How many lists and tables within each other are looked through."""
+"""How many levels of nested lists and tables are searched."""
 
 Spans = Collection[tuple[int, int]]
 """Addresses on the device: (first, bytes)."""
@@ -58,14 +58,14 @@ class LooseTensors:
         self._emptied: list[torch.UntypedStorage] = []
 
     def keep(self, discarded: Spans, runner: Any) -> None:
-        """Copy to the host the tensors in the memory that is about to be discarded. runner: vLLM's model runner, which
-        holds some outside the model."""
+        """Copy the tensors in the memory that is about to be discarded to the host. runner: vLLM's model runner, which
+        holds some of them outside the model."""
         of_runner = [("runner", runner)]
         small = chain(self._first.values(), self._for_all, (tensor for _, tensor in _loose(of_runner)))
         every = {id(tensor): tensor for tensor in small}.values()
         found = [tensor for tensor in every if _lies_in(tensor, discarded)]
         self._kept = [(tensor, tensor.to(HOST.torch_type, copy=True)) for tensor in found]
-        # vLLM has written the buffers by the time of the load.
+        # These are not zeroed: vLLM has written the buffers again before put_back runs.
         written = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers() if _plain(buffer)}
         others = _unkept(chain(self._model.named_modules(), of_runner, _held_for_all()))
         storages = [tensor.untyped_storage() for tensor in others if _lies_in(tensor, discarded)]
@@ -99,7 +99,7 @@ def spans_of_weights() -> Spans:
 
 
 def _held_for_all() -> Iterator[tuple[str, Any]]:
-    """Objects of vLLM's classes that its modules hold directly or in a table, by name."""
+    """Yields the objects of vLLM's classes that its modules hold directly or in a table, each with its name."""
     for module in [module for name, module in [*sys.modules.items()] if name.startswith("vllm.") and module]:
         for name, value in [*vars(module).items()]:
             held = [*value.values()] if isinstance(value, dict) else [value]
@@ -111,15 +111,15 @@ def _of_vllm(value: Any) -> bool:
 
 
 def _loose(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Small tensors that are plain attributes of these holders, or of vLLM's objects below them; each with the names
-    that lead to it."""
+    """Yields small tensors that are plain attributes of these holders or of vLLM's objects below them, each with the
+    path of names that leads to it."""
     for place, value in _attributes(holding):
         if _plain(value) and value.nbytes <= MOST_BYTES:
             yield place, value
 
 
 def _unkept(holding: Iterable[tuple[str, Any]]) -> Iterator[torch.Tensor]:
-    """Large tensors, and those in a list or a tuple."""
+    """Yields the large tensors, and those in a list, a tuple or a table."""
     for _, value in _attributes(holding):
         if _plain(value) and value.nbytes > MOST_BYTES:
             yield value
@@ -136,13 +136,13 @@ def _within(value: Any, deep: int) -> Iterator[torch.Tensor]:
 
 
 def _attributes(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Attributes of these holders, and of vLLM's objects that they hold directly or indirectly, such as an attention's
-    implementation or a quantisation's kernel."""
+    """Yields the attributes of these holders and of the vLLM objects that they hold directly or indirectly, such as an
+    attention's implementation or a quantisation's kernel."""
     holders = list(holding)
     seen = {id(holder) for _, holder in holders}
     while holders:
         place, holder = holders.pop()
-        for name, value in [*getattr(holder, "__dict__", {}).items()]:  # other threads write meanwhile
+        for name, value in [*getattr(holder, "__dict__", {}).items()]:  # a copy: other threads write meanwhile
             yield f"{place}.{name}", value
             if _of_vllm(value) and id(value) not in seen:
                 seen.add(id(value))
@@ -150,7 +150,7 @@ def _attributes(holding: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is no parameter, and none of the compiler's tensors, which have no memory."""
+    """Whether the value is a tensor of its own: neither a parameter nor one of the compiler's, which have no memory."""
     return type(value) is torch.Tensor and value.nbytes > 0
 
 

@@ -1,4 +1,4 @@
-"""What a bundle is: a text that a shell runs, a zip archive behind it, and in that a signed manifest of everything.
+"""Defines the file of a bundle: a shell script, followed by a zip archive that has a signed manifest of everything.
 
     header              a shell script; it finds the right Python and lets it run the archive
     __main__.py, appliance/bundle/carried/*.py      what is run
@@ -38,7 +38,7 @@ _TEXTS = ("version", "build", "commit", "made", "python", "machine", "glibc", "s
 _LOCAL, _DIRECTORY, _END = 30, 46, struct.Struct("<4s4H2LH")
 _END_64, _EXTRA_64 = struct.Struct("<4sQ2H2L4Q4sLQL"), 28
 
-# `tail` and `wc` are of POSIX. The archive is binary: nothing of it may be read as script, hence the exits.
+# `tail` and `wc` belong to POSIX. The script exits before the archive, which is binary, so no shell reads it as script.
 HEADER = """#!/bin/sh
 # appliance {version}, {build} build, for Python {python} on Linux {machine}
 #   sh FILE verify            is it whole, and whose is it?
@@ -60,7 +60,7 @@ exit 1
 
 @dataclass(frozen=True)
 class Content:
-    """A file of a bundle, as the manifest has it."""
+    """A file of a bundle, as the manifest describes it."""
 
     sha256: str
     bytes: int
@@ -126,7 +126,7 @@ class Manifest:
 
 
 class Bundle:
-    """A bundle's file, open. What it says is only known to be true after `verify`."""
+    """An open bundle. Nobody may believe what it says before `verify`."""
 
     def __init__(self, path: Path):
         """Raises CutShort, Unusable."""
@@ -146,11 +146,12 @@ class Bundle:
                 raise Unusable(
                     f"{path} is not a bundle of the appliance: it has packed files, or such as have no names"
                 )
-            # What is read whole before anything is known to be true.
+            # These are read whole before anything is verified.
             for name in {MANIFEST, SIGNATURE, SIGNER}.intersection(self.names):
                 if self._zip.getinfo(name).file_size > MOST_OF_MANIFEST:
                     raise Unusable(f"{name} of {path} is larger than {MOST_OF_MANIFEST:,} bytes")
-            # Read once: what is verified is what is believed, whatever somebody does to the file meanwhile.
+            # Read only once, so that the bytes that are used are the verified ones, even if somebody changes the file
+            # meanwhile.
             self._manifest_read = self._zip.read(MANIFEST)
             self.manifest = Manifest.decoded(self._manifest_read)
             self.signature_text = self._zip.read(SIGNATURE).decode(errors="replace")
@@ -177,15 +178,15 @@ class Bundle:
 
     @property
     def signer(self) -> PublicKey:
-        """The key that comes with it. Raises Unusable."""
+        """Returns the key that comes with the bundle. Raises Unusable."""
         if SIGNER not in self.names:
             raise Unusable(f"{SIGNER} is missing from {self.path}")
         return PublicKey.read(self._zip.read(SIGNER).decode(errors="replace"))
 
     def verify(self, trusted: Iterable[PublicKey]) -> PublicKey:
-        """Reads every byte; returns whose signature it bears, one of the trusted.
+        """Reads every byte, and returns the trusted key whose signature the bundle bears.
 
-        Raises BadSignature (of somebody else, or of nobody), NotWhole (with everything that is wrong), Unusable."""
+        Raises BadSignature if another key or none signed it, NotWhole with everything that is wrong, Unusable."""
         signature, known = Signature.read(self.signature_text), {key.key_id: key for key in trusted}
         if signature.key_id not in known:
             names = ", ".join(key.name for key in known.values()) or "nobody"
@@ -203,7 +204,7 @@ class Bundle:
         return key
 
     def extract(self, name: str, to: Path) -> None:
-        """Writes one file, if it is what the manifest says. Raises NotWhole."""
+        """Writes one file if its content is that of the manifest. Raises NotWhole."""
         to.parent.mkdir(parents=True, exist_ok=True)
         with open(to, "wb") as file:
             wrong = self._wrong(name, file)

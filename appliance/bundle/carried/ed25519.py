@@ -1,7 +1,7 @@
 """Verifies Ed25519 signatures with nothing but Python, for a machine on which nothing is installed yet.
 
-After the reference code of RFC 8032, section 6, strict about encodings. It takes 10 ms, signs nothing and handles no
-secret, so that its time may tell what it likes. Signing is `cryptography`'s (appliance.bundle.signing).
+It follows the reference code of RFC 8032, section 6, and is strict about encodings. It takes 10 ms. It signs nothing
+and handles no secret, so it need not run in constant time. Signing is `cryptography`'s (appliance.bundle.signing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Point = tuple[int, int, int, int]  # extended coordinates: X, Y, Z, T with x = X
 
 
 def verify(public: bytes, message: bytes, signature: bytes) -> bool:
-    """public: 32 bytes. signature: 64 bytes; of another length it is not a signature."""
+    """public: 32 bytes. signature: 64 bytes; one of another length does not verify."""
     if len(public) != 32 or len(signature) != 64:
         return False
     key, scalar = _decoded(public), int.from_bytes(signature[32:], "little")

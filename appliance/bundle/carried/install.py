@@ -1,4 +1,4 @@
-"""Installs a bundle's release beside those that are there, from what the file carries alone."""
+"""Installs the release of a bundle beside the present ones, from nothing but the file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _UNIT, _UNIT_OF_CHECKOUT = "share/appliance.service", "/opt/appliance/.venv/"
 
 
 def install(bundle: Bundle, prefix: Path, key: PublicKey | None, say: Say) -> Release:
-    """The release, installed. The first of a folder becomes current; later ones wait for `appliance upgrade`.
+    """Installs the release and returns it. The first one in a folder becomes current; later ones wait for `appliance
+    upgrade`.
 
     Args:
-        key: whose bundles may be installed; None: the keys pinned in `prefix`, for its first release the bundle's own,
-            which is pinned then.
+        key: signs the bundles that may be installed. None: the keys pinned in `prefix`; for the first release there the
+        bundle's own, which is then pinned.
 
-    Raises BadSignature, NotWhole, Refused, Unusable. Interrupted, it leaves no release, and can be run again."""
+    Raises BadSignature, NotWhole, Refused, Unusable. If it is interrupted, it leaves no release and can be run
+    again."""
     os.umask(0o022)  # root installs, another user runs the box
     releases = Releases(prefix)
     with releases.alone():
@@ -55,7 +57,7 @@ def install(bundle: Bundle, prefix: Path, key: PublicKey | None, say: Say) -> Re
 
 def _new(bundle: Bundle, releases: Releases, digest: str, say: Say) -> Release:
     manifest, folder = bundle.manifest, releases.folder(bundle.manifest.version)
-    shutil.rmtree(folder, ignore_errors=True)  # of an installation that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted installation left
     if wrong := machine.problems(manifest, releases.prefix, sys.executable):
         raise Refused("\n".join(wrong))
     folder.mkdir(parents=True)
@@ -89,7 +91,7 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
         if name.startswith("share/") or name == "SBOM.cdx.json":
             bundle.extract(name, folder / (name if name.startswith("share/") else f"share/{name}"))
     say(f"making {venv}")
-    # It gets no pip: Debian keeps ensurepip in a package of its own. The pip of the bundle installs itself.
+    # It is made without pip, because Debian keeps ensurepip in a separate package. The bundle's pip installs itself.
     _run([sys.executable, "-I", "-P", "-m", "venv", "--without-pip", str(venv)])
     python, pip = str(venv / "bin" / "python"), next(wheels.glob("pip-*.whl"))
     wanted = folder / ".wheels.txt"
@@ -100,7 +102,7 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
     options = ["--isolated", "--disable-pip-version-check", "--no-index", "--no-deps", "--no-cache-dir", "--no-compile"]
     _run(
         [python, "-I", str(pip / "pip"), "install", "--quiet", *options, "--require-hashes", "-r", str(wanted)],
-        # Settings of this machine's pip, constraints for one, are about other environments.
+        # Settings of this machine's pip, such as constraints, are meant for other environments.
         {"PIP_CONFIG_FILE": os.devnull},
     )
     wanted.unlink()
@@ -117,7 +119,7 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
 
 
 def _place_gateway(bundle: Bundle, python: str, say: Say) -> None:
-    """Where its own code looks for the compiled form, whose place depends on this very Python."""
+    """Returns where the release's code looks for compiled files, which depends on its Python."""
     names = [name for name in bundle.manifest.files if name.startswith("gateway/")]
     if not names:
         return
@@ -147,7 +149,7 @@ def _link_command(prefix: Path) -> None:
 
 
 def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """Its output. Raises Unusable with the end of what it said."""
+    """Runs a command and returns its output. Raises Unusable with the end of that output."""
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})})
     if done.returncode != 0:
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])

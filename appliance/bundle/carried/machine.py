@@ -1,4 +1,4 @@
-"""Whether a machine can have a bundle's release: its Python, its C library, what the system has to bring, the disk."""
+"""Checks whether a machine can run a bundle's release: its Python, C library, system packages and disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _ASK_S = 30.0
 
 
 def problems(manifest: Manifest, disk: Path, python: str) -> list[str]:
-    """What is missing, with what to do. disk: where it is to be. python: what the environment is made with."""
+    """Returns what is missing and what to do about it. disk: where the release will be. python: makes the
+    environment."""
     return [*_host(manifest), *_python(manifest, python), *_system(manifest, python), *_room(manifest, disk)]
 
 
@@ -58,7 +59,7 @@ def _system(manifest: Manifest, python: str) -> Iterator[str]:
 
 
 def _driver(command: list[str]) -> int | None:
-    """Its first number; None where there is none to ask, as on a machine whose devices come later."""
+    """Returns the first number of the driver's version; None without one, as on a machine whose devices come later."""
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -68,7 +69,7 @@ def _driver(command: list[str]) -> int | None:
 
 
 def _room(manifest: Manifest, disk: Path) -> Iterator[str]:
-    # The wheels lie beside the environment while they are unpacked; byte code is a fifth of what it is made from.
+    # The wheels lie beside the environment while they are unpacked, and byte code is a fifth of its source's size.
     needed = sum(file.bytes for file in manifest.files.values()) + manifest.installed_bytes * 6 // 5
     free = shutil.disk_usage(disk).free
     if free < needed:

@@ -1,4 +1,4 @@
-"""What a bundle does by itself, and `appliance bundle verify|install` with it.
+"""Runs what a bundle does by itself, and what `appliance bundle verify|install` does with one.
 
 sh FILE verify [--key KEY]
 sh FILE install DIR [--key KEY]
@@ -21,8 +21,8 @@ from appliance.bundle.carried.signature import PublicKey
 
 
 def main(arguments: Sequence[str], own: Path | None) -> int:
-    """own: the file that this runs from; None: the file is named by the first argument after the command. Exit code:
-    0 done, 1 not, 2 usage."""
+    """own: the bundle that this code runs from; None: the first argument after the command names it. Exit code: 0 done,
+    1 not done, 2 usage."""
     parser = argparse.ArgumentParser(
         prog=f"sh {own.name}" if own else "appliance bundle",
         description="One signed file with everything that the appliance is made of.",

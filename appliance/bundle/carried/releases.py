@@ -1,4 +1,4 @@
-"""Releases side by side in one folder, and which of them is current.
+"""Keeps releases side by side in one folder, and which of them is current.
 
     PREFIX/releases/VERSION/venv, share, release.json     release.json is written last: without it there is no release
     PREFIX/current -> releases/VERSION                    swapped by rename(2)
@@ -6,8 +6,8 @@
     PREFIX/trusted-keys/ID.pub                            whose bundles are installed here
     PREFIX/bin/appliance -> ../current/venv/bin/appliance
 
-An environment cannot be moved, so it is made where it stays, and the processes of a running box go on in theirs: the
-scripts in it name it by its own path, not by `current`.
+An environment cannot be moved, so it is made where it stays. Its scripts name it by its own path and not by `current`,
+so the processes of a running box go on in their own release.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from appliance.bundle.carried.signature import PublicKey
 
 @dataclass(frozen=True)
 class Release:
-    """schema: the newest that its database may have. manifest_sha256: of the bundle it came in."""
+    """schema: the newest that its database may have. manifest_sha256: identifies the bundle that it came in."""
 
     version: str
     build: str
@@ -44,7 +44,7 @@ class Releases:
 
     @classmethod
     def of_environment(cls, environment: Path) -> Releases:
-        """The releases beside the one of this virtual environment. Raises Refused."""
+        """Returns the folder of releases that this virtual environment belongs to. Raises Refused."""
         release = environment.resolve().parent
         if release.parent.name != "releases" or not (release / "release.json").is_file():
             raise Refused(
@@ -83,7 +83,7 @@ class Releases:
         return found
 
     def all(self) -> list[Release]:
-        """The oldest installation first."""
+        """Lists the releases, the oldest installation first."""
         folder = self.prefix / "releases"
         names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
         found = [release for name in names if (release := self.find(name)) is not None]
@@ -91,7 +91,7 @@ class Releases:
 
     @property
     def before(self) -> str | None:
-        """What was current before the release that is; ways back do not count."""
+        """Returns the release that was current before this one; ways back do not count."""
         current = self.current
         for switch in reversed(self._switches()):
             if switch["to"] == current and not switch["back"] and switch["from"] is not None:
@@ -99,7 +99,7 @@ class Releases:
         return None
 
     def switch(self, version: str, *, back: bool = False) -> None:
-        """Makes a release current. Interrupted anywhere, what was current is, or what shall be. Raises Refused."""
+        """Makes a release current. If it is interrupted, either the old or the new one is current. Raises Refused."""
         self.known(version)
         said = {"from": self.current, "to": version, "back": back, "at_s": time.time()}
         write(self.prefix / "switches.json", json.dumps([*self._switches(), said], indent=1))
@@ -110,11 +110,11 @@ class Releases:
         _sync(self.prefix)
 
     def add(self, release: Release) -> None:
-        """From here on it is one."""
+        """Writes release.json, which makes the folder a release."""
         write(self.folder(release.version) / "release.json", json.dumps(asdict(release), indent=1))
 
     def remove(self, version: str) -> None:
-        """Raises Refused for the current one and the one before it."""
+        """Removes a release. Raises Refused for the current one and the one before it."""
         self.known(version)
         if version in (self.current, self.before):
             raise Refused(f"release {version} is the current one, or the one that `appliance rollback` goes back to")
@@ -132,7 +132,7 @@ class Releases:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lets one change go on at a time. Raises Refused."""
+        """Allows one change at a time. Raises Refused."""
         self.prefix.mkdir(parents=True, exist_ok=True)
         with open(self.prefix / ".lock", "a") as lock:
             try:
@@ -149,7 +149,7 @@ class Releases:
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all, and on disk when this returns."""
+    """Writes a file whole or not at all; it is on disk when this returns."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "w") as file:
         file.write(text)

@@ -25,7 +25,7 @@ class PublicKey:
 
     @classmethod
     def read(cls, text: str) -> PublicKey:
-        """The text of a key's file, or its one line that counts. Raises Unusable."""
+        """Parses the text of a key file, or its one line that counts. Raises Unusable."""
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith(_UNTRUSTED)]
         data = _decoded(lines[0]) if lines else b""
         if len(lines) != 1 or len(data) != 42 or data[:2] != b"Ed":
@@ -34,7 +34,7 @@ class PublicKey:
 
     @classmethod
     def given(cls, value: str) -> PublicKey:
-        """What a person gave: a file, or the key itself. Raises Unusable."""
+        """Reads what a person gave: a file, or the key itself. Raises Unusable."""
         path = Path(value)
         try:
             return cls.read(path.read_text() if path.is_file() else value)
@@ -43,7 +43,7 @@ class PublicKey:
 
     @property
     def name(self) -> str:
-        """The key's id as minisign shows it."""
+        """Returns the key's id as minisign shows it."""
         return f"{int.from_bytes(self.key_id, 'little'):016X}"
 
     @property
@@ -52,7 +52,7 @@ class PublicKey:
 
     @property
     def text(self) -> str:
-        """The content of a file."""
+        """Returns the content of the key's file."""
         return f"{_UNTRUSTED}minisign public key {self.name}\n{self.line}\n"
 
 

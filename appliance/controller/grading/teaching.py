@@ -1,4 +1,4 @@
-"""Tells a distillation job how likely its teacher finds its answers. An engine of the box is asked on behalf of the
+"""Tells a distillation job how likely its teacher finds its answers. It asks an engine of the box on behalf of the
 job's key, as graders ask models."""
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ class Teaching:
         self._db, self._answers, self._saying = context.db, answers, saying
 
     async def teach(self, job_id: str, question: dict[str, Any]) -> dict[str, Any]:
-        """{"log_probs", "errors"} of the question's "samples", {"tokens", "answer": how many of the last ones}, in
-        their order: of each token of an answer the log-probability to the teacher, or None and why. {"failed"}, in
-        words, where the job cannot go on."""
+        """Asks the teacher about each of the question's "samples": {"tokens", "answer": how many of the last tokens are
+        the answer}.
+
+        Returns {"log_probs", "errors"}, both in the order of the samples: the teacher's log-probability of each token
+        of the answer, or None with the reason in "errors". If the job cannot go on, returns {"failed": why}."""
         row, found = jobs.find(self._db, job_id), job_records.find_judge(self._db, job_id)
         if row is None or found is None:
             return {"failed": "the teacher of the job is not known any more"}
@@ -33,26 +35,26 @@ class Teaching:
         teacher = found.judge["teacher"]
         versions = set[str]()
         with self._saying.waiting(job_id, "teacher", teacher):
-            asked = (self._asked(row.key_id, teacher, one, versions) for one in question["samples"])
-            told = await asyncio.gather(*asked)
+            asking = (self._asked(row.key_id, teacher, one, versions) for one in question["samples"])
+            answers = await asyncio.gather(*asking)
         if versions.difference(found.taught_by):
             job_records.taught(self._db, job_id, versions)
-        errors = [one if isinstance(one, str) else "" for one in told]
+        errors = [one if isinstance(one, str) else "" for one in answers]
         if fatal := next(filter(ended_engines, errors), ""):
-            # Whatever made an engine die comes back with each step, and others' requests are lost with it.
+            # The same sample would make an engine die again in each step, and others would lose their requests with it.
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal}"}
         if counted := Counter(filter(None, errors)):
             ((why, _),) = counted.most_common(1)
-            said = f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}"
-            self._saying.failed(job_id, said)
+            message = f"nothing is learnt of some answers, of which the teacher {teacher} told nothing: {why}"
+            self._saying.failed(job_id, message)
         else:
             self._saying.nothing_failed(job_id)
-        return {"log_probs": [None if isinstance(one, str) else one for one in told], "errors": errors}
+        return {"log_probs": [None if isinstance(one, str) else one for one in answers], "errors": errors}
 
     async def _asked(
         self, key_id: str | None, teacher: str, sample: dict[str, Any], versions: set[str]
     ) -> list[float] | str:
-        """What the teacher answers, or why there is no answer. Adds the version that answered to `versions`."""
+        """Returns the log-probabilities, or why there are none. Adds the version that answered to `versions`."""
         tokens = sample["tokens"]
         answer = await self._answers.answer(key_id, scoring.URL, scoring.request(teacher, tokens), ANSWER_WITHIN_S)
         if isinstance(answer, str):
