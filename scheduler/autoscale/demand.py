@@ -120,13 +120,13 @@ def required(
     switch_device_s: device seconds of training that releasing devices and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
-    load = hysteresis.load.seen(want, now_s)
+    hysteresis = replace(hysteresis, load=hysteresis.load.seen(want, now_s))
     idle = IdlePolicy(config)
     reviews: list[float] = []
     if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
         reviews.append(end_s)
     if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
-        floor = deployment.standby.replicas if deployment.standby else load.floor(config.late_share)
+        floor = deployment.standby.replicas if deployment.standby else hysteresis.load.floor(config.late_share)
         if hysteresis.proved_until_s > now_s:
             floor = max(floor, hysteresis.proved)
             reviews.append(hysteresis.proved_until_s)
@@ -134,14 +134,41 @@ def required(
         reviews.append(end_s)
     want = max(want, min(by_rise(deployment, now_s, config), deployment.max_replicas))
     if want >= hysteresis.replicas:
+        found = _grown(deployment, hysteresis, want, now_s, config, switch_device_s)
+    else:
+        found, review_s = _lowered(deployment, hysteresis, want, now_s, config, switch_device_s)
+        reviews += [] if review_s is None else [review_s]
+    return found, min(reviews, default=None)
+
+
+def _grown(
+    deployment: DeploymentView,
+    hysteresis: Hysteresis,
+    want: int,
+    now_s: float,
+    config: SchedulerConfig,
+    switch_device_s: float,
+) -> Hysteresis:
+    """Takes `want` replicas at once; they are as many as before, or more."""
+    if want > hysteresis.replicas:
         # The model of the traffic accounts for hand-overs, but cannot see that requests in flight mislead.
         misled = deployment.standby is None or by_concurrency(deployment, config) >= want
-        if want > hysteresis.replicas and hysteresis.given_back_s and misled:
+        if hysteresis.given_back_s and misled:
             hysteresis = _wanted_back(hysteresis, want, deployment.tensor_parallel, now_s, config, switch_device_s)
-        if want > hysteresis.replicas:
-            hysteresis = replace(hysteresis, taken_s=(*_last_hour(hysteresis.taken_s, now_s), now_s))
-        found = replace(hysteresis, load=load, replicas=want, low_since_s=None, low_peak=0)
-        return found, min(reviews, default=None)
+        hysteresis = replace(hysteresis, taken_s=(*_last_hour(hysteresis.taken_s, now_s), now_s))
+    return replace(hysteresis, replicas=want, low_since_s=None, low_peak=0)
+
+
+def _lowered(
+    deployment: DeploymentView,
+    hysteresis: Hysteresis,
+    want: int,
+    now_s: float,
+    config: SchedulerConfig,
+    switch_device_s: float,
+) -> tuple[Hysteresis, float | None]:
+    """Gives replicas back once a lower `want` has lasted long enough. Returns also when to look again by itself."""
+    idle = IdlePolicy(config)
     since_s = now_s if hysteresis.low_since_s is None else hysteresis.low_since_s
     # When an operator's idle time runs out, all replicas sleep, whatever demand came before.
     peak = want if idle.operator_says_sleep(deployment, now_s) else max(hysteresis.low_peak, want)
@@ -156,21 +183,15 @@ def required(
     changes_s = sorted((*given_back_s, *_last_hour(hysteresis.taken_s, now_s)))
     if len(changes_s) >= config.changes_per_hour:
         due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
-    if due_s <= now_s:
-        # The highest count needed since then, not the current one.
-        still_low = None if peak == want else now_s
-        if peak < hysteresis.replicas:
-            given_back_s = (*given_back_s, now_s)
-            hysteresis = replace(hysteresis, given_back_from=hysteresis.replicas)
-        found = replace(
-            hysteresis, load=load, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s
-        )
-        if still_low is not None:
-            reviews.append(now_s + idle.lower_for_s(deployment))
-        return found, min(reviews, default=None)
-    reviews.append(due_s)
-    found = replace(hysteresis, load=load, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s)
-    return found, min(reviews)
+    if due_s > now_s:
+        return replace(hysteresis, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), due_s
+    # The highest count needed since then, not the current one.
+    still_low = None if peak == want else now_s
+    if peak < hysteresis.replicas:
+        given_back_s = (*given_back_s, now_s)
+        hysteresis = replace(hysteresis, given_back_from=hysteresis.replicas)
+    found = replace(hysteresis, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
+    return found, None if still_low is None else now_s + idle.lower_for_s(deployment)
 
 
 def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
