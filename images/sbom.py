@@ -98,8 +98,8 @@ def licence(name: str) -> dict[str, Any] | None:
         if classifier.startswith("License :: ") and classifier != "License :: OSI Approved"
     ]
     text = (metadata.get("License") or "").strip().partition("\n")[0]
-    said = " and ".join(classified) or (text if 0 < len(text) <= 80 else "")
-    return {"license": {"name": said or UNKNOWN}}
+    name_of_it = " and ".join(classified) or (text if 0 < len(text) <= 80 else "")
+    return {"license": {"name": name_of_it or UNKNOWN}}
 
 
 def said(found: dict[str, Any] | None) -> str:
@@ -109,10 +109,10 @@ def said(found: dict[str, Any] | None) -> str:
 def requires(name: str, known: dict[str, Pin]) -> Iterator[str]:
     """Packages of the lock that this one asks for here, without extras."""
     try:
-        asked = importlib.metadata.requires(name) or ()
+        requirements = importlib.metadata.requires(name) or ()
     except importlib.metadata.PackageNotFoundError:
         return
-    for text in asked:
+    for text in requirements:
         requirement = Requirement(text)
         other = canonicalize_name(requirement.name)
         if other in known and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):

@@ -60,12 +60,12 @@ def restore(objects: Objects, name: str | None, data_dir: Path, *, report: Repor
 def live_keys(database: Path) -> list[str]:
     """Returns the names of keys that are still valid in a restored database, which may be of an older release."""
     with closing(sqlite3.connect(reading_uri(database), uri=True)) as connection:
-        asked = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session"
+        query = "SELECT name FROM keys WHERE revoked_s IS NULL AND NOT session"
         values = list[float]()
         if any(column[1] == "expires_s" for column in connection.execute("PRAGMA table_info(keys)")):
-            asked += " AND (expires_s IS NULL OR expires_s > ?)"
+            query += " AND (expires_s IS NULL OR expires_s > ?)"
             values.append(time.time())
-        return [name for (name,) in connection.execute(f"{asked} ORDER BY seq", values)]
+        return [name for (name,) in connection.execute(f"{query} ORDER BY seq", values)]
 
 
 def verify(objects: Objects, name: str | None, *, report: Report = lambda done, of: None) -> Manifest:
@@ -126,8 +126,8 @@ def _chunk(objects: Objects, digest: str, path: str) -> bytes:
 def _check_database(path: Path, name: str) -> None:
     try:
         with sqlite3.connect(path) as connection:
-            (said,) = connection.execute("PRAGMA integrity_check").fetchone()
+            (verdict,) = connection.execute("PRAGMA integrity_check").fetchone()
     except sqlite3.Error as error:
-        said = str(error)
-    if said != "ok":
-        raise BackupDamaged(f"the database in the backup {name} is damaged ({said}); use another backup")
+        verdict = str(error)
+    if verdict != "ok":
+        raise BackupDamaged(f"the database in the backup {name} is damaged ({verdict}); use another backup")

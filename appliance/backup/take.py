@@ -119,10 +119,10 @@ def take(
 def _check_is_there(paths: BoxPaths, objects: Objects) -> None:
     """Checks that the place still has the backups that it had: a lost mount leaves an empty directory on a disk that a
     backup must not fill. Raises BackupError."""
-    told = last_backup.read(paths.last_backup)
-    if told is not None and told.where == objects.where and not manifests.names(objects):
+    last = last_backup.read(paths.last_backup)
+    if last is not None and last.where == objects.where and not manifests.names(objects):
         raise BackupError(
-            f"{objects.where} has no backup, and had {told.name}: is it mounted? If it was emptied on purpose, delete "
+            f"{objects.where} has no backup, and had {last.name}: is it mounted? If it was emptied on purpose, delete "
             f"{paths.last_backup}"
         )
 

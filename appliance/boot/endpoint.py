@@ -33,10 +33,10 @@ def why_not(host: str, port: int) -> str:
 def is_ours(answer: bytes, boot: str) -> bool:
     """Whether this answer of /health comes from the gateway that was started with `boot`."""
     try:
-        told = json.loads(answer)
+        found = json.loads(answer)
     except ValueError:
         return False
-    return isinstance(told, dict) and told.get("boot") == boot
+    return isinstance(found, dict) and found.get("boot") == boot
 
 
 def _holder(port: int) -> str:

@@ -168,10 +168,10 @@ async def start_process(
 
 async def _address(paths: BoxPaths, process: asyncio.subprocess.Process, log_path: Path, timeout_s: float) -> str:
     """Host and port of the head that this Ray belongs to, once it is up. Ray writes them into its own folder."""
-    told = paths.ray_session / "ray_current_cluster"
+    file = paths.ray_session / "ray_current_cluster"
     try:
         async with asyncio.timeout(timeout_s):
-            while not (told.exists() and (address := told.read_text().strip())):
+            while not (file.exists() and (address := file.read_text().strip())):
                 if process.returncode is not None:
                     raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)

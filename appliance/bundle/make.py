@@ -169,10 +169,10 @@ def _commit() -> str:
     git = shutil.which("git")
     if git is None:
         return "unknown"
-    said = [
+    runs = [
         subprocess.run([git, "-C", str(PROJECT), *command], capture_output=True, text=True)
         for command in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain"))
     ]
-    if any(done.returncode for done in said):
+    if any(done.returncode for done in runs):
         return "unknown"
-    return said[0].stdout.strip() + ("+" if said[1].stdout.strip() else "")
+    return runs[0].stdout.strip() + ("+" if runs[1].stdout.strip() else "")

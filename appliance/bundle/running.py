@@ -72,17 +72,17 @@ class Running:
         if self.detached:
             self._call(command, "up", "--detach", *self.options)
         deadline_s = time.monotonic() + timeout_s
-        said = ""
+        last = ""
         while True:
             try:
                 found = json.loads(self._call(command, "status", "-o", "json"))["box"]["version"]
                 if found == version:
                     return
-                said = f"release {found} answers"
+                last = f"release {found} answers"
             except (NotUp, ValueError, KeyError) as error:
-                said = str(error)
+                last = str(error)
             if self.detached or time.monotonic() > deadline_s:
-                raise NotUp(f"release {version} does not answer: {said}")
+                raise NotUp(f"release {version} does not answer: {last}")
             time.sleep(_LOOK_EVERY_S)
 
     def _call(self, command: Path, name: str, *options: str) -> str:

@@ -94,9 +94,9 @@ def oldest_glibc(names: Iterable[str]) -> str:
     needed = (0, 0)
     for name in names:
         tags = name.removesuffix(".whl").rsplit("-", 1)[-1].split(".")
-        said = [(int(found[1]), int(found[2])) for tag in tags if (found := _GLIBC.match(tag))]
-        said += [version for tag in tags for known, version in _GLIBC_BY_NAME.items() if tag.startswith(f"{known}_")]
-        needed = max(needed, min(said, default=(0, 0)))
+        named = [(int(found[1]), int(found[2])) for tag in tags if (found := _GLIBC.match(tag))]
+        named += [version for tag in tags for known, version in _GLIBC_BY_NAME.items() if tag.startswith(f"{known}_")]
+        needed = max(needed, min(named, default=(0, 0)))
     return f"{needed[0]}.{needed[1]}"
 
 
@@ -104,8 +104,8 @@ def _pip(command: str, *arguments: str) -> None:
     line = [sys.executable, "-P", "-m", "pip", command, "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if "is neither a file nor a directory" not in line]
+        lines = [line for line in done.stderr.splitlines() if "is neither a file nor a directory" not in line]
         raise Unusable(
-            f"pip could not get the packages: {' '.join(said[-4:])} (its settings count: PIP_INDEX_URL, "
+            f"pip could not get the packages: {' '.join(lines[-4:])} (its settings count: PIP_INDEX_URL, "
             "PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS; torch for processors is at https://download.pytorch.org/whl/cpu)"
         )

@@ -201,12 +201,12 @@ class Client:
             response = connection.getresponse()
             if response.status >= 400:
                 message, code = _error_fields(_json_or_none(response.read()))
-                told = message or f"the box answered {response.status} {response.reason}"
-                raise of_answer(response.status, told, code)
+                text = message or f"the box answered {response.status} {response.reason}"
+                raise of_answer(response.status, text, code)
             yield response
         except PermissionError as error:
-            told = f"{self.address} belongs to another user; reach the box with --url and an API key instead"
-            raise AuthFailed(told) from error
+            text = f"{self.address} belongs to another user; reach the box with --url and an API key instead"
+            raise AuthFailed(text) from error
         except TimeoutError as error:
             raise Unreachable(
                 f"the box at {self.address} did not answer within {timeout_s:.0f} s: it is busy or hangs; `appliance "

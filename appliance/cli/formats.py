@@ -90,5 +90,5 @@ def printable(text: object) -> str:
 
 def short(reason: object) -> str:
     """A reason, cut so that a table can show it; what shows one thing alone has all of it."""
-    told = or_dash(reason)
-    return told if len(told) <= REASON_CHARACTERS else f"{told[: REASON_CHARACTERS - 1]}…"
+    text = or_dash(reason)
+    return text if len(text) <= REASON_CHARACTERS else f"{text[: REASON_CHARACTERS - 1]}…"

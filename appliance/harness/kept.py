@@ -77,11 +77,11 @@ def _items(samples: Samples) -> list[tuple[dict[str, Any], str]]:
 
 def _asked(sample: Mapping[str, Any]) -> tuple[str, str]:
     """Returns what a model was asked and its answer, which is a text, or the likeliest of several."""
-    texts, told = sample["arguments"], sample["filtered_resps"]
-    if all(isinstance(one, tuple | list) and isinstance(one[0], Real) for one in told):
-        best = max(range(len(told)), key=lambda place: told[place][0])
+    texts, responses = sample["arguments"], sample["filtered_resps"]
+    if all(isinstance(one, tuple | list) and isinstance(one[0], Real) for one in responses):
+        best = max(range(len(responses)), key=lambda place: responses[place][0])
         return str(texts[best][0]), str(texts[best][1])
-    return str(texts[0][0]), str(told[0])
+    return str(texts[0][0]), str(responses[0])
 
 
 def _criterion(name: str, items: Mapping[str, Sequence[tuple[dict[str, Any], str]]]) -> dict[str, Any]:

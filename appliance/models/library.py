@@ -341,8 +341,8 @@ class ModelLibrary:
             twin = _twin(made)
             if twin is None:
                 return made
-            told = f"the same bytes are here as {twin}: this import made the next version, {version}, of them"
-            return replace(made, warnings=(*made.warnings, told))
+            warning = f"the same bytes are here as {twin}: this import made the next version, {version}, of them"
+            return replace(made, warnings=(*made.warnings, warning))
 
     def _next_number(self, name: str, family: Path) -> int:
         numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
@@ -473,9 +473,9 @@ def _keep_sampling(folder: Path, made: Path) -> None:
     NotACheckpoint, UnsafeLink."""
     if not (folder / GENERATION_FILE).exists():
         return
-    said = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE)
+    generation = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE)
     config = read_json(made, GENERATION_FILE) if made.is_file() else {}
-    made.write_text(json.dumps({**config, **{key: said[key] for key in SAMPLING if key in said}}, indent=2))
+    made.write_text(json.dumps({**config, **{key: generation[key] for key in SAMPLING if key in generation}}, indent=2))
 
 
 def _is_path(source: str) -> bool:

@@ -106,8 +106,8 @@ def _not_installed(package: str, error: ModuleNotFoundError) -> TrackerFailed:
 
 
 def _follower(make: Callable[[], Tracker], store: StoreReader, path: Path, box: Client) -> Follower:
-    told = (partial(_tell, box, kind) for kind in ("address", "refused"))
-    return Follower(make(), store, path, *told)
+    callbacks = (partial(_tell, box, kind) for kind in ("address", "refused"))
+    return Follower(make(), store, path, *callbacks)
 
 
 def _tell(box: Client, kind: str, job_id: str, tracker: str, text: str) -> bool:
@@ -163,9 +163,9 @@ class Watch:
 async def _report(path: Path, background: BackgroundTasks, watches: list[Watch]) -> None:
     """Say what is in trouble, for ever."""
     while True:
-        told = [trouble for watch in watches for trouble in watch.troubles()]
-        names = {trouble["name"] for trouble in told}
-        found = [*told, *(trouble for trouble in background.degraded() if trouble["name"] not in names)]
+        troubles = [trouble for watch in watches for trouble in watch.troubles()]
+        names = {trouble["name"] for trouble in troubles}
+        found = [*troubles, *(trouble for trouble in background.degraded() if trouble["name"] not in names)]
         try:
             replace_file(path, json.dumps({"troubles": found}).encode())
         except OSError as error:

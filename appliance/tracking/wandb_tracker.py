@@ -60,9 +60,9 @@ class WandbTracker:
                     self._asked(job, run.log, row, step=point.seq)
 
     def end(self, job: Job) -> None:
-        told = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
+        outcome = {"state": job.phase, "error": job.error, "model": job.output_model, "version": job.version}
         for run in self._runs[job.id]:
-            self._asked(job, run.summary.update, {f"appliance.{name}": text for name, text in told.items() if text})
+            self._asked(job, run.summary.update, {f"appliance.{name}": text for name, text in outcome.items() if text})
             self._asked(job, run.finish, exit_code=0 if job.phase == "succeeded" else 1)
         del self._runs[job.id]
 
@@ -72,7 +72,7 @@ class WandbTracker:
         names = ", ".join(f"wandb/{Path(run.dir).parent.name}" for run in runs)
         return f"{names} below the box's wandb_dir, offline; `wandb sync` sends it"
 
-    def _init(self, job: Job, run_id: str, asked: dict[str, Any]) -> Any:
+    def _init(self, job: Job, run_id: str, wanted: dict[str, Any]) -> Any:
         online = self._mode == "online"
         if not online:
             for left in (self._folder / "wandb").glob(f"offline-run-*-{run_id}"):
@@ -93,10 +93,10 @@ class WandbTracker:
             **({} if self._url is None else {"base_url": self._url}),
         )
         run = wandb.init(
-            project=asked["project"],
-            entity=asked.get("entity"),
-            name=asked.get("name") or job.name,
-            tags=[*filter(None, asked.get("tags") or ()), job.id],
+            project=wanted["project"],
+            entity=wanted.get("entity"),
+            name=wanted.get("name") or job.name,
+            tags=[*filter(None, wanted.get("tags") or ()), job.id],
             config=job.params,
             id=run_id,
             resume="allow" if online else None,

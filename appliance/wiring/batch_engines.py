@@ -149,11 +149,11 @@ class SocketEngines:
             del self._sampling[request_id]
 
     async def interrupt(self, request_ids: Collection[str]) -> None:
-        asked: dict[str, list[str]] = {}
+        by_socket: dict[str, list[str]] = {}
         for request_id in request_ids:
             if request_id in self._sampling:
-                asked.setdefault(self._sampling[request_id], []).append(request_id)
-        await asyncio.gather(*(self._interrupt(socket, ids) for socket, ids in asked.items()))
+                by_socket.setdefault(self._sampling[request_id], []).append(request_id)
+        await asyncio.gather(*(self._interrupt(socket, ids) for socket, ids in by_socket.items()))
 
     async def _interrupt(self, socket: str, request_ids: list[str]) -> None:
         content = orjson.dumps(sampling.interrupt(request_ids))

@@ -55,8 +55,8 @@ class TorchCuda(DeviceKind):
         return NEEDS_THE_OTHER if for_processors() else ""
 
     def at_fault(self, error: str, message: str) -> bool:
-        said = f"{error}: {message}"
-        return _OF_A_DEVICE.search(said) is not None and _OF_THE_PROGRAM.search(said) is None
+        text = f"{error}: {message}"
+        return _OF_A_DEVICE.search(text) is not None and _OF_THE_PROGRAM.search(text) is None
 
     def of_this_torch(self) -> bool:
         import torch
@@ -185,7 +185,7 @@ def told_at_import(capability: tuple[int, int], name: str, shared_bytes: int) ->
     from triton import runtime
     from triton.backends.compiler import GPUTarget
 
-    told = SimpleNamespace(
+    stand_in = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], THREADS_PER_WARP),
         utils=SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": shared_bytes}),
     )
@@ -194,13 +194,13 @@ def told_at_import(capability: tuple[int, int], name: str, shared_bytes: int) ->
         "get_device_name": lambda device=None: name,
         "get_device_capability": lambda device=None: capability,
     }
-    driver, asked = runtime.driver._active, {call: getattr(torch.cuda, call) for call in answers}
-    runtime.driver.set_active(told)
+    driver, real = runtime.driver._active, {call: getattr(torch.cuda, call) for call in answers}
+    runtime.driver.set_active(stand_in)
     for call, answer in answers.items():
         setattr(torch.cuda, call, answer)
     try:
         yield
     finally:
         runtime.driver.set_active(driver)
-        for call, asks in asked.items():
+        for call, asks in real.items():
             setattr(torch.cuda, call, asks)

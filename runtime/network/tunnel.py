@@ -92,8 +92,8 @@ class Shared:
 
     def proof(self, who: str, said: Mapping[str, Any], *nonces: str) -> str:
         key = hmac.new(self.token, b"appliance relay 1", hashlib.sha256).digest()
-        told = {name: value for name, value in said.items() if name != "proof"}
-        return hmac.new(key, json.dumps([who, *nonces, told], sort_keys=True).encode(), hashlib.sha256).hexdigest()
+        fields = {name: value for name, value in said.items() if name != "proof"}
+        return hmac.new(key, json.dumps([who, *nonces, fields], sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
     def client_context(self) -> ssl.SSLContext | None:
         return None if self.certificate is None else self.certificate.context(ssl.PROTOCOL_TLS_CLIENT)
@@ -198,8 +198,8 @@ class TunnelServer:
             # Open all files first: sealing a manifest meanwhile replaces it with another file of another size.
             sources = [opened.enter_context(open(file, "rb")) for file in wanted]
             sizes = [os.fstat(source.fileno()).st_size for source in sources]
-            told = [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]
-            writer.write(self._ok(told, nonces))
+            listed = [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]
+            writer.write(self._ok(listed, nonces))
             for source, size in zip(sources, sizes, strict=True):
                 # Not loop.sendfile: uvloop, on which Ray runs its actors, has none.
                 left = size

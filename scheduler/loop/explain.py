@@ -76,8 +76,8 @@ def _why_job(chain: Chain, allocation: Allocation, plan_input: PlanInput) -> str
 
 def _as_clause(reason: str) -> str:
     """The sentence of a waiting job, rewritten to follow "because"."""
-    told = reason.rstrip(".")
-    return f"it needs {told.removeprefix('Needs ')}" if told.startswith("Needs ") else told[:1].lower() + told[1:]
+    text = reason.rstrip(".")
+    return f"it needs {text.removeprefix('Needs ')}" if text.startswith("Needs ") else text[:1].lower() + text[1:]
 
 
 def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_input: PlanInput) -> str:
@@ -117,8 +117,8 @@ def mode_of(policy: Policy) -> str:
 
 def sentences(handover: Handover, allocation: Allocation, plan_input: PlanInput) -> list[str]:
     """One sentence per chain with its reason, in the order in which the chains begin."""
-    told = [f"{sentence(chain)}, because {because(chain, allocation, plan_input)}." for chain in handover.chains]
-    return [f"{text[0].upper()}{text[1:]}" for text in told]
+    texts = [f"{sentence(chain)}, because {because(chain, allocation, plan_input)}." for chain in handover.chains]
+    return [f"{text[0].upper()}{text[1:]}" for text in texts]
 
 
 def reason_of(handover: Handover, policy: Policy) -> str:

@@ -268,8 +268,8 @@ class Groups:
     async def _rank(self, device_id: str, patient: bool) -> dict[str, Any] | None:
         look = device_id in self._seen and not patient
         try:
-            asked = self._host(device_id).call("status")
-            status = await within("observe", device_id, asked, LOOK_S if look else ANSWER_S)
+            call = self._host(device_id).call("status")
+            status = await within("observe", device_id, call, LOOK_S if look else ANSWER_S)
             self._seen.add(device_id)
             return status
         except EffectFailed as error:

@@ -119,8 +119,8 @@ class Nodes:
                     if name == self.home.name:
                         raise
                     log.warning("the node's agent does not start; the node seems to be dying", extra={"node": name})
-        asked = list(self._known) if len(self._known) > 1 else []  # home alone has no tunnels, and reads its own memory
-        for name, report in zip(asked, await asyncio.gather(*map(self._reported, asked)), strict=True):
+        away = list(self._known) if len(self._known) > 1 else []  # home alone has no tunnels, and reads its own memory
+        for name, report in zip(away, await asyncio.gather(*map(self._reported, away)), strict=True):
             known = self._known.get(name)
             if known is None:
                 continue
@@ -222,11 +222,11 @@ class Nodes:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
         the log, and has them until it needs the room or ends."""
         away = {name: known.actor for name, known in self._known.items() if name != self.home.name}
-        told = (
+        calls = (
             within("forget", name, ask("forget", name, actor.forget.remote(list(names))), FORGET_S)
             for name, actor in away.items()
         )
-        for name, answer in zip(away, await asyncio.gather(*told, return_exceptions=True), strict=True):
+        for name, answer in zip(away, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(answer, EffectFailed):
                 log.warning("copies of what was deleted may stay there: %s", answer.reason, extra={"node": name})
             elif isinstance(answer, BaseException):
@@ -288,8 +288,8 @@ class Nodes:
         """The health of every GPU as the drivers of all nodes report it. Omits nodes that do not answer, and devices to
         let go, by id: the nodes keep nothing of them open."""
         actors = [known.actor for known in self._known.values()]
-        asked = (_within(ANSWER_S, actor.readings.remote(let_go)) for actor in actors)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        calls = (_within(ANSWER_S, actor.readings.remote(let_go)) for actor in actors)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, (RayError, TimeoutError)):
                 raise answer
@@ -306,11 +306,11 @@ class Nodes:
         rates: dict[str, float] = await self._measured(name, "measured_together", device_ids)
         return rates
 
-    async def _measured(self, name: str, method: str, asked: Any) -> Any:
+    async def _measured(self, name: str, method: str, argument: Any) -> Any:
         known = self._known.get(name)
         if known is None:
             raise NotMeasured(f"its node {name} is gone")
-        answer = getattr(known.actor, method).remote(asked)
+        answer = getattr(known.actor, method).remote(argument)
         try:
             async with asyncio.timeout(MEASURE_S):
                 return await answer

@@ -30,8 +30,8 @@ def apply(backend: Any) -> None:
 def _declines_expressions(check: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(check)
     def run(params: Any) -> None:
-        asked = params.structured_outputs
-        if asked is not None and (asked.regex or (asked.json and has_expression(asked.json))):
+        form = params.structured_outputs
+        if form is not None and (form.regex or (form.json and has_expression(form.json))):
             raise VLLMValidationError("Regular expressions are followed by llguidance.")
         check(params)
 

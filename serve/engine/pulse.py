@@ -93,27 +93,27 @@ class Pulse:
         """Returns why the engine counts as hung, or "" once it is dead."""
         while True:
             await asyncio.sleep(EVERY_S)
-            asked = asyncio.ensure_future(self._ask())
+            answer = asyncio.ensure_future(self._ask())
             try:
-                if why := await self._until(asked):
+                if why := await self._until(answer):
                     return why
             except ChildDied:
                 return ""
             except ChildError:
                 pass  # an answer too; a core that died ends the engine by itself
             finally:
-                asked.cancel()
+                answer.cancel()
                 self._silence = None
                 self._tell()
 
-    async def _until(self, asked: asyncio.Future[object]) -> str | None:
+    async def _until(self, answer: asyncio.Future[object]) -> str | None:
         """Wait for one sign of life. Only one is asked for at a time, so that none pile up in a stopped engine."""
         seen_s = self._clock()
         silence = self._silence = Silence(await asyncio.to_thread(self._read), *self._limits)
         while True:
-            await asyncio.wait({asked}, timeout=EVERY_S)
-            if asked.done():
-                asked.result()
+            await asyncio.wait({answer}, timeout=EVERY_S)
+            if answer.done():
+                answer.result()
                 return None
             vitals, now_s = await asyncio.to_thread(self._read), self._clock()
             if self.held:

@@ -20,8 +20,8 @@ def broadcast_json(value: Any) -> Any:
     written = json.dumps(value).encode() if comm.get_rank() == 0 else b""
     length = torch.tensor([len(written)], dtype=torch.int64, device=device)
     comm.broadcast(length, src=0)
-    told = torch.empty(int(length), dtype=torch.uint8, device=device)
+    received = torch.empty(int(length), dtype=torch.uint8, device=device)
     if written:
-        told.copy_(torch.frombuffer(bytearray(written), dtype=torch.uint8))
-    comm.broadcast(told, src=0)
-    return json.loads(bytes(told.cpu().tolist()))
+        received.copy_(torch.frombuffer(bytearray(written), dtype=torch.uint8))
+    comm.broadcast(received, src=0)
+    return json.loads(bytes(received.cpu().tolist()))

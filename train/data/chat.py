@@ -103,11 +103,11 @@ class ChatEncoder:
         else:
             # The template renders a message differently once others follow (drops reasoning, moves tools), so the
             # prefixes do not line up. The text still contains what the assistant said.
-            said = messages[index]["content"].strip()
-            start = text.find(said, cursor) if said else -1
+            content = messages[index]["content"].strip()
+            start = text.find(content, cursor) if content else -1
             if start < 0:
                 raise BadRecord(f"the chat template hides messages[{index}], so it cannot be learnt from")
-            end = start + len(said)
+            end = start + len(content)
         return start, self._turn_end(text, start, end)
 
     def _turn_end(self, text: str, start: int, end: int) -> int:
@@ -129,12 +129,12 @@ class ChatEncoder:
             raise UnsupportedModel("the chat template's {% generation %} mask does not match its text")
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         spans = [(offsets[a][0], offsets[b - 1][1]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        said = [message for message in given if message["role"] == "assistant"]
-        if any(message.get("weight", 1) == 0 for message in said):
-            if len(spans) != len(said):
+        answers = [message for message in given if message["role"] == "assistant"]
+        if any(message.get("weight", 1) == 0 for message in answers):
+            if len(spans) != len(answers):
                 marks = "the chat template's {% generation %} marks do not tell its assistant messages apart"
                 raise BadRecord(f"uses message weights, but {marks}")
-            spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight", 1) != 0]
+            spans = [span for span, message in zip(spans, answers, strict=True) if message.get("weight", 1) != 0]
         return spans
 
     def _tokenise(self, text: str) -> Any:

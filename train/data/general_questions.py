@@ -194,8 +194,8 @@ def is_right(number: int, answer: str) -> bool:
 def answers_key(checksums: Iterable[str], precision: str, device_kind: str) -> str:
     """Names what a model's answers before a job follow from: equal keys, equal answers. checksums: of the files of its
     weights, and of the adapter that is merged into them; not of a manifest, which is written again with each copy."""
-    said = json.dumps([QUESTIONS, list(checksums), precision, device_kind])
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    text = json.dumps([QUESTIONS, list(checksums), precision, device_kind])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def how_many(tokens: Sequence[int], trained_tokens: int, full: bool) -> int:

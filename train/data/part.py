@@ -34,12 +34,12 @@ def write_apart(source: Path, target: Path, share: float, least: int) -> int:
     command = [sys.executable, "-P", "-m", "train.data.part", source, target, str(share), str(least)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        said = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except ValueError:
         raise NoPart(f"a part of the data could not be made with {BOUNDS.told(done.returncode)}") from None
-    if "error" in said:
-        raise NoPart(said["error"])
-    return int(said["bytes"])
+    if "error" in answer:
+        raise NoPart(answer["error"])
+    return int(answer["bytes"])
 
 
 def chosen(count: int, share: float, least: int) -> np.ndarray:

@@ -111,12 +111,12 @@ def _mixed(scan: Scan, options: PrepareOptions, kept: np.ndarray, dropped: dict[
 
 def _shares(scan: Scan, options: PrepareOptions) -> list[float]:
     """Raises BadOption."""
-    said = {path.resolve(): share for path, share in options.mix}
-    shares = [said.pop(source.path.resolve(), None) for source in scan.sources]
+    given = {path.resolve(): share for path, share in options.mix}
+    shares = [given.pop(source.path.resolve(), None) for source in scan.sources]
     unsaid = shares.count(None)
     left = 1 - sum(share for share in shares if share is not None)
-    if said:
-        raise BadOption(f"{next(iter(said))} is in the mix, and was not read")
+    if given:
+        raise BadOption(f"{next(iter(given))} is in the mix, and was not read")
     if unsaid and left <= 1e-9 or not unsaid and left > 1e-9:
         raise BadOption("the shares of a mix are together 1, with what is left for the files whose share is not said")
     return [left / unsaid if share is None else share for share in shares]

@@ -40,8 +40,8 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(out)
     except ValueError:
-        said = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        raise CheckFailed(f"it could not be done with {BOUNDS.told(status, said)}") from None
+        last_line = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        raise CheckFailed(f"it could not be done with {BOUNDS.told(status, last_line)}") from None
     if "error" not in answer:
         return answer
     raise (BadOption if answer.get("bad_option") else CheckFailed)(answer["error"])
@@ -99,9 +99,9 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
         if "prepare" not in request:
             return made
         wanted = request["prepare"]
-        asked = PrepareOptions(**{**wanted, "mix": [(Path(path), share) for path, share in wanted.get("mix", ())]})
+        chosen = PrepareOptions(**{**wanted, "mix": [(Path(path), share) for path, share in wanted.get("mix", ())]})
         try:
-            lineage = prepare.prepare(scan, asked, Path(request["target"]), _path(request, "validation"))
+            lineage = prepare.prepare(scan, chosen, Path(request["target"]), _path(request, "validation"))
             lineage["check"] = {name: value for name, value in request["check"].items() if value is not None}
             if options.against is not None:
                 lineage["against_sha256"] = scan.against_sha256

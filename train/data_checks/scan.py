@@ -72,10 +72,10 @@ class Findings:
         self.kinds: Counter[str] = Counter()
         self.shown: list[dict[str, Any]] = []
 
-    def add(self, place: SourceLine, **told: Any) -> None:
+    def add(self, place: SourceLine, **detail: Any) -> None:
         self.count += 1
         if len(self.shown) < MOST_SHOWN:
-            self.shown.append({"source": place.source, "line": place.line, **told})
+            self.shown.append({"source": place.source, "line": place.line, **detail})
 
 
 def _usual_shape(first: Iterable[Example]) -> str | None:
@@ -190,9 +190,9 @@ class Scan:
             return None
         return self._convert(record, shape)
 
-    def _flag(self, check: str, index: int, place: SourceLine, **told: Any) -> None:
+    def _flag(self, check: str, index: int, place: SourceLine, **detail: Any) -> None:
         self.flags[index] |= BIT[check]
-        self.found[check].add(place, **told)
+        self.found[check].add(place, **detail)
 
     def _look_at(self, index: int, place: SourceLine, text: Said) -> None:
         does = self._options.does
@@ -250,10 +250,10 @@ class Scan:
         may_be_long = (
             self.max_tokens is not None and max(map(_bytes_of, chats)) + self._template_bytes > self.max_tokens
         )
-        asked = (
+        wanted = (
             index < COUNTED_EXAMPLES or index % COUNTED_EACH == 0 or (may_be_long and self._options.does("too_long"))
         )
-        if self._count is None or not asked:
+        if self._count is None or not wanted:
             factor = self._counted_tokens / self._counted_estimate if self._counted_estimate else 1.0
             tokens = [int(estimate * factor) for estimate in estimates]
         else:

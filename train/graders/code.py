@@ -84,11 +84,11 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
 
 def _suppresses(item: ast.withitem) -> bool:
     """Whether it is `contextlib.suppress(ImportError)`."""
-    asked = item.context_expr
-    if not isinstance(asked, ast.Call) or not isinstance(asked.func, ast.Name | ast.Attribute):
+    call = item.context_expr
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute):
         return False
-    called = asked.func.id if isinstance(asked.func, ast.Name) else asked.func.attr
-    return called == "suppress" and any(isinstance(kind, ast.Name) and kind.id in _CAUGHT for kind in asked.args)
+    called = call.func.id if isinstance(call.func, ast.Name) else call.func.attr
+    return called == "suppress" and any(isinstance(kind, ast.Name) and kind.id in _CAUGHT for kind in call.args)
 
 
 def _is_there(name: str) -> bool:

@@ -21,6 +21,7 @@ from pydantic import (
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
+from train.graders.number_expression import numbers
 
 MAX_GRADERS = 32
 MAX_MESSAGES = 64
@@ -35,11 +36,6 @@ REASON_CHARACTERS = 160
 REASON_TOKENS = 512
 """With at least this token limit, a judge gives a reason before its result. REASON_CHARACTERS take as many tokens only
 if nearly all are rare characters that a tokenizer writes byte by byte, so the result still fits."""
-_EACH_OF = 101
-"""How many whole numbers of a range an expression lists; for a wider range it only has digits, and the score is
-clipped."""
-_DECIMALS = 4
-"""Behind the point of a judge's number."""
 
 
 class _Strict(BaseModel):
@@ -192,8 +188,8 @@ class _ModelGrader(_Grader):
     def answer_tokens(self) -> int:
         """The most tokens that an answer may have."""
         given = self.sampling_params or _Sampling()
-        asked = given.max_completions_tokens or given.max_completion_tokens or given.max_tokens
-        return asked or DEFAULT_ANSWER_TOKENS
+        most = given.max_completions_tokens or given.max_completion_tokens or given.max_tokens
+        return most or DEFAULT_ANSWER_TOKENS
 
     def request(self, sample: templates.Sample, item: Any) -> dict[str, Any]:
         """The body of a chat completion. Raises GradingFailed when the data lacks a variable, or makes it too long."""
@@ -242,7 +238,7 @@ class ScoreModel(_ModelGrader):
     @property
     def answers_by(self) -> dict[str, Any]:
         reason = rf'"reason": "[^"\\\n]{{0,{REASON_CHARACTERS}}}", ' if self.answer_tokens >= REASON_TOKENS else ""
-        return {"regex": rf'\{{{reason}"result": ({_numbers(*self.range)})\}}'}
+        return {"regex": rf'\{{{reason}"result": ({numbers(*self.range)})\}}'}
 
     def score(self, answer: Any) -> float:
         """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
@@ -273,58 +269,6 @@ class LabelModel(_ModelGrader):
         if answer["label"] not in self.labels:
             raise ValueError(f"the label {answer['label']!r} is not among the grader's")
         return float(answer["label"] in self.passing_labels)
-
-
-def _numbers(low: float, high: float) -> str:
-    """An expression for the numbers of a range."""
-    least, most = math.ceil(low), math.floor(high)
-    if most - least >= _EACH_OF:
-        digits, sign = len(str(math.ceil(max(abs(low), abs(high))))), "-?" if low < 0 else ""
-        # JSON has no 007, and a judge that wrote it would have given no grade.
-        return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
-    if (least, most) != (low, high):
-        if low >= 0:
-            return _between(low, high)
-        if high < 0:  # else 0 has to be among them, without a sign
-            return f"-({_between(-high, -low)})"
-        return f"{_between(0, high)}|-({_between(0, -low)})"
-    # From each whole number up to the next one: -0.5 lies between -1 and 0.
-    above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
-    return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
-
-
-def _between(low: float, high: float) -> str:
-    """An expression for the numbers from 0 ≤ low to high, one of which is not whole, with _DECIMALS decimals; if the
-    range contains none with so few, for the nearest one, and the score is clipped to the range."""
-    scale = 10**_DECIMALS
-    least, most = math.ceil(round(low * scale, 3)), math.floor(round(high * scale, 3))
-    most = max(least, most)
-    ways = list[str]()
-    for whole in range(least // scale, most // scale + 1):
-        first, last = max(least - whole * scale, 0), min(most - whole * scale, scale - 1)
-        behind = rf"(\.({_decimals(f'{first:0{_DECIMALS}}', f'{last:0{_DECIMALS}}')}))"
-        ways.append(f"{whole}{behind}{'' if first else '?'}")
-    return f"({'|'.join(ways)})"
-
-
-def _decimals(first: str, last: str) -> str:
-    """An expression for decimals, from 0.first to 0.last, with or without zeros at the end."""
-    if not first.strip("0") and not last.strip("9"):
-        return f"[0-9]{{1,{len(first)}}}"
-    begins, ends = int(first[0]), int(last[0])
-    if len(first) == 1:
-        return f"[{begins}-{ends}]"
-    lowest, highest = "0" * (len(first) - 1), "9" * (len(first) - 1)
-    ways, free = list[str](), list[int]()
-    for digit in range(begins, ends + 1):
-        rest = (first[1:] if digit == begins else lowest, last[1:] if digit == ends else highest)
-        if rest == (lowest, highest):
-            free.append(digit)  # they follow each other
-        else:
-            ways.append(f"{digit}({_decimals(*rest)}){'' if rest[0].strip('0') else '?'}")
-    if free:
-        ways.append(f"[{free[0]}-{free[-1]}][0-9]{{0,{len(lowest)}}}")
-    return "|".join(ways)
 
 
 Leaf = Annotated[StringCheck | TextSimilarity | Python | ScoreModel | LabelModel, Field(discriminator="type")]
@@ -399,9 +343,9 @@ def parse(given: Any) -> Grader:
 def check_threshold(grader: Grader) -> None:
     """Of a new grader; jobs and evaluations that have one from before go on with it. Raises InvalidGrader for one that
     no reward reaches: every item would fail, whatever is answered."""
-    asked, most = grader.pass_threshold, grader.highest
-    if asked is not None and most is not None and asked > most:
-        raise InvalidGrader("pass_threshold", f"is {asked:g}, and the grader gives {most:g} at most")
+    threshold, most = grader.pass_threshold, grader.highest
+    if threshold is not None and most is not None and threshold > most:
+        raise InvalidGrader("pass_threshold", f"is {threshold:g}, and the grader gives {most:g} at most")
 
 
 def _check_size(written: str) -> None:

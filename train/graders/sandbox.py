@@ -76,16 +76,16 @@ def run_python(
         _child(writing, source, sample, item)
     os.close(writing)
     try:
-        told = _read(reading, time.monotonic() + time_s, pid, yields_after_s)
+        result = _read(reading, time.monotonic() + time_s, pid, yields_after_s)
     finally:
         os.close(reading)
         # It is not waited for yet, so the pid is still its own.
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    if told is None:
+    if result is None:
         raise _failed(f"grade() took longer than {time_s:g} s", TookTooLong)
     try:
-        answer = json.loads(told)
+        answer = json.loads(result)
         if "refused" in answer:
             why = str(answer["refused"])
             raise GradingFailed(
@@ -113,7 +113,7 @@ def _failed(details: str, kind: type[GradingFailed] = GradingFailed) -> GradingF
 def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> bytes | None:
     """Everything that the child writes until it closes its end; None if it takes too long. Raises GradingFailed: it has
     too many threads."""
-    told, seen = b"", (1, 0)
+    read, seen = b"", (1, 0)
     while (left_s := until_s - time.monotonic()) > 0:
         # Neither seccomp nor a limit of its own counts them: RLIMIT_NPROC is of all that the box's user runs.
         if (threads := os.stat(f"/proc/{pid}/task").st_nlink - 2) > THREADS:
@@ -129,9 +129,9 @@ def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> byte
         if not select.select([reading], [], [], min(left_s, _LOOK_S))[0]:
             continue
         more = os.read(reading, _RESULT_BYTES)
-        told += more
-        if not more or len(told) > _RESULT_BYTES:
-            return told
+        read += more
+        if not more or len(read) > _RESULT_BYTES:
+            return read
     return None
 
 

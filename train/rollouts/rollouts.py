@@ -249,8 +249,8 @@ class Rollouts:
             tokens += int(sizes.sum())
             verdict = {key: [*have, *judged[key]] for key, have in verdict.items()}
         self._judge.check(verdict)
-        told = self._judge.validated(verdict, sampled, each)
-        return {**told, "completion_tokens_mean": tokens / len(verdict["errors"])}
+        metrics = self._judge.validated(verdict, sampled, each)
+        return {**metrics, "completion_tokens_mean": tokens / len(verdict["errors"])}
 
     # --- how
 
@@ -304,11 +304,11 @@ class Rollouts:
         """Collective: the verdicts on the answers, None if the devices were wanted. path: the file of their prompts.
         Raises NothingGraded, on every rank."""
         self._progress.enter("grading")
-        verdict, asked = self._judge.empty(), dict[str, Any]()
+        verdict, question = self._judge.empty(), dict[str, Any]()
         while (start := len(verdict["errors"])) < len(wanted):
             if self._grid.rank == 0:
-                asked = self._to_judge(path, wanted, made, start)
-            answered, answer = self._hearing.heard(f"{name}-{wanted.before + start}", asked)
+                question = self._to_judge(path, wanted, made, start)
+            answered, answer = self._hearing.heard(f"{name}-{wanted.before + start}", question)
             if not answered:
                 return None
             judged = broadcast_json(answer)
@@ -337,12 +337,12 @@ class Rollouts:
 
     @cached_property
     def _form(self) -> Form | None:
-        said = self._spec.options.get("response_format")
-        if said is None:
+        form = self._spec.options.get("response_format")
+        if form is None:
             return None
         from train.rollouts.form import Form  # loads xgrammar, which few jobs need
 
-        return Form(said, self._tokenizer, self._engine.module.model.config.get_text_config().vocab_size, self._ends)
+        return Form(form, self._tokenizer, self._engine.module.model.config.get_text_config().vocab_size, self._ends)
 
     # --- what is kept of the step under way
 

@@ -152,7 +152,7 @@ def _run(command: Sequence[str], environment: dict[str, str] | None = None) -> s
     """Runs a command and returns its output. Raises Unusable with the end of that output."""
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})})
     if done.returncode != 0:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        said = said or f"exit code {done.returncode}"
-        raise Unusable(f"the installation stopped: {said}; run it again once that is mended")
+        output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        output = output or f"exit code {done.returncode}"
+        raise Unusable(f"the installation stopped: {output}; run it again once that is mended")
     return done.stdout

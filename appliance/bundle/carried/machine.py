@@ -61,10 +61,10 @@ def _system(manifest: Manifest, python: str) -> Iterator[str]:
 def _driver(command: list[str]) -> int | None:
     """Returns the first number of the driver's version; None without one, as on a machine whose devices come later."""
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    number = re.match(r"\s*(\d+)", said)
+    number = re.match(r"\s*(\d+)", output)
     return int(number[1]) if number else None
 
 

@@ -44,8 +44,8 @@ def main(arguments: Sequence[str], own: Path | None) -> int:
             if options.command == "verify":
                 _verify(bundle, key, options.prefix, options.json)
             else:
-                said = sys.stderr if options.json else sys.stdout
-                made = install(bundle, options.directory, key, lambda text: print(text, file=said, flush=True))
+                stream = sys.stderr if options.json else sys.stdout
+                made = install(bundle, options.directory, key, lambda text: print(text, file=stream, flush=True))
                 _installed(made, Releases(options.directory), options.json)
     except NotWhole as error:
         print(f"error: {own or options.file} is not what was signed:", *error.problems, sep="\n  ", file=sys.stderr)
@@ -60,8 +60,8 @@ def _verify(bundle: Bundle, key: PublicKey | None, prefix: Path | None, as_json:
     trusted = [key] if key else Releases(prefix).trusted if prefix else []
     manifest, signer = bundle.manifest, bundle.verify(trusted or [bundle.signer])
     if as_json:
-        told = {name: getattr(manifest, name) for name in ("version", "build", "commit", "made", "schema", "python")}
-        print(json.dumps({**told, "files": len(manifest.files), "signer": signer.name, "trusted": bool(trusted)}))
+        shown = {name: getattr(manifest, name) for name in ("version", "build", "commit", "made", "schema", "python")}
+        print(json.dumps({**shown, "files": len(manifest.files), "signer": signer.name, "trusted": bool(trusted)}))
         return
     print(f"appliance {manifest.version}, {manifest.build} build, made {manifest.made} from commit {manifest.commit}")
     print(f"whole: {len(manifest.files)} files as signed by {signer.name}")

@@ -160,8 +160,8 @@ def in_process(
     settings = settings.model_copy(update={"backup": settings.backup.model_copy(update=given)})
     arguments = python("appliance.backup.main", command, "--config-json", settings.model_dump_json(), *options)
     answer: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=said, text=True)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             with output.progress("restore" if command == "restore" else f"backup {command}") as meter:
                 for line in process.stdout or ():
@@ -170,8 +170,8 @@ def in_process(
                     if "done" in news:
                         meter.update(done=news["done"], total=news["of"])
             if process.wait() != 0:
-                said.seek(0)
-                raise CommandFailed(why_it_failed(said.read(), process.returncode))
+                errors.seek(0)
+                raise CommandFailed(why_it_failed(errors.read(), process.returncode))
             return answer
         finally:
             if process.poll() is None:

@@ -137,10 +137,10 @@ def _state(device: dict[str, Any]) -> str:
 
 def meters(device: dict[str, Any]) -> tuple[str, ...]:
     """Under the heads USED, HEAT, POWER, BUSY."""
-    told = device.get("meters") or {}
-    used, heat, power, busy = (told.get(name) for name in ("memory_used_bytes", "temperature_c", "power_w", "busy"))
-    limit = told.get("power_limit_w")
-    slowed = "".join(f" ({word.replace('_', ' ')})" for word in told.get("throttled") or ())
+    found = device.get("meters") or {}
+    used, heat, power, busy = (found.get(name) for name in ("memory_used_bytes", "temperature_c", "power_w", "busy"))
+    limit = found.get("power_limit_w")
+    slowed = "".join(f" ({word.replace('_', ' ')})" for word in found.get("throttled") or ())
     return (
         "-" if used is None else formats.size(used),
         "-" if heat is None else f"{heat} °C",

@@ -191,7 +191,7 @@ def _revoked(answer: dict[str, Any]) -> str:
     if answer["already_revoked"]:
         return f"{answer['name']} ({answer['id']}) was revoked already, {formats.moment(answer['revoked_s'])}"
     stopped = answer["stopped"]
-    told = [
+    texts = [
         f"{len(stopped[kind])} {one if len(stopped[kind]) == 1 else many}"
         for kind, one, many in (
             ("jobs", "job is paused", "jobs are paused (`appliance job resume` lets one go on)"),
@@ -201,8 +201,8 @@ def _revoked(answer: dict[str, Any]) -> str:
         if stopped[kind]
     ]
     if "admin" in answer["scopes"] and not answer["admin_keys"]:
-        told.append("no key of scope admin is left: until one is made, only commands on the box itself administer it")
-    return f"revoked {answer['name']} ({answer['id']})" + "".join(f"; {text}" for text in told)
+        texts.append("no key of scope admin is left: until one is made, only commands on the box itself administer it")
+    return f"revoked {answer['name']} ({answer['id']})" + "".join(f"; {text}" for text in texts)
 
 
 def _table(answer: dict[str, Any]) -> Any:

@@ -76,12 +76,12 @@ def get(
     """Show what the box knows of a file, or save its content."""
     if errors + report + lineage + (save is not None) > 1:
         raise BadUsage("give one of --errors, --report, --lineage and --save")
-    for asked, part, drawn in (
+    for wanted, part, drawn in (
         (errors, "errors", _errors),
         (report, "check", file_data.drawn),
         (lineage, "lineage", file_data.made),
     ):
-        if asked:
+        if wanted:
             session.show(session.client.get(f"{paths.file(file_id)}/{part}"), drawn)
             return
     answer = session.client.get(paths.file(file_id))
@@ -183,8 +183,8 @@ def _about(answer: dict[str, Any]) -> str:
 
 
 def _details(answer: dict[str, Any]) -> str:
-    told = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", answer["status_details"])
-    return told.replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
+    text = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", answer["status_details"])
+    return text.replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
 
 
 def _errors(answer: dict[str, Any]) -> str:

@@ -121,17 +121,17 @@ def _put(session: Session, pipeline: str) -> str:
 
 def _wait(session: Session, run_id: str, timeout_s: float | None) -> dict[str, Any]:
     """The run once it has ended; meanwhile prints what its steps say. Raises WaitTimedOut."""
-    patience, said = Patience(timeout_s), dict[str, tuple[str, str]]()
+    patience, shown = Patience(timeout_s), dict[str, tuple[str, str]]()
     with output.progress(run_id) as meter:
         while True:
             found = patience.get(session, paths.pipeline_run(run_id))
             for step in found["steps"] if found else ():
-                told = (step["state"], step["says"])
+                state = (step["state"], step["says"])
                 if step["state"] == "running":
                     meter.update(f"{step['name']}: {step['says']}")
-                elif step["state"] in ("done", "failed") and said.get(step["name"]) != told:
+                elif step["state"] in ("done", "failed") and shown.get(step["name"]) != state:
                     output.say(f"{step['name']} {step['state']}{': ' if step['says'] else ''}{step['says']}")
-                    said[step["name"]] = told
+                    shown[step["name"]] = state
             if found and found["state"] != "running":
                 return dict(found)
             patience.pause(f"{run_id} is not done after {patience.limit}; it goes on")

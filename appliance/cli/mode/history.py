@@ -38,8 +38,8 @@ def handover_steps(handover: dict[str, Any]) -> Any:
     """A hand-over as a title and a table of its steps."""
     ended = "" if handover["seconds"] is None else f", {formats.duration(handover['seconds'])}"
     moved = f", {formats.size(handover['bytes'])}" if handover["bytes"] else ""
-    asked = f"; asked by {handover['asked_by']} ({handover['asked_for']})" if handover["asked_by"] else ""
-    title = f"hand-over {handover['id']}: {handover['reason']} ({handover['state']}{ended}{moved}{asked})"
+    by = f"; asked by {handover['asked_by']} ({handover['asked_for']})" if handover["asked_by"] else ""
+    title = f"hand-over {handover['id']}: {handover['reason']} ({handover['state']}{ended}{moved}{by})"
     rows = [
         (
             f"  {step['verb']}",
@@ -77,18 +77,18 @@ def _share(fraction: float | None) -> str:
 def _history(answer: dict[str, Any]) -> Any:
     if not answer["data"]:
         return "no hand-overs yet"
-    told = ((handover_steps(handover), _faults(handover)) for handover in answer["data"])
-    return output.stack(*(part for pair in told for part in pair))
+    parts = ((handover_steps(handover), _faults(handover)) for handover in answer["data"])
+    return output.stack(*(part for pair in parts for part in pair))
 
 
 def _faults(handover: dict[str, Any]) -> str | None:
     """What its failed steps said, a line each."""
-    said = [
+    lines = [
         f"  {step['verb']} {formats.or_dash(step['target'])}: {step['detail']['error']}"
         for step in handover["steps"]
         if (step["detail"] or {}).get("error")
     ]
-    return "\n".join(said) or handover["error"] or None
+    return "\n".join(lines) or handover["error"] or None
 
 
 def _detail(detail: dict[str, Any] | None) -> str:

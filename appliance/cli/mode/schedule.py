@@ -45,15 +45,15 @@ def add(
     """Put a mode in force whenever the clock says so."""
     if until is not None and for_ is not None:
         raise BadUsage("--until and --for both say when the window ends; give one of them")
-    policy, asked = _mode(mode, train)
+    policy, devices = _mode(mode, train)
     for_s = None if for_ is None else seconds_given("--for", for_)
-    body = given(cron=cron, tz=tz, policy=policy, train_devices=asked, until=until, for_s=for_s, serving_floor=floor)
+    body = given(cron=cron, tz=tz, policy=policy, train_devices=devices, until=until, for_s=for_s, serving_floor=floor)
     answer = session.client.post("/admin/v1/mode/schedule", body)
     session.show(answer, lambda made: f"{made['id']}: {described(made)}; next {formats.moment(made['next_s'])}")
     for other in session.client.get("/admin/v1/mode/schedule")["data"]:
         if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (cron.split(), tz):
-            told = f"{other['id']} ({mode_name(other)}) begins at the same times and holds no more: the later one does"
-            output.say(f"{told}; `appliance mode schedule remove {other['id']}` removes it")
+            text = f"{other['id']} ({mode_name(other)}) begins at the same times and holds no more: the later one does"
+            output.say(f"{text}; `appliance mode schedule remove {other['id']}` removes it")
     now = session.client.get("/admin/v1/mode")
     if now["window"] is not None and now["window"]["id"] == answer["id"]:
         until = "" if now["until_s"] is None else f", until {formats.moment(now['until_s'])}"

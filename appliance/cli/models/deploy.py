@@ -70,8 +70,8 @@ def deploy(
     path = f"{paths.model(model)}/deployment"
     answer = session.client.send("PATCH", path, body=body) if body else session.client.get(path)
     path = f"{paths.model(model)}/settings"
-    told = session.client.send("PATCH", path, body=change) if change else session.client.get(path)
-    answer |= {"settings": told["settings"], "settings_number": told["number"], "settings_history": told["history"]}
+    found = session.client.send("PATCH", path, body=change) if change else session.client.get(path)
+    answer |= {"settings": found["settings"], "settings_number": found["number"], "settings_history": found["history"]}
     session.show(answer, _deployment)
 
 

@@ -73,13 +73,13 @@ def make(
     """Have a teacher answer prompts while engines are idle, and make a training file of its answers. Refusals, answers
     that were cut off and repeated ones are left out and counted."""
     target = out or prompts.with_name(f"{prompts.stem}.answers.jsonl")
-    asked = given(temperature=temperature) | {"n": n, "max_completion_tokens": max_tokens}
+    chosen = given(temperature=temperature) | {"n": n, "max_completion_tokens": max_tokens}
     lessons = _lessons(prompts, system)
     source = hashlib.sha256(prompts.read_bytes()).hexdigest()
-    key = hashlib.sha256(json.dumps([source, teacher, asked, system], sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([source, teacher, chosen, system], sort_keys=True).encode()).hexdigest()
     lineage = _made_before(target, [key, keep_system])
     if lineage is None:
-        questions = ((str(line), {"model": teacher, **lesson, **asked}) for line, lesson in lessons.items())
+        questions = ((str(line), {"model": teacher, **lesson, **chosen}) for line, lesson in lessons.items())
         batch = begun_before(session, METADATA, key) or begin(session, _ENDPOINT, questions, METADATA, key)
         batch = wait_for_end(session, batch, timeout)
         refuse_unfinished(batch)
@@ -92,7 +92,7 @@ def make(
             "teacher": teacher,
             "teacher_versions": versions,
             "batch": batch["id"],
-            "asked": asked | given(system=system),
+            "asked": chosen | given(system=system),
             "of": [key, keep_system],
         }
         lineage = _save(target, examples, left_out, about | {"read_examples": len(lessons)})
@@ -124,8 +124,8 @@ def kept(
     are left out and counted."""
     if out.exists():
         raise BadUsage(f"{out} is there; name another file")
-    asked = {f"metadata[{name}]": value for name, value in pairs("--metadata", metadata or [])}
-    found = session.client.listed("/v1/chat/completions", order="asc", messages=True, model=model, **asked)["data"]
+    filters = {f"metadata[{name}]": value for name, value in pairs("--metadata", metadata or [])}
+    found = session.client.listed("/v1/chat/completions", order="asc", messages=True, model=model, **filters)["data"]
     examples, left_out, seen = list[dict[str, Any]](), list[tuple[str, str]](), dict[str, set[str]]()
     for one in found:
         tools = {"tools": one["tools"]} if one.get("tools") else {}

@@ -134,11 +134,11 @@ def rollback(
 
 
 def _rolled_back(done: dict[str, Any]) -> str:
-    swap, told = done["swap"], f"{done['model']}: {done['from']} -> {done['to']}"
+    swap, text = done["swap"], f"{done['model']}: {done['from']} -> {done['to']}"
     if swap.get("how") is None:
-        return told
+        return text
     return (
-        f"{told}, {swap['how']}: {formats.size(swap['bytes'])} in {formats.duration(swap['seconds'])}, "
+        f"{text}, {swap['how']}: {formats.size(swap['bytes'])} in {formats.duration(swap['seconds'])}, "
         f"streams paused {formats.duration(swap['pause_s'])}"
         + (f", {swap['finishing']} requests finish on {done['from']}" if swap.get("finishing") else "")
     )

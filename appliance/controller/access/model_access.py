@@ -35,12 +35,12 @@ def absent_model(name: str) -> NotFound:
     )
 
 
-def no_version(db: Database, model: str, asked: str) -> NotFound:
+def no_version(db: Database, model: str, version: str) -> NotFound:
     """For callers who may see the model."""
     have = models.names_of_versions(db, model, _NAMED + 1)
     more = " and older ones" if len(have) > _NAMED else ""
     return NotFound(
-        f"{model} has no version {shown(asked)}; it has {', '.join(have[:_NAMED])}{more}.",
+        f"{model} has no version {shown(version)}; it has {', '.join(have[:_NAMED])}{more}.",
         param="version",
         code="version_not_found",
     )
@@ -187,5 +187,5 @@ def _may(db: Database, key_id: str | None, viewer: str | None, name: str) -> boo
         return True
     # This does not use `usable_models`, which makes the whole list: a request checks this for each model that its
     # graders ask.
-    asked, owner = {name, name.partition("@")[0]}, keys.owner_of(db, row.id)
-    return not asked.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in asked)
+    names, owner = {name, name.partition("@")[0]}, keys.owner_of(db, row.id)
+    return not names.isdisjoint(row.models) or any(jobs.has_made(db, owner, one) for one in names)

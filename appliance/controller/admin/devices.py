@@ -91,8 +91,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
                 # Its owner reads this, and knows no names of others' keys.
                 why = f": {reason}" if reason else ""
-                told = f"Device {device_id} is drained by an operator{why}; the job moves off it."
-                add_message(db, holder["id"], told, level="warn", data={"device": device_id, "reason": reason})
+                text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
+                add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
         context.scheduler.nudge(f"drain of {device_id}", by)
         return known(device_id)
 
@@ -105,9 +105,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             record(context, caller, "device.check", device_id, state=result["state"])
             wrong = [one for one in result["found"] if one["state"] == "fail"]
             if wrong:
-                told = "; ".join(f"{one['measure']} is {one['found']}, wanted {one['wanted']}" for one in wrong)
+                text = "; ".join(f"{one['measure']} is {one['found']}, wanted {one['wanted']}" for one in wrong)
                 raise Conflict(
-                    f"{device_id} stays out of use: {told}. Without a check it goes back all the same.",
+                    f"{device_id} stays out of use: {text}. Without a check it goes back all the same.",
                     param="device_id",
                     code="device_fails",
                 )

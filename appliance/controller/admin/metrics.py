@@ -240,8 +240,8 @@ def _metered(readings: Mapping[str, Reading]) -> Iterator[Metric]:
     for name, text, value in _METERS:
         family = GaugeMetricFamily(f"appliance_device_{name}", text, labels=["device"])
         for device_id, reading in readings.items():
-            if (told := value(reading)) is not None:
-                family.add_metric([device_id], told)
+            if (measured := value(reading)) is not None:
+                family.add_metric([device_id], measured)
         yield family
     counted = CounterMetricFamily(
         "appliance_device_energy_joules", "Energy that a device has drawn.", labels=["device"]
@@ -275,9 +275,9 @@ def _by_rank(newest: list[tuple[JobRow, JobMetricRow | None]]) -> Metric:
     text = "What a rank of a running job computed by itself in the last step: its forward passes."
     family = GaugeMetricFamily("appliance_job_rank_seconds", text, labels=["job", "model", "rank", "device"])
     for row, step in newest:
-        told = (step and step.rank_seconds) or []
-        if len(told) == len(row.devices):  # else it has got other devices since that step
-            for rank, (seconds, device) in enumerate(zip(told, row.devices, strict=True)):
+        rank_seconds = (step and step.rank_seconds) or []
+        if len(rank_seconds) == len(row.devices):  # else it has got other devices since that step
+            for rank, (seconds, device) in enumerate(zip(rank_seconds, row.devices, strict=True)):
                 family.add_metric([row.id, row.model, str(rank), device], seconds)
     return family
 

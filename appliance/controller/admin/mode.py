@@ -139,8 +139,8 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
             if len(windows.list_all(db)) >= MAX_WINDOWS:
                 raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
             windows.insert(db, row)
-            asked = columns(row, "cron tz until for_s policy train_devices serving_floor")
-            record(context, caller, "mode.schedule.add", row.id, **asked)
+            given = columns(row, "cron tz until for_s policy train_devices serving_floor")
+            record(context, caller, "mode.schedule.add", row.id, **given)
             return row
 
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
@@ -154,8 +154,8 @@ def _add_schedule(context: ControllerContext, router: APIRouter) -> None:
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
         """The modes of the coming hours, one entry per change."""
         mode = read_mode(db)
-        asked = mode_windows(db, _floor(context)), policy_of(mode, _floor(context)), mode.since_s, time.time(), hours
-        segments = await asyncio.to_thread(preview, *asked)  # seconds, where a window comes each minute
+        given = mode_windows(db, _floor(context)), policy_of(mode, _floor(context)), mode.since_s, time.time(), hours
+        segments = await asyncio.to_thread(preview, *given)  # seconds, where a window comes each minute
         return {
             "object": "list",
             "data": [

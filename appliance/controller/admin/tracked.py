@@ -30,14 +30,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/jobs/{job_id}/tracked")
     async def tracked(job_id: str, body: Tracked, caller: Caller) -> dict[str, Any]:
         """The box's exporter of experiment trackers says so (`appliance.tracking`)."""
-        row, told = known_job(context, job_id, caller), body.model_dump(exclude_none=True)
+        row, detail = known_job(context, job_id, caller), body.model_dump(exclude_none=True)
         if (body.address is None) == (body.refused is None):
             raise InvalidValue("Give either 'address' or 'refused'.", "address")
         with context.db.transaction():
             if body.refused is None:
-                add_message(context.db, row.id, f"{body.tracker} has a run of this job: {body.address}", data=told)
+                add_message(context.db, row.id, f"{body.tracker} has a run of this job: {body.address}", data=detail)
             else:
                 text = f"{body.tracker} takes no run of this job and is not asked again: {body.refused}"
-                add_message(context.db, row.id, text, level="warn", data=told)
-            record(context, caller, "job.tracked", row.id, **told)
-        return {"id": row.id, **told}
+                add_message(context.db, row.id, text, level="warn", data=detail)
+            record(context, caller, "job.tracked", row.id, **detail)
+        return {"id": row.id, **detail}

@@ -141,9 +141,9 @@ class DemandLearning:
         """The deployment's learner; a new one when its parameters have changed."""
         # In replicas: with tensor parallelism one is several devices.
         replicas = self._devices // deployment.tensor_parallel
-        asked = (deployment.floor_replicas, deployment.max_replicas, target_s, replicas)
+        settings = (deployment.floor_replicas, deployment.max_replicas, target_s, replicas)
         known = self._learners.get(deployment.model)
-        if known is None or known[0] != asked:
+        if known is None or known[0] != settings:
             learner = StandbyLearner(
                 standby_costs(self._config, replicas),
                 least=deployment.floor_replicas,
@@ -152,8 +152,8 @@ class DemandLearning:
                 late_share=self._config.late_requests_share,
                 when_late=self._config.when_late,
             )
-            self._restore(deployment.model, learner, asked)
-            known = self._learners[deployment.model] = (asked, learner)
+            self._restore(deployment.model, learner, settings)
+            known = self._learners[deployment.model] = (settings, learner)
         return known[1]
 
     def _restore(self, model: str, learner: StandbyLearner, arguments: tuple[float, ...]) -> None:

@@ -85,10 +85,10 @@ class DeepChecks:
                 limits = self._limits(device_id)
                 rates, wrong = await self._unless_wanted([device_id], before, self._alone(device))
                 names = {measure: measure for measure in rates}
-                said: list[Measured] = []
+                shared_found: list[Measured] = []
                 if not wrong:
                     others = self._free_beside(device)
-                    shared, said = await self._with_others(device, others, by, before)
+                    shared, shared_found = await self._with_others(device, others, by, before)
                     rates = rates | shared
                     # Others may be joined to it by other links.
                     with_them = " and ".join(sorted(map(self._identity, others)))
@@ -102,7 +102,7 @@ class DeepChecks:
                 names = {measure: f"{name}, at {limits}" if limits else name for measure, name in names.items()}
                 wanted = {} if limits else published(device["name"])
                 # Before it goes back: a device that fails stays where it is.
-                return self._kept(device, rates, names, wanted, wrong, said, new_baseline)
+                return self._kept(device, rates, names, wanted, wrong, shared_found, new_baseline)
 
     def before_return(self, device_id: str) -> None:
         """Check a cordoned device that is to be tried again; the verdict is told. Never raises."""
@@ -229,7 +229,7 @@ class DeepChecks:
         names: dict[str, str],
         wanted: Mapping[str, float],
         wrong: list[str],
-        said: list[Measured],
+        shared_found: list[Measured],
         new_baseline: bool,
     ) -> dict[str, Any]:
         """Judge, keep, tell. names: what each measure's baseline is kept under. wanted: the least, whatever that is,
@@ -241,7 +241,7 @@ class DeepChecks:
         baseline = {measure: kept[names[measure]] for measure in rates if names[measure] in kept}
         on_host = kind_of(device["kind"]).on_host
         wanted = {} if new_baseline else {m: least for m, least in wanted.items() if baseline.get(m, least) >= least}
-        found = [*judged(rates, wrong, baseline, wanted, on_host=on_host), *said]
+        found = [*judged(rates, wrong, baseline, wanted, on_host=on_host), *shared_found]
         result = {
             "device": device_id,
             "at_s": time.time(),

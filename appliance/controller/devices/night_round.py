@@ -90,8 +90,8 @@ class NightRound:
 def with_awake_again(db: Database, deployments: Iterable[DeploymentView], now_s: float) -> Iterable[DeploymentView]:
     """The deployments, those that slept for a check with how many of their engines are to be awake again. What a
     controller that died had asked for ends by itself."""
-    asked = box.get(db, AWAKE_AGAIN, {})
-    counts = asked["models"] if asked and asked["until_s"] > now_s else {}
+    wish = box.get(db, AWAKE_AGAIN, {})
+    counts = wish["models"] if wish and wish["until_s"] > now_s else {}
     return (replace(one, awake_again=counts[one.model]) if one.model in counts else one for one in deployments)
 
 

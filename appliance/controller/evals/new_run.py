@@ -23,7 +23,7 @@ from appliance.controller.evals.requests import (
     fields_of,
     size_of,
 )
-from appliance.controller.evals.runner import check_items
+from appliance.controller.evals.run_items import check_items
 from appliance.controller.files import storage
 from appliance.controller.grading.given import check_asked, check_form
 from appliance.controller.http.strict_body import out_of_bounds

@@ -10,28 +10,25 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from appliance.controller.access.model_access import viewer_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled, body_of, sample_of
+from appliance.controller.evals.run_items import Chunks, RunFailed, in_chunks, read_file, read_kept, read_request
 from appliance.controller.evals.views import judges_sample
-from appliance.controller.grading.given import MAX_DEPTH
 from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
-from appliance.controller.http.bodies import check_values
-from appliance.controller.http.strict_body import meant
-from appliance.controller.interfaces.errors import ApiError, BadRequest
-from appliance.controller.responses.entries import Entry, entries
+from appliance.controller.interfaces.errors import ApiError
+from appliance.controller.responses.entries import entries
 from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
@@ -39,7 +36,6 @@ from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.rows import EvalItemRow, EvalRow, EvalRunRow
 from runtime.background_tasks import RunningTasks
-from train.data.formats import is_deeper
 from train.graders.errors import GradingFailed, InvalidGrader
 from train.graders.graders import Grader, parse
 from train.graders.grading import ModelAnswer
@@ -50,35 +46,21 @@ from train.graders.templates import Sample
 WINDOW_S = 24 * 3600.0
 DELETE_WITHIN_S = 5.0
 AT_ONCE = 8
-_CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _CHECK_S = 60.0
-_LOOKED_AT_BYTES = 8 << 20
-"""How much of a file is checked before its run is made, while the caller waits: half a second at most."""
 _ERROR_CHARACTERS = 2000
 _KEPT_BYTES = 256 << 10
 """How much is stored of the messages to a model for an item's sample, and of those for all its graders together: a
 mebibyte of characters, up to 12 MB as the store writes them, held the loop for 0.1 s and the disk for as long. The item
 itself is stored whole."""
-_Measured = tuple[dict[str, Any], int]
-"""An entry, and its bytes as JSON."""
-_Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
-"""Each with its line's number, and its text."""
-_Chunks = Generator[list[_Measured], None, None]
 _SOURCE: TypeAdapter[Jsonl | Sampled] = TypeAdapter(Jsonl | Sampled)
 
 
-class _Failed(Exception):
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code
-
-
 def _grader(kept: dict[str, Any]) -> Grader:
-    """Raises _Failed: the box may have become stricter since the eval was made."""
+    """Raises RunFailed: the box may have become stricter since the eval was made."""
     try:
         return parse(kept)
     except InvalidGrader as error:
-        raise _Failed(
+        raise RunFailed(
             "invalid_grader",
             f"The criterion {kept.get('name')!r} is refused: {error}; make the eval again with another.",
         ) from None
@@ -134,7 +116,7 @@ class EvalRunner:
             self._has_turn[owner] = run_id
             try:
                 await self._judged(run_id)
-            except _Failed as error:
+            except RunFailed as error:
                 self._end(run_id, "failed", {"code": error.code, "message": str(error)})
             except Exception as error:
                 # A bug; without this the run would be in progress forever, with the reason only in a log.
@@ -155,7 +137,7 @@ class EvalRunner:
         return self._context.batch_engines.room(row.model).why
 
     async def _judged(self, run_id: str) -> None:
-        """Raises _Failed."""
+        """Raises RunFailed."""
         row = evals.find_run(self._db, run_id)
         of = evals.find(self._db, row.eval_id, viewer=None) if row is not None else None
         if row is None or of is None or row.finished:
@@ -183,13 +165,13 @@ class EvalRunner:
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
         if how := keys.how_ended(self._db, row.key_id):
-            raise _Failed("key_revoked", f"The API key of this run {how}.")
+            raise RunFailed("key_revoked", f"The API key of this run {how}.")
         try:
             self._context.quotas.check_eval_goes_on(row.key_id)
         except ApiError as error:
-            raise _Failed(error.code or "limit_reached", error.message) from None
+            raise RunFailed(error.code or "limit_reached", error.message) from None
         if time.time() > row.created_s + WINDOW_S:
-            raise _Failed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
+            raise RunFailed("expired", f"The run did not end within {WINDOW_S / 3600:.0f} hours.")
 
     def _end(self, run_id: str, status: str, error: dict[str, str] | None) -> None:
         row = evals.find_run(self._db, run_id)
@@ -210,19 +192,19 @@ class EvalRunner:
 
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> bool:
         """Put its items into the store, checked by the schema, some at a time: as objects, a whole file takes 20 times
-        its size. False: the run has ended or was deleted meanwhile. Raises _Failed."""
+        its size. False: the run has ended or was deleted meanwhile. Raises RunFailed."""
         clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
         await clear()  # what a preparation that was cut short has left
         try:
             chunks = self._chunks(row, of, source)
             async with self._hosts.of(row.owner) as host:
                 return await self._take(row, of.item_schema, chunks, host)
-        except _Failed:
+        except RunFailed:
             await clear()
             raise
 
-    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: _Chunks, host: GraderHost) -> bool:
-        """False: the run has ended or was deleted meanwhile. Raises _Failed."""
+    async def _take(self, row: EvalRunRow, schema: dict[str, Any], chunks: Chunks, host: GraderHost) -> bool:
+        """False: the run has ended or was deleted meanwhile. Raises RunFailed."""
         kept = requests.without_items(row.data_source)
         place, size, checked_s = 0, requests.own_bytes(kept), 0.0
         while chunk := await asyncio.to_thread(next, chunks, None):
@@ -234,10 +216,10 @@ class EvalRunner:
                 refused = await host.refused_items(schema, [entry["item"] for entry, _ in chunk])
             except WorkerBroke as error:
                 whose = "invalid_data" if isinstance(error, ForkBroke) else "server_error"
-                raise _Failed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
+                raise RunFailed(whose, f"The items could not be checked by the eval's item_schema: {error}") from None
             if refused:
                 faults = "; ".join(f"line {at + place + 1}: {why}" if at >= 0 else why for at, why in refused)
-                raise _Failed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
+                raise RunFailed("invalid_data", f"Items do not follow the eval's item_schema: {faults}"[:4000])
             checked_s += time.monotonic() - began_s
             now_s = time.time()
             rows = [
@@ -260,23 +242,24 @@ class EvalRunner:
         now = evals.run_in_short(self._db, run_id)
         return now is None or now.finished
 
-    def _chunks(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> _Chunks:
-        """Raises _Failed, also while they are read."""
+    def _chunks(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> Chunks:
+        """Raises RunFailed, also while they are read."""
         if source.source.type == "file_content":
-            return _in_chunks(_given(source.source))
+            return in_chunks(read_request(source.source))
         if source.source.type != "file_id":
             wanted = requests.wanted(source.source, of.kept)
-            return _in_chunks(_kept(entries(self._db, row.owner, wanted), requests.filters(source.source, of.kept)))
+            kept = entries(self._db, row.owner, wanted)
+            return in_chunks(read_kept(kept, requests.filters(source.source, of.kept)))
         file_id = str(getattr(source.source, "id", ""))
         viewer = viewer_of(self._db, row.key_id) if row.key_id else None
         file = file_rows.find(self._db, file_id, viewer=viewer, now_s=time.time())
         if file is None:
-            raise _Failed("file_not_found", f"The file {file_id} was deleted.")
+            raise RunFailed("file_not_found", f"The file {file_id} was deleted.")
         if file.bytes > requests.MAX_DATA_BYTES:
-            raise _Failed(
+            raise RunFailed(
                 "file_too_large", f"The file has {file.bytes} bytes; a run reads {requests.MAX_DATA_BYTES} at most."
             )
-        return _in_chunks(_read(self._context.files_dir / file_id))
+        return in_chunks(read_file(self._context.files_dir / file_id))
 
     # --- an item
 
@@ -323,7 +306,7 @@ class EvalRunner:
         usage: list[ModelAnswer],
         kept_bytes: int,
     ) -> dict[str, Any]:
-        """kept_bytes: of what a model was asked. Raises _Failed: the run may not go on."""
+        """kept_bytes: of what a model was asked. Raises RunFailed: the run may not go on."""
         self._check_may_go_on(row)  # a few items of python graders may take hours
         bodies = list[dict[str, Any]]()
 
@@ -409,106 +392,3 @@ def _begin_of(messages: Iterable[dict[str, Any]], most_bytes: int) -> list[dict[
         kept.append(message)
         left -= size
     return kept
-
-
-def _given(source: requests.FileContent) -> _Entries:
-    """Entries of a request. Raises _Failed."""
-    for number, given in enumerate(source.content, 1):
-        entry = given.model_dump()
-        text = json.dumps(entry).encode()
-        _check_text(number, text)
-        yield number, entry, text
-
-
-def _kept(found: Iterator[Entry], filters: str) -> _Entries:
-    """Kept answers as items, without those that are too expensive to judge. filters: the source's filters, in words.
-    Raises _Failed."""
-    number = 0
-    for entry in found:
-        text = orjson.dumps(entry)
-        try:
-            _check_text(number + 1, text)
-        except _Failed:
-            continue
-        number += 1
-        yield number, entry, text
-    if not number:
-        raise _Failed("no_items", f"Nothing that is kept fits what the run's source asks for: {filters}.")
-
-
-def _read(path: Path) -> _Entries:
-    """Entries of a JSONL file. Raises _Failed."""
-    number = 0
-    try:
-        with open(path, "rb") as source:
-            while line := source.readline(requests.MAX_ENTRY_BYTES + 1):
-                number += 1
-                if number > 2 * requests.MAX_ITEMS:
-                    raise _Failed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
-                if line.strip():
-                    _check_text(number, line)
-                    yield number, _entry(number, line), line
-    except OSError as error:
-        raise _Failed("file_unreadable", f"The file could not be read: {error}") from None
-
-
-def check_items(
-    files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled, param: str = "data_source"
-) -> None:
-    """Checks the fields that are read from items, if all items are at hand. A large file, and one whose lines are not
-    items, is left to the run. Raises InvalidGrader."""
-    names = requests.names_of(criteria, source, param)
-    if source.source.type == "file_content":
-        requests.check_items(names, (entry.item for entry in source.source.content))
-    elif source.source.type == "file_id":
-        path = files_dir / str(getattr(source.source, "id", ""))
-        try:
-            if path.stat().st_size <= _LOOKED_AT_BYTES:
-                requests.check_items(names, (entry["item"] for _, entry, _ in _read(path)))
-        except (_Failed, OSError):
-            return
-
-
-def _in_chunks(entries: _Entries) -> _Chunks:
-    """Items that are checked and stored in one go, on a loop with other tasks. Raises _Failed."""
-    chunk: list[_Measured] = []
-    count, size, objects = 0, 0, 0
-    for number, entry, text in entries:
-        if is_deeper(entry, MAX_DEPTH):
-            raise _Failed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
-        if (count := count + 1) > requests.MAX_ITEMS:
-            raise _Failed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
-        more = text.count(b"[") + text.count(b"{")
-        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES or objects + more > _CHUNK_OBJECTS):
-            yield chunk
-            chunk, size, objects = [], 0, 0
-        size, objects = size + len(text), objects + more
-        chunk.append((entry, len(text)))
-    if not chunk:
-        raise _Failed("invalid_data", "The file has no items.")
-    yield chunk
-
-
-def _check_text(number: int, text: bytes) -> None:
-    """Raises _Failed for an entry that is expensive to parse."""
-    if len(text) > requests.MAX_ENTRY_BYTES:
-        raise _Failed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
-    try:
-        check_values(text, requests.ENTRY_WEIGHT)
-    except BadRequest as error:
-        raise _Failed("invalid_data", f"Line {number}: {error.message}") from None
-
-
-def _entry(number: int, line: bytes) -> dict[str, Any]:
-    """Raises _Failed."""
-    try:
-        # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
-        return requests.Entry.model_validate(orjson.loads(line)).model_dump()
-    except orjson.JSONDecodeError as error:
-        raise _Failed("invalid_data", f"Line {number} is not JSON: {error}.") from None
-    except ValidationError as error:
-        first = meant(error.errors(include_url=False, include_input=False))
-        where = ".".join(map(str, first["loc"])) or "the line"
-        raise _Failed(
-            "invalid_data", f'Line {number} is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}.'
-        ) from None

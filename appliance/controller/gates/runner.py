@@ -34,6 +34,7 @@ LOOK_EVERY_S = 1.0
 SIDES = ("candidate", "incumbent")
 _PAGE = 100
 """Items read at a time, each with the verdicts of up to 32 graders."""
+_NUMBERS = ("name", "candidate", "incumbent", "compared")
 
 
 class GateRunner:
@@ -232,14 +233,14 @@ class GateRunner:
 
     def _decided(self, row: GateRow, found: Verdict) -> None:
         passed = found.verdict == "passed"
-        told = [one | {"runs": row.runs.get(str(place), {})} for place, one in enumerate(found.told)]
+        suites = [one | {"runs": row.runs.get(str(place), {})} for place, one in enumerate(found.told)]
         with self._db.transaction():
             gates.update(
                 self._db,
                 row.id,
                 verdict=found.verdict,
                 reason=found.reason,
-                told=told,
+                told=suites,
                 decided_s=time.time(),
                 state="passed",
             )
@@ -254,7 +255,7 @@ class GateRunner:
                 before=row.before,
                 verdict=found.verdict,
                 reason=found.reason,
-                numbers=[{name: one[name] for name in ("name", "candidate", "incumbent", "compared")} for one in told],
+                numbers=[{name: one[name] for name in _NUMBERS} for one in suites],
             )
             level = "info" if passed else "warn"
             add_message(
@@ -300,14 +301,14 @@ class GateRunner:
                 return  # the next look says what to do
             if now.state != "passed":
                 return
-            told = {"before": row.before, "to": row.version, "gate": row.id}
+            detail = {"before": row.before, "to": row.version, "gate": row.id}
             try:
                 await self._activations.switch(model, row.version, f"{row.version} of {row.model} passed {row.id}")
             except SwapFailed as error:
-                record(self._context, caller, "gate.activate", row.model, outcome="failed", error=str(error), **told)
+                record(self._context, caller, "gate.activate", row.model, outcome="failed", error=str(error), **detail)
                 self._end(row, "passed", f"{row.reason}; it does not answer: {error}")
                 return
-            record(self._context, caller, "gate.activate", row.model, **told)
+            record(self._context, caller, "gate.activate", row.model, **detail)
             self._end(row, "passed", row.reason, activated=1)
 
     def _begin_canary(self, row: GateRow, terms: dict[str, Any]) -> None:

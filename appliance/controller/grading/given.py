@@ -156,7 +156,7 @@ def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] =
     try:
         check_body(_CHAT, orjson.dumps(body), _LIMITS)
     except gateway_errors.HttpError as error:
-        told = str(error.message)
+        message = str(error.message)
         for ours, theirs in as_said.items():
-            told = told.replace(f"`{ours}`", f"`{theirs}`")
-        raise BadRequest(f"Invalid '{param}': {told}", param=param, code=error.code) from None
+            message = message.replace(f"`{ours}`", f"`{theirs}`")
+        raise BadRequest(f"Invalid '{param}': {message}", param=param, code=error.code) from None

@@ -37,7 +37,7 @@ class RolloutGrading:
             return {"failed": "the grader of the job was deleted"}
         if how := keys.how_ended(self._db, row.key_id):
             return {"failed": f"the API key of the job {how}, and its answers are graded on behalf of it"}
-        asked = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
+        pairs = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
 
         async def ask(body: dict[str, Any]) -> ModelAnswer:
             with self._saying.waiting(job_id, "judge", body["model"]):
@@ -45,11 +45,11 @@ class RolloutGrading:
 
         try:
             grader = parse(found.judge["grader"])
-            told = await all_graded_with_answers(self._hosts, row.owner, grader, asked, ask, waited_for=True)
+            results = await all_graded_with_answers(self._hosts, row.owner, grader, pairs, ask, waited_for=True)
         except WorkerBroke as error:
             return {"rewards": [None] * len(samples), "errors": [str(error)] * len(samples)}
-        rewards, errors = [_reward(graded) for graded, _ in told], [_error(graded) for graded, _ in told]
-        self._say_what_failed(job_id, [graded for graded, _ in told], rewards, errors)
+        rewards, errors = [_reward(graded) for graded, _ in results], [_error(graded) for graded, _ in results]
+        self._say_what_failed(job_id, [graded for graded, _ in results], rewards, errors)
         return {"rewards": rewards, "errors": errors}
 
     def _say_what_failed(

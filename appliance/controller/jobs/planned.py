@@ -241,9 +241,9 @@ def plan_imagined(
     shown = verdict.numbers["devices"]
     power = PowerSettings(price_per_kwh=price_per_kwh, price_per_device_hour=price_per_device_hour)
     known = ACCELERATORS.get(_key(accelerator))
-    told = estimate(imagined.shape, how, chosen, dataset, shown, known, power)
-    hire = cost.hire(power, told["device_hours"] if told is not None else None)
-    for priced in (told, hire):
+    estimated = estimate(imagined.shape, how, chosen, dataset, shown, known, power)
+    hire = cost.hire(power, estimated["device_hours"] if estimated is not None else None)
+    for priced in (estimated, hire):
         if priced is not None:
             priced["currency"] = None  # that of the price
-    return {**answer, "device_hours": None, "energy": None, "estimate": told, "hire": hire}
+    return {**answer, "device_hours": None, "energy": None, "estimate": estimated, "hire": hire}

@@ -13,7 +13,7 @@ from typing import Any
 
 from runtime.devices.kinds import kind_of
 from scheduler.core.config import SchedulerConfig
-from serve.core.sizing import EngineSize
+from serve.core.sizing import EngineMemory, EngineSize
 from train.methods.method import Method
 from train.methods.methods import DEFAULT
 from train.plan import estimate
@@ -119,12 +119,8 @@ def job(
             f"Training needs {gb(box.takes(memory[best]))} on each of {_devices(best)} ({_parts(memory[best], box)}); "
             f"there are {gb(box.room_per_rank(best))}."
         )
+    problems += _over_budget("The result takes", version, box)
     budget = box.store_budget_bytes
-    if budget is not None and version > budget:
-        problems.append(
-            f"The result takes {gb(version)} of shared memory; the store's budget is {gb(budget)} "
-            "(weights.budget_bytes)."
-        )
     warnings = []
     needed = version + snapshot
     if budget is not None and needed > budget >= version:
@@ -211,34 +207,17 @@ def serve(
 
     sizes: an engine over this many devices, as it would be started.
     """
-    problems, instead, warnings = [], [], []
     used = replicas * tensor_parallel
     size = sizes(tensor_parallel)
     room = box.room_per_worker(size, used)
     memory, needed = size.memory, size.memory.device_bytes
-    widest = box.node_devices or box.devices
-    if tensor_parallel > widest:
-        problems.append(
-            f"A replica over {tensor_parallel} devices needs them side by side; the largest node has {widest}."
-        )
-    elif used > box.devices:
-        problems.append(
-            f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has {box.devices}."
-        )
-        if box.devices // tensor_parallel:
-            instead.append(f"{_replicas(box.devices // tensor_parallel)} over {_devices(tensor_parallel)} each")
+    problems, instead = _devices_short(replicas, tensor_parallel, box)
+    warnings = []
     if size.not_computed:
         problems.append(f"An engine cannot be started: {size.not_computed}.")
     elif needed > room or size.problem:
-        parts = [
-            f"weights {gb(memory.weights_bytes)}",
-            f"KV cache {gb(memory.kv_cache_bytes)}",
-            *([f"adapters {gb(memory.adapters_bytes)}"] if memory.adapters_bytes else []),
-            *([f"activations {gb(memory.activations_bytes)}"] if memory.activations_bytes else []),
-            f"the engine itself {gb(memory.engine_bytes)}",
-        ]
         problems.append(
-            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({', '.join(parts)}); "
+            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({_engine_parts(memory)}); "
             f"there are {gb(room)}."
             if needed > room
             else f"An engine cannot be started: {size.problem}."
@@ -246,12 +225,8 @@ def serve(
         instead += _other_serving(sizes, replicas, tensor_parallel, box)
     if size.shortened and not size.problem:
         warnings.append(f"The context is {size.max_model_len:,} tokens: {size.shortened}.")
+    problems += _over_budget("The weights take", weight_bytes, box)
     budget = box.store_budget_bytes
-    if budget is not None and weight_bytes > budget:
-        problems.append(
-            f"The weights take {gb(weight_bytes)} of shared memory; the store's budget is {gb(budget)} "
-            "(weights.budget_bytes)."
-        )
     if budget is not None and 2 * weight_bytes > budget:
         warnings.append(
             f"A second version ({gb(weight_bytes)}) does not fit next to this one in the store's {gb(budget)}: the "
@@ -276,6 +251,36 @@ def serve(
         "dtype": size.dtype,
     }
     return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", tuple(warnings))
+
+
+def _over_budget(what: str, count_bytes: int, box: BoxFacts) -> list[str]:
+    budget = box.store_budget_bytes
+    if budget is None or count_bytes <= budget:
+        return []
+    return [f"{what} {gb(count_bytes)} of shared memory; the store's budget is {gb(budget)} (weights.budget_bytes)."]
+
+
+def _devices_short(replicas: int, tensor_parallel: int, box: BoxFacts) -> tuple[list[str], list[str]]:
+    """Why the box has too few devices for these replicas, and how many it has enough for."""
+    widest, used = box.node_devices or box.devices, replicas * tensor_parallel
+    if tensor_parallel > widest:
+        return [f"A replica over {tensor_parallel} devices needs them side by side; the largest node has {widest}."], []
+    if used <= box.devices:
+        return [], []
+    short = f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has {box.devices}."
+    fitting = box.devices // tensor_parallel
+    return [short], [f"{_replicas(fitting)} over {_devices(tensor_parallel)} each"] if fitting else []
+
+
+def _engine_parts(memory: EngineMemory) -> str:
+    parts = [
+        f"weights {gb(memory.weights_bytes)}",
+        f"KV cache {gb(memory.kv_cache_bytes)}",
+        *([f"adapters {gb(memory.adapters_bytes)}"] if memory.adapters_bytes else []),
+        *([f"activations {gb(memory.activations_bytes)}"] if memory.activations_bytes else []),
+        f"the engine itself {gb(memory.engine_bytes)}",
+    ]
+    return ", ".join(parts)
 
 
 def _smaller_jobs(

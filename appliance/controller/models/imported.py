@@ -31,13 +31,13 @@ async def refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> 
     )
 
 
-def adapter_base(context: ControllerContext, found: AdapterFound, asked: str | None) -> AdapterBase:
+def adapter_base(context: ControllerContext, found: AdapterFound, base: str | None) -> AdapterBase:
     """The version that an adapter is to be served on: of the model `asked` for, else of the one that the adapter names,
     by its name here, its source, or the last part of a hub id or path. Raises BadRequest, Conflict."""
     db = context.db
-    row = models.find(db, asked) if asked is not None else _named(db, found.base)
+    row = models.find(db, base) if base is not None else _named(db, found.base)
     if row is None:
-        wanted = shown(asked) if asked is not None else shown(found.base) if found.base else "a model it does not name"
+        wanted = shown(base) if base is not None else shown(found.base) if found.base else "a model it does not name"
         raise BadRequest(
             f"The adapter is one of {wanted}, which is not on this box: import that model first, or name the one that "
             "it was trained on with --base NAME (`appliance model list` shows those that are here).",
@@ -116,8 +116,8 @@ async def register(context: ControllerContext, stats: ModelStats, caller: Princi
     OperationFailed: jobs make a model of this name."""
     await refuse_made_by_jobs(context, stats)
     row = _row(context, stats, stats, caller)
-    said = stats.info.get("chat_template")
-    return _insert(context, row, stats, {} if said is None else {"chat_template": said}, set())
+    template = stats.info.get("chat_template")
+    return _insert(context, row, stats, {} if template is None else {"chat_template": template}, set())
 
 
 def _row(context: ControllerContext, stats: ModelStats, of: ModelStats | ModelRow, caller: Principal) -> ModelRow:

@@ -76,15 +76,15 @@ class ForkedSettingsCheck:
             raise OperationFailed(f"vLLM cannot be asked about these settings now: {error}") from error
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                told: dict[str, Any] | None = await child.next_event()
+                event: dict[str, Any] | None = await child.next_event()
         except TimeoutError as error:
             raise OperationFailed(
                 f"vLLM did not say within {TIMEOUT_S:.0f} s whether it takes these settings."
             ) from error
         finally:
             await child.kill_and_wait()
-        if told is None:
+        if event is None:
             raise OperationFailed(
                 "The process that checks settings ended without a word; settings-check.log says more."
             )
-        return str(told["refused"]) if told["event"] == "checked" else f"{told['type']}: {told['message']}"
+        return str(event["refused"]) if event["event"] == "checked" else f"{event['type']}: {event['message']}"

@@ -54,16 +54,16 @@ def subject_of(settings: OidcSettings, claims: Mapping[str, Any]) -> str:
 
 
 def scopes_of(settings: OidcSettings, claims: Mapping[str, Any]) -> list[str]:
-    told = claims.get(settings.groups_claim)
-    listed = [told] if isinstance(told, str) else told if isinstance(told, list) else []
+    claim = claims.get(settings.groups_claim)
+    listed = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
     groups = {one for one in listed if isinstance(one, str)}
     given = {scope for group in groups for scope in settings.groups.get(group, ())}
     return [scope for scope in keys.SCOPES if scope in given]
 
 
 def _name(settings: OidcSettings, claims: Mapping[str, Any], subject: str) -> str:
-    told = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
-    name = _NOT_IN_NAMES.sub("-", str(told))[:_NAME_CHARACTERS].strip("-._@") or "person"
+    claim = next((claims[name] for name in (settings.name_claim, "email", "sub") if claims.get(name)), "")
+    name = _NOT_IN_NAMES.sub("-", str(claim))[:_NAME_CHARACTERS].strip("-._@") or "person"
     found = f"{name}-{subject[:SHOWN_CHARACTERS]}"
     assert re.match(OWNER_PATTERN, found), "made of what names may have"
     return found

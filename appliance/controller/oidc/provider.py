@@ -74,7 +74,7 @@ class Provider:
         """Where the browser goes to. Raises ApiError."""
         endpoints = await self._known()
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
-        asked = {
+        query = {
             "response_type": "code",
             "client_id": self._settings.client_id,
             "redirect_uri": self.redirect_uri,
@@ -85,7 +85,7 @@ class Provider:
             "code_challenge_method": "S256",
         }
         url = endpoints["authorization_endpoint"]
-        return f"{url}{'&' if urlsplit(url).query else '?'}{urlencode(asked)}"
+        return f"{url}{'&' if urlsplit(url).query else '?'}{urlencode(query)}"
 
     async def claims(self, code: str, nonce: str, verifier: str) -> dict[str, Any]:
         """What the provider says of who came with this code: its identity token's claims, and those of userinfo where
@@ -112,10 +112,10 @@ class Provider:
         claims = await self._verified(token, nonce)
         if settings.groups_claim not in claims and "userinfo_endpoint" in endpoints:
             bearer = {"authorization": f"Bearer {answer.get('access_token')}"}
-            told = await self._ask("GET", endpoints["userinfo_endpoint"], headers=bearer)
-            if told.get("sub") != claims["sub"]:
+            userinfo = await self._ask("GET", endpoints["userinfo_endpoint"], headers=bearer)
+            if userinfo.get("sub") != claims["sub"]:
                 raise refused("the provider answered about somebody else")
-            claims = {**told, **claims}
+            claims = {**userinfo, **claims}
         return claims
 
     async def _verified(self, token: str, nonce: str) -> dict[str, Any]:

@@ -180,10 +180,10 @@ def _judge(
     if not method.judged_by:
         return None
     given, param = _who_judges(body)
-    said, where = requests.beside_hyperparameters(body), f"method.{method.name}"
+    options, where = requests.beside_hyperparameters(body), f"method.{method.name}"
     if method.judged_by == "grader":
         grader = grader_of(context, given, caller, param).model_dump(mode="json", exclude_unset=True)
-        form = form_of(said.get("response_format"), f"{where}.response_format")
+        form = form_of(options.get("response_format"), f"{where}.response_format")
         if form and resolved["options"]["rollouts"] == "engine":
             raise BadRequest(
                 f"'{where}.response_format' needs 'rollouts' to be 'ranks' or 'auto': what is learnt of a token "
@@ -198,15 +198,15 @@ def _judge(
 
 def _who_judges(body: JobCreate) -> tuple[Any, str]:
     """What the request says of it, and where. Raises BadRequest: it says nothing."""
-    method, said = requests.method(body), requests.beside_hyperparameters(body)
+    method, options = requests.method(body), requests.beside_hyperparameters(body)
     param = f"method.{method.name}.{method.judged_by}"
-    if method.judged_by not in said:
+    if method.judged_by not in options:
         raise BadRequest(
             f"Missing required parameter: '{param}', {_MISSING[method.judged_by]}.",
             param=param,
             code="missing_required_parameter",
         )
-    return said[method.judged_by], param
+    return options[method.judged_by], param
 
 
 def _seen(file: FileRow) -> auto.DatasetStats:

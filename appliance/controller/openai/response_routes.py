@@ -118,8 +118,8 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         order: Order = "desc",
     ) -> Response:
         await stored.find(response_id, caller.viewer)  # it may be on its way
-        asked = partial(_input_items, stored, response_id, caller.viewer, after, limit, newest_first=order == "desc")
-        return await answer(context.db, caller.viewer, asked)
+        items = partial(_input_items, stored, response_id, caller.viewer, after, limit, newest_first=order == "desc")
+        return await answer(context.db, caller.viewer, items)
 
     return router
 
@@ -184,7 +184,7 @@ def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
     now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
     given = orjson.dumps(items_of(body["input"])).decode()
     # Written once: a megabyte takes the store 10 ms of the loop.
-    asked = orjson.dumps({name: value for name, value in body.items() if name != "input"}).decode()
+    request = orjson.dumps({name: value for name, value in body.items() if name != "input"}).decode()
     made = orjson.dumps(objects.queued(response_id, body, now_s)).decode()
     return ResponseRow(
         id=response_id,
@@ -194,8 +194,8 @@ def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
         created_s=now_s,
         used_s=now_s,
         background=1,
-        request=asked,
-        bytes=responses.bytes_of(given, asked, made),
+        request=request,
+        bytes=responses.bytes_of(given, request, made),
         input=given,
         response=made,
         previous_id=body.get("previous_response_id"),

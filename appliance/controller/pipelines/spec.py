@@ -103,9 +103,9 @@ class PipelineSpec(StrictBody):
 def check_spec(context: ControllerContext, spec: PipelineSpec, caller: Principal) -> None:
     """Find every mistake that can be found before there is data. Raises ApiError."""
     _check_data(context, spec.data, caller)
-    for name, asked in (("check", spec.check), ("prepare", spec.prepare)):
-        if isinstance(asked, Check | Prepare) and asked.against is not None:
-            storage.known_file(context, asked.against, caller, f"{name}.against")
+    for name, step in (("check", spec.check), ("prepare", spec.prepare)):
+        if isinstance(step, Check | Prepare) and step.against is not None:
+            storage.known_file(context, step.against, caller, f"{name}.against")
     if spec.schedule is not None:
         _check_schedule(spec)
     if spec.prepare is not None and spec.prepare.split is not None and "validation_file" in spec.train:

@@ -20,17 +20,17 @@ _ANSWERED = ("id", "object", "created", "model", "choices", "usage", "system_fin
 _CHOICE = ("index", "message", "logprobs", "finish_reason")
 
 
-def completion_row(key_id: str, owner: str, asked: Object, answer: Object) -> ResponseRow:
+def completion_row(key_id: str, owner: str, request: Object, answer: Object) -> ResponseRow:
     """The row for a gateway's copy. Raises KeyError, TypeError, ValueError for what is none."""
-    messages, metadata = asked["messages"], asked.get("metadata") or None
+    messages, metadata = request["messages"], request.get("metadata") or None
     if not isinstance(messages, list) or not isinstance(answer["choices"], list):
         raise TypeError("its messages or its choices are no list")
     if not isinstance(answer["model"], str):
         raise ValueError(f"its model is {shown(answer['model'])}")
-    made = {name: answer.get(name) for name in _ANSWERED} | {name: asked.get(name) for name in OPTIONS}
+    made = {name: answer.get(name) for name in _ANSWERED} | {name: request.get(name) for name in OPTIONS}
     made["choices"] = [{name: choice.get(name) for name in _CHOICE} for choice in answer["choices"]]
     # As OpenAI's stored objects have them, null where nothing was asked.
-    made["input_user"] = asked.get("user")
+    made["input_user"] = request.get("user")
     given, answered = orjson.dumps(messages).decode(), orjson.dumps(made).decode()
     described = None if metadata is None else orjson.dumps(metadata).decode()
     return ResponseRow(

@@ -36,7 +36,7 @@ _ENDS = {"completed": "completed", "failed": "failed"}
 
 def queued(response_id: str, request: Object, created_s: float) -> Object:
     """From the request's body, with the API's defaults."""
-    asked = {name: default if request.get(name) is None else request[name] for name, default in _ASKED.items()}
+    settings = {name: default if request.get(name) is None else request[name] for name, default in _ASKED.items()}
     return {
         "id": response_id,
         "object": "response",
@@ -48,7 +48,7 @@ def queued(response_id: str, request: Object, created_s: float) -> Object:
         "output": [],
         "store": True,
         "usage": None,
-        **asked,
+        **settings,
     }
 
 
@@ -76,8 +76,8 @@ def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
     One by one: most of them contain the whole request, so that all together would be several times its size."""
     for place, (kind, data) in enumerate(_events(response)):
         if place > after:
-            told = orjson.dumps({"type": kind, "sequence_number": place, **data})
-            yield place, b"event: %b\ndata: %b\n\n" % (kind.encode(), told)
+            body = orjson.dumps({"type": kind, "sequence_number": place, **data})
+            yield place, b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
 
 
 def next_event(events: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
@@ -87,8 +87,8 @@ def next_event(events: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
 
 def error_event(place: int, code: str, message: str) -> bytes:
     """What ends a stream early, in wire format."""
-    told = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": place}
-    return b"event: error\ndata: %b\n\n" % orjson.dumps(told)
+    error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": place}
+    return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
 
 
 def _events(response: Object) -> Iterator[tuple[str, Object]]:

@@ -383,13 +383,13 @@ def _mismatch(message: str) -> tuple[str, str | None]:
     found = [match.groupdict() for match in _MISMATCH.finditer(message[: 64 * 1024])]
     if not found:
         return message[:_MESSAGE_CHARS], None
-    told = next((one for one in found if not one["type"].endswith(_OTHER_TYPE)), found[0])
-    param = _param(told["loc"])
+    fault = next((one for one in found if not one["type"].endswith(_OTHER_TYPE)), found[0])
+    param = _param(fault["loc"])
     same = [_said(one["msg"]) for one in found if _param(one["loc"]) == param]
-    what = "; or ".join(dict.fromkeys(same if told is found[0] else [_said(told["msg"])]))
-    if told["type"] == "missing" and param:
+    what = "; or ".join(dict.fromkeys(same if fault is found[0] else [_said(fault["msg"])]))
+    if fault["type"] == "missing" and param:
         return f"You must provide the parameter `{param}`.", param
-    if told["type"] == "missing":
+    if fault["type"] == "missing":
         return "The body must be a JSON object.", None
     if not param:  # a check of several fields together, which its words name
         return f"{what}."[:_MESSAGE_CHARS], None

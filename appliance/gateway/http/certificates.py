@@ -81,19 +81,19 @@ class Certificate:
 
     def notes(self, now_s: float) -> list[str]:
         """now_s: Unix time."""
-        told = []
+        notes = []
         if self.fault:
-            told.append(
+            notes.append(
                 f"the endpoint's new certificate in {self._cert_path} cannot be loaded, the old one stays: {self.fault}"
             )
         left_s = self.expires_s - now_s
         if left_s <= SAID_BEFORE_S:
             when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
-            told.append(
+            notes.append(
                 f"the endpoint's certificate {when} {minute(self.expires_s)}; a new one in {self._cert_path} "
                 "is loaded without a restart"
             )
-        return told
+        return notes
 
     def _hand_over(self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: Any) -> None:
         if connection.context is not self._newest:

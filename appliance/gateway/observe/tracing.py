@@ -144,7 +144,7 @@ def _by_convention(request: Request) -> dict[str, str | int | float]:
     """The same under the names of OpenTelemetry's conventions for generative AI, which are in development."""
     if not request.model:
         return {}
-    told: dict[str, str | int | float] = {
+    attributes: dict[str, str | int | float] = {
         "gen_ai.provider.name": "appliance",
         "gen_ai.request.model": request.model,
         "gen_ai.response.model": f"{request.model}@{request.model_version}" if request.model_version else request.model,
@@ -154,12 +154,12 @@ def _by_convention(request: Request) -> dict[str, str | int | float]:
     }
     operation = _OPERATIONS.get(request.route_name)
     if operation is not None:
-        told["gen_ai.operation.name"] = operation
+        attributes["gen_ai.operation.name"] = operation
     if request.stream_events:
-        told["gen_ai.response.time_to_first_chunk"] = request.first_byte_s - request.received_s
+        attributes["gen_ai.response.time_to_first_chunk"] = request.first_byte_s - request.received_s
     if request.status >= 400:
-        told["error.type"] = str(request.status)
-    return told
+        attributes["error.type"] = str(request.status)
+    return attributes
 
 
 def _client(traceparent: bytes) -> SpanContext:

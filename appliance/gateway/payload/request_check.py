@@ -326,8 +326,8 @@ def _number(name: str, value: Any, kind: type, low: Any, high: Any) -> None:
 
 def _only_echo(route: Route, data: dict[str, Any]) -> bool:
     """Whether a completion asks for its prompt alone, and the probabilities of its tokens."""
-    asked = data["max_tokens"]
-    return route.name == "completions" and data.get("echo") is True and type(asked) is int and asked == 0
+    most = data["max_tokens"]
+    return route.name == "completions" and data.get("echo") is True and type(most) is int and most == 0
 
 
 def _as_tools(data: dict[str, Any]) -> dict[str, Any]:
@@ -443,13 +443,13 @@ def _repeated_prompts(route: Route, data: dict[str, Any], body_bytes: int) -> No
     ids = 0
     if data.get("return_token_ids") and route.name == "completions":  # a chat has them once
         ids = _prompt_tokens(data.get("prompt"), body_bytes) * choices
-    for name, what, asked, most in (
+    for name, what, count, most in (
         ("echo", "bytes of its prompts again", echoed, _ECHOED_BYTES),
         ("return_token_ids", f"tokens of its prompts (of texts, one for {_BYTES_PER_TOKEN} bytes)", ids, _PROMPT_IDS),
     ):
-        if asked > most:
+        if count > most:
             raise errors.bad_request(
-                f"The request asks for {asked} {what}, in {choices} choices of each together; at most {most} are "
+                f"The request asks for {count} {what}, in {choices} choices of each together; at most {most} are "
                 "allowed. Send fewer prompts in one request, or ask for fewer choices.",
                 param=name,
                 code="too_many_values",

@@ -79,8 +79,8 @@ class Comparison:
         if versions is None:
             return
         counts = versions.setdefault(version, _Version())
-        asked, errors = counts.asked.get(owner, (0, 0))
-        counts.asked[owner] = asked + 1, errors + failed
+        requests, errors = counts.asked.get(owner, (0, 0))
+        counts.asked[owner] = requests + 1, errors + failed
         if not failed and first_byte_s is not None:
             times = counts.owners[owner]
             times.first_byte[bucket(first_byte_s)] += 1
@@ -108,7 +108,7 @@ class Comparison:
                 "since_s": self._canaries[name].since_s,
                 "versions": {
                     version: {
-                        "asked": {owner: list(asked) for owner, asked in counts.asked.items()},
+                        "asked": {owner: list(counted) for owner, counted in counts.asked.items()},
                         "refused": dict(counts.refused),
                         "owners": {owner: times.report() for owner, times in counts.owners.items()},
                     }
@@ -122,7 +122,7 @@ class Comparison:
         """(labels, requests, errors) for the metrics."""
         for name, versions in self._counts.items():
             for version, counts in versions.items():
-                requests, errors = (sum(asked[i] for asked in counts.asked.values()) for i in (0, 1))
+                requests, errors = (sum(counted[i] for counted in counts.asked.values()) for i in (0, 1))
                 yield {"model": name, "version": version}, requests, errors
 
 

@@ -126,8 +126,8 @@ def data_of_unfinished(db: Database, owner: str) -> list[JobData]:
 
 def any_wants_devices(db: Database) -> bool:
     """Whether one waits for devices, or has some and goes on."""
-    asked = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
-    return db.value(f"SELECT 1 FROM jobs WHERE {asked} LIMIT 1") is not None
+    condition = "phase IN ('queued', 'running', 'suspended') AND wanted = 'run' AND NOT held"
+    return db.value(f"SELECT 1 FROM jobs WHERE {condition} LIMIT 1") is not None
 
 
 def has_ended(db: Database, job_id: str, before_s: float) -> bool:
@@ -179,8 +179,8 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
 
 def failed_by_code(db: Database) -> dict[str, int]:
     """How many of the jobs that are kept failed, by the code of their error."""
-    asked = "SELECT error ->> '$.code' AS code, count(*) AS count FROM jobs WHERE phase = 'failed' GROUP BY code"
-    return {str(code or ""): int(count) for code, count in db.execute(asked)}
+    query = "SELECT error ->> '$.code' AS code, count(*) AS count FROM jobs WHERE phase = 'failed' GROUP BY code"
+    return {str(code or ""): int(count) for code, count in db.execute(query)}
 
 
 def models_sampled(db: Database) -> list[str]:

@@ -99,13 +99,13 @@ def forbid_known(processor: Any) -> None:
     @functools.wraps(process)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = process(self, *args, **kwargs)
-        asked = made.sampling_params
-        if asked is not None:
+        params = made.sampling_params
+        if params is not None:
             known = self.model_config.get_vocab_size()
-            if asked.bad_words_token_ids:
-                asked._bad_words_token_ids = [ids for ids in asked.bad_words_token_ids if max(ids) < known]
-            if max(asked.all_stop_token_ids, default=0) >= known:
-                asked._all_stop_token_ids = {token for token in asked.all_stop_token_ids if token < known}
+            if params.bad_words_token_ids:
+                params._bad_words_token_ids = [ids for ids in params.bad_words_token_ids if max(ids) < known]
+            if max(params.all_stop_token_ids, default=0) >= known:
+                params._all_stop_token_ids = {token for token in params.all_stop_token_ids if token < known}
         return made
 
     processor.process_inputs = process_inputs

@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from appliance.controller.app import create_app
-from appliance.controller.evals import requests, runner
+from appliance.controller.evals import requests, run_items, runner
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.grading import given as given_
 from appliance.controller.grading import model_answers
@@ -817,32 +817,32 @@ DEAR = {
 @pytest.mark.parametrize("line", DEAR.values(), ids=DEAR)
 def test_a_line_that_is_dear_to_parse_is_refused(tmp_path: Path, line: bytes):
     (tmp_path / "f").write_bytes(line)
-    with pytest.raises(runner._Failed):
-        list(runner._in_chunks(runner._read(tmp_path / "f")))
+    with pytest.raises(run_items.RunFailed):
+        list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
 
 
 def test_a_file_is_read_as_a_request_is(tmp_path: Path):
     """An integer of 31 digits ended the run: no engine can be told it."""
     (tmp_path / "f").write_bytes(b'{"item": {"turns": [{"role": "user", "content": 1' + b"0" * 30 + b"}]}}")
-    (((entry, _),),) = list(runner._in_chunks(runner._read(tmp_path / "f")))
+    (((entry, _),),) = list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
     assert orjson.loads(orjson.dumps(entry["item"])) == {"turns": [{"role": "user", "content": 1e30}]}
 
 
 def test_entries_come_in_chunks_that_block_no_loop(tmp_path: Path):
     line = json.dumps({"item": {"answer": "x" * 100_000}}) + "\n"
     (tmp_path / "f").write_text(line * 40)
-    chunks = list(runner._in_chunks(runner._read(tmp_path / "f")))
-    assert sum(map(len, chunks)) == 40 and max(sum(size for _, size in one) for one in chunks) <= runner._CHUNK_BYTES
+    chunks = list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
+    assert sum(map(len, chunks)) == 40 and max(sum(size for _, size in one) for one in chunks) <= run_items._CHUNK_BYTES
     (tmp_path / "f").write_text(json.dumps({"item": {"answer": [[]] * 1200}}) + "\n")
     many = (tmp_path / "f").read_bytes() * 60
     (tmp_path / "f").write_bytes(many)
-    chunks = list(runner._in_chunks(runner._read(tmp_path / "f")))
-    assert sum(map(len, chunks)) == 60 and max(map(len, chunks)) * 1200 <= runner._CHUNK_OBJECTS
+    chunks = list(run_items.in_chunks(run_items.read_file(tmp_path / "f")))
+    assert sum(map(len, chunks)) == 60 and max(map(len, chunks)) * 1200 <= run_items._CHUNK_OBJECTS
 
 
 async def test_a_file_is_checked_and_stored_some_at_a_time(control: Control, monkeypatch: pytest.MonkeyPatch):
     """All of it as objects was 20 times its size. What is there counts, when the run is cancelled meanwhile, too."""
-    monkeypatch.setattr(runner, "_CHUNK", 2)
+    monkeypatch.setattr(run_items, "_CHUNK", 2)
     checking, go_on = asyncio.Event(), asyncio.Event()
     checked: list[int] = []
 
@@ -1176,6 +1176,6 @@ async def test_a_runs_report_opens_where_browsers_see_the_box(tmp_path: Path, db
 
 @pytest.mark.parametrize("line", [b"[1]", b'"a"', b"null", b"1"])
 def test_a_line_that_is_no_object_is_told_with_its_number(line: bytes) -> None:
-    with pytest.raises(runner._Failed) as told:
-        runner._entry(3, line)
+    with pytest.raises(run_items.RunFailed) as told:
+        run_items._entry(3, line)
     assert "Line 3 is not" in str(told.value)

@@ -1,0 +1,138 @@
+"""Reads the items of a run from where its source says, and checks them: a request, a file, or answers that are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from appliance.controller.evals import requests
+from appliance.controller.evals.requests import Jsonl, Sampled
+from appliance.controller.grading.given import MAX_DEPTH
+from appliance.controller.http.bodies import check_values
+from appliance.controller.http.strict_body import meant
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.controller.responses.entries import Entry
+from train.data.formats import is_deeper
+
+_CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
+_LOOKED_AT_BYTES = 8 << 20
+"""How much of a file is checked before its run is made, while the caller waits: half a second at most."""
+_Measured = tuple[dict[str, Any], int]
+"""An entry, and its bytes as JSON."""
+Entries = Generator[tuple[int, dict[str, Any], bytes], None, None]
+"""Each with its line's number, and its text."""
+Chunks = Generator[list[_Measured], None, None]
+
+
+class RunFailed(Exception):
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code = code
+
+
+def read_request(source: requests.FileContent) -> Entries:
+    """Entries of a request. Raises RunFailed."""
+    for number, given in enumerate(source.content, 1):
+        entry = given.model_dump()
+        text = json.dumps(entry).encode()
+        _check_text(number, text)
+        yield number, entry, text
+
+
+def read_kept(found: Iterator[Entry], filters: str) -> Entries:
+    """Kept answers as items, without those that are too expensive to judge. filters: the source's filters, in words.
+    Raises RunFailed."""
+    number = 0
+    for entry in found:
+        text = orjson.dumps(entry)
+        try:
+            _check_text(number + 1, text)
+        except RunFailed:
+            continue
+        number += 1
+        yield number, entry, text
+    if not number:
+        raise RunFailed("no_items", f"Nothing that is kept fits what the run's source asks for: {filters}.")
+
+
+def read_file(path: Path) -> Entries:
+    """Entries of a JSONL file. Raises RunFailed."""
+    number = 0
+    try:
+        with open(path, "rb") as source:
+            while line := source.readline(requests.MAX_ENTRY_BYTES + 1):
+                number += 1
+                if number > 2 * requests.MAX_ITEMS:
+                    raise RunFailed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
+                if line.strip():
+                    _check_text(number, line)
+                    yield number, _entry(number, line), line
+    except OSError as error:
+        raise RunFailed("file_unreadable", f"The file could not be read: {error}") from None
+
+
+def check_items(
+    files_dir: Path, criteria: list[dict[str, Any]], source: Jsonl | Sampled, param: str = "data_source"
+) -> None:
+    """Checks the fields that are read from items, if all items are at hand. A large file, and one whose lines are not
+    items, is left to the run. Raises InvalidGrader."""
+    names = requests.names_of(criteria, source, param)
+    if source.source.type == "file_content":
+        requests.check_items(names, (entry.item for entry in source.source.content))
+    elif source.source.type == "file_id":
+        path = files_dir / str(getattr(source.source, "id", ""))
+        try:
+            if path.stat().st_size <= _LOOKED_AT_BYTES:
+                requests.check_items(names, (entry["item"] for _, entry, _ in read_file(path)))
+        except (RunFailed, OSError):
+            return
+
+
+def in_chunks(entries: Entries) -> Chunks:
+    """Items that are checked and stored in one go, on a loop with other tasks. Raises RunFailed."""
+    chunk: list[_Measured] = []
+    count, size, objects = 0, 0, 0
+    for number, entry, text in entries:
+        if is_deeper(entry, MAX_DEPTH):
+            raise RunFailed("invalid_data", f"Line {number} is nested deeper than {MAX_DEPTH} levels.")
+        if (count := count + 1) > requests.MAX_ITEMS:
+            raise RunFailed("invalid_data", f"The file has more than {requests.MAX_ITEMS} items.")
+        more = text.count(b"[") + text.count(b"{")
+        if chunk and (len(chunk) == _CHUNK or size + len(text) > _CHUNK_BYTES or objects + more > _CHUNK_OBJECTS):
+            yield chunk
+            chunk, size, objects = [], 0, 0
+        size, objects = size + len(text), objects + more
+        chunk.append((entry, len(text)))
+    if not chunk:
+        raise RunFailed("invalid_data", "The file has no items.")
+    yield chunk
+
+
+def _check_text(number: int, text: bytes) -> None:
+    """Raises RunFailed for an entry that is expensive to parse."""
+    if len(text) > requests.MAX_ENTRY_BYTES:
+        raise RunFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
+    try:
+        check_values(text, requests.ENTRY_WEIGHT)
+    except BadRequest as error:
+        raise RunFailed("invalid_data", f"Line {number}: {error.message}") from None
+
+
+def _entry(number: int, line: bytes) -> dict[str, Any]:
+    """Raises RunFailed."""
+    try:
+        # The parser of requests reads it: pydantic's accepts NaN, and integers that no engine takes.
+        return requests.Entry.model_validate(orjson.loads(line)).model_dump()
+    except orjson.JSONDecodeError as error:
+        raise RunFailed("invalid_data", f"Line {number} is not JSON: {error}.") from None
+    except ValidationError as error:
+        first = meant(error.errors(include_url=False, include_input=False))
+        where = ".".join(map(str, first["loc"])) or "the line"
+        raise RunFailed(
+            "invalid_data", f'Line {number} is not {{"item": {{...}}, "sample": {{...}}}}: {where}: {first["msg"]}.'
+        ) from None
