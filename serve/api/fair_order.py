@@ -9,7 +9,8 @@ that trains wait behind everybody. Where KV memory ends, vLLM preempts the large
 
 An answer is begun on the frontend's loop, and told to the core, one after the other: behind sixty requests of 256 short
 prompts a neighbour's question waited fifty seconds before it had a number at all. So of one owner's answers only twice
-as many as an engine writes together, and OF_AN_OWNER at least, are begun before others have ended.
+as many as an engine writes together, and OF_AN_OWNER at least, are begun before others have ended; and a request of
+many prompts is prepared, all of it at once, when all of its owner's before it have begun.
 
 Before that, one thread of the frontend renders templates and tokenizes texts in the order in which they came, and vLLM
 tokenizes a text to its end before it says that it is too long: 660,000 letters took more than a second where 8,192
@@ -27,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer, _SwappableExecutor
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -53,6 +55,9 @@ def apply() -> None:
     """Call once per process, before it makes its engine."""
     AsyncLLM.generate = _in_turn(AsyncLLM.generate)
     AsyncLLM.encode = _in_turn(AsyncLLM.encode)
+    OpenAIServingCompletion.render_completion_request = _prepared_in_turn(
+        OpenAIServingCompletion.render_completion_request
+    )
     read_in_pieces(BaseRenderer)
     read_in_turns(_SwappableExecutor)
     pictures_in_turns(BaseRenderer)
@@ -94,10 +99,25 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
         params = given.get("params") or given.get("sampling_params") or given.get("pooling_params")
         turns = self.__dict__.setdefault("shm_turns", Turns())
         outputs = functools.partial(answer, self, *args, **kwargs)
-        rooms, owner = self.__dict__.setdefault("shm_rooms", weakref.WeakValueDictionary()), answer_version.owner()
-        places = max(OF_AN_OWNER, 2 * self.vllm_config.scheduler_config.max_num_seqs)
-        room = rooms.setdefault(owner, Room(places))
-        return _placed(outputs, room, turns, owner, _tokens(given.get("prompt")), params)
+        owner = answer_version.owner()
+        return _placed(outputs, _room(self, owner), turns, owner, _tokens(given.get("prompt")), params)
+
+    return run
+
+
+def _room(engine: AsyncLLM, owner: str) -> Room:
+    rooms = engine.__dict__.setdefault("shm_rooms", weakref.WeakValueDictionary())
+    room: Room = rooms.setdefault(owner, Room(max(OF_AN_OWNER, 2 * engine.vllm_config.scheduler_config.max_num_seqs)))
+    return room
+
+
+def _prepared_in_turn(render: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(render)
+    async def run(self: OpenAIServingCompletion, request: Any) -> Any:
+        if not isinstance(request.prompt, list) or len(request.prompt) < 2 or isinstance(request.prompt[0], int):
+            return await render(self, request)
+        async with _room(self.engine_client, answer_version.owner()).take(1):
+            return await render(self, request)
 
     return run
 

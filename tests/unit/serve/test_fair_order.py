@@ -137,6 +137,29 @@ async def test_of_many_answers_of_one_owner_some_are_begun_before_others_have_en
         await one.aclose()
 
 
+async def test_many_prompts_are_prepared_when_those_before_them_have_begun(engine: Engine) -> None:
+    """All of a request's prompts are prepared at once: those of sixty requests took half a minute."""
+    prepared = []
+
+    async def render(served: Any, request: Any) -> None:
+        prepared.append(request.prompt)
+
+    async def asked(owner: str, given: Any) -> None:
+        answer_version._ANSWER.set(answer_version.Answer(owner=owner))
+        await fair_order._prepared_in_turn(render)(SimpleNamespace(engine_client=engine), SimpleNamespace(prompt=given))
+
+    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
+    begun = GENERATE(engine, prompt(1), SimpleNamespace(n=fair_order.OF_AN_OWNER), "r")
+    assert await anext(begun) == 0
+    waiting = asyncio.ensure_future(asked("a", ["x", "y"]))
+    for owner, given in (("a", "x"), ("a", [1, 2, 3]), ("a", ["x"]), ("b", ["x", "y"])):
+        await asked(owner, given)
+    assert prepared == ["x", [1, 2, 3], ["x"], ["x", "y"]] and not waiting.done()
+    await begun.aclose()
+    await waiting
+    assert len(prepared) == 5
+
+
 async def test_each_choice_has_its_prompt_computed(engine: Engine) -> None:
     answer_version._ANSWER.set(answer_version.Answer(owner="a"))
     assert [one async for one in GENERATE(engine, prompt(10), SimpleNamespace(n=4), "r")] == [0, 1, 2]
