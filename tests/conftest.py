@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from runtime.processes.garbage import settle
 
@@ -28,6 +29,11 @@ BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
 OTHERS = pytest.StashKey[bool]()
 MARK, CLAIMS, BOX = "TESTS_RUN_BY", "TESTS_CLAIMS", "APPLIANCE_BOX"
+
+# Nothing here says anything of speed: Hypothesis's limit of 200 ms for an example, which a busy machine exceeds now and
+# then, is off, in unit tests as in those of properties.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it
 # would wait for ever.
