@@ -77,7 +77,7 @@ async def test_what_was_asked_ends_with_its_keys_scope(control: Control):
     for row in await content(control, batch.error_file_id):
         assert row["response"]["status_code"] == 403
         assert "needs the scope: inference" in row["response"]["body"]["error"]["message"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (row := responses.find(control.db, asked.json()["id"])) is not None and not row.finished:
             await asyncio.sleep(0.001)
     assert row is not None and "needs the scope: inference" in row.response and engines(control).sent == []
@@ -139,7 +139,7 @@ async def test_limits_by_the_minute_slow_a_batch_down(control: Control, monkeypa
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for is not None)
     assert batch.waiting_for == "its key may spend 2 requests per minute" and batch.request_counts.completed <= 2
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(engines(control).sent) < 2:
             await asyncio.sleep(0.005)
     clock[0] += 30
@@ -159,7 +159,7 @@ async def test_however_a_batch_ends_it_pays_for_the_lines_that_engines_were_at(c
     engines(control).rule = rule
     engines(control).lines = 2
     batch_id = await begun(control, [line(n) for n in range(5)])
-    await asyncio.wait_for(begun_at.wait(), 10)
+    await asyncio.wait_for(begun_at.wait(), 60)
     if end == "cancelled":
         await control.sdk.batches.cancel(batch_id)
     elif end == "expired":
@@ -269,18 +269,25 @@ async def test_what_engines_are_at_counts_against_the_quota_of_its_key(control: 
         for _ in range(3)
     ]
     question = {"model": "starter", "messages": [], "max_tokens": 70}
-    judged = await asyncio.gather(*(control.app.state.graders.ask(key_id, question, within_s=5) for _ in range(2)))
+    judged = await asyncio.gather(*(control.app.state.graders.ask(key_id, question, within_s=60) for _ in range(2)))
     assert [one.error for one in judged] == ["", ""]
     await ended(control, batch_id)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not all((row := responses.find(control.db, one.id)) is not None and row.finished for one in made):
             await asyncio.sleep(0.005)
     assert most == 1 and len(engines(control).sent) == 11
 
-    most = 0
+    several = asyncio.Event()
+
+    async def waits_for_another(_: dict[str, Any]) -> None:
+        if len(engines(control).sent) > 11 + 1:
+            several.set()
+        await several.wait()
+
+    engines(control).rule = waits_for_another
     keys.update(control.db, key_id, tokens_per_day=1_000_000)
     await ended(control, await begun(control, [line(n) for n in range(6)]))
-    assert most > 1, "far from its end nothing waits for it"
+    assert engines(control).most_at_once > 1, "far from its end nothing waits for it"
 
 
 async def test_what_ends_before_it_was_answered_counts_no_longer_against_a_quota(control: Control, monkeypatch):

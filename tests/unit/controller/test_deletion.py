@@ -169,6 +169,7 @@ async def test_what_is_deleted_is_seen_by_nobody_and_counts_until_it_has_left(
         await control.sdk.evals.runs.create(again, data_source=given(("a", "a")))
     may_go_on.set()
     assert (await task).deleted
+    await control.app.state.evaluations.tasks.idle()  # it is answered after five seconds, while the deletion goes on
     assert rows(control.db, "eval_items") == rows(control.db, "eval_deletions") == 0
     run = await ended(control, again, given(("a", "a")))
     assert run.status == "completed"
@@ -246,7 +247,7 @@ async def test_of_what_goes_with_an_eval_no_run_is_read_or_ended_first(control: 
     eval_id = await made(control)
     for _ in range(3):
         await control.sdk.evals.runs.create(eval_id, name="n", data_source=given(("4", "4")))
-    await asyncio.wait_for(running.wait(), 10)
+    await asyncio.wait_for(running.wait(), 60)
     read, find = list[str](), evals.find_run
     monkeypatch.setattr(
         evals, "find_run", lambda db, run_id, **more: (read.append(run_id), find(db, run_id, **more))[1]

@@ -64,7 +64,7 @@ def told(hub: Hub, *rows: tuple[str, str | None, str | None]) -> None:
 
 async def read(stream: AsyncGenerator[bytes, None]) -> tuple[str, str, dict[str, Any]]:
     """The next event: its kind, id and data."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (event := await anext(stream)).startswith(b":"):
             continue
     lines = dict(line.split(": ", 1) for line in event.decode().strip().split("\n"))
@@ -260,13 +260,13 @@ async def test_the_route_streams_what_a_key_may_see(control: Control) -> None:
 
     async def close_once_told() -> None:
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not hub._followers:
                     await asyncio.sleep(0)
                 control.db.execute("UPDATE models SET task = 'generate'")
                 await control.upload()
                 (follower,) = hub._followers
-                while not follower.number or follower.waiting:
+                while follower.waiting or not any("files" in changes for _, changes in hub._rounds):
                     await asyncio.sleep(0.01)
         finally:
             hub.close()

@@ -123,7 +123,7 @@ async def test_who_has_left_waits_for_no_turn():
     waiting = [asyncio.ensure_future(turns(scope(KEYS["key_1"]), receive, ignore)) for _ in range(50)]
     await turned()
     gone.set()
-    done, _ = await asyncio.wait(waiting, timeout=1)
+    done, _ = await asyncio.wait(waiting, timeout=60)
     assert len(done) == 50 and len(app.at_work) == READS_AT_ONCE
     app.go.set()
     app.end.set()
