@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 
 import pytest
 
@@ -238,18 +239,27 @@ async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
 
 
 async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(start_box: Start) -> None:
-    box = await start_box(limits={"head_timeout_s": 0.05, "keepalive_s": 0.05, "body_window_s": 0.05})
+    box = await start_box(sweep_s=1000.0)
+    there = box.state.connections
+
+    def passes(seconds: float) -> None:
+        box.gateway.sweep(time.monotonic() + seconds)
+
     head, body, silent = [await box.connect() for _ in range(3)]
     await head.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX")
     await body.send(POST + b"Content-Length: 1000\r\n\r\nx")
+    await box.until(lambda: len(there) == 3 and any(conn.parsing is not None for conn in there))
+    await box.until(lambda: any(conn.parsing is None and conn._parser.head_started for conn in there))
+    passes(1000.0)
     assert (await head.response()).status == 408
     assert (await body.response()).status == 408
     assert await silent.eof() == b""
     kept = await box.connect()
     await kept.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
     assert (await kept.response()).status == 200
+    passes(2000.0)
     assert await kept.eof() == b""
-    await box.until(lambda: not box.state.connections)
+    await box.until(lambda: passes(3000.0) or not there)
 
 
 async def test_connections_are_bounded(start_box: Start) -> None:

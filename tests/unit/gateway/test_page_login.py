@@ -205,7 +205,7 @@ async def test_what_it_has_asked_ends_with_it(start_box: Start, whose: str) -> N
     begin(box)
     wire: Wire = await box.connect()
     await wire.send(request_bytes("GET", "/admin/v1/status", key=None, headers=BY_PAGE))
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), 60)
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     if whose == "another's login":
         box.limit("sk-test-all", sessions={"a" * 64: {"id": "session_b", "until_s": time.time() + 60}})
@@ -322,8 +322,10 @@ async def test_another_page_begins_and_finishes_no_login(start_box: Start, heade
 async def test_a_stranger_who_asks_without_end_keeps_nobody_else_from_logging_in(start_box: Start) -> None:
     box = await start_box()
     await box.control(told)
-    asked = [(await box.ask("GET", "/admin/v1/oidc", key=None)).status for _ in range(LOGINS_PER_MINUTE_OF_ONE + 3)]
-    assert asked[:LOGINS_PER_MINUTE_OF_ONE] == [200] * LOGINS_PER_MINUTE_OF_ONE and asked[-1] == 503
+    answered = 0
+    while (status := (await box.ask("GET", "/admin/v1/oidc", key=None)).status) == 200:
+        answered += 1  # on a slow machine a few more, as time passes
+    assert status == 503 and answered >= LOGINS_PER_MINUTE_OF_ONE
     wire = Wire(*await asyncio.open_connection("127.0.0.1", box.port, local_addr=("127.0.0.2", 0)))
     await wire.send(request_bytes("GET", "/admin/v1/oidc", key=None))
     assert (await wire.response()).status == 200
