@@ -45,7 +45,7 @@ async def test_a_node_waits_until_its_clock_is_set_back_far():
         await asyncio.sleep(0)
     assert not waiting.done()
     clocks.shift_s -= 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await waiting == LEAST_FOR_RAY_S
 
 

@@ -87,7 +87,7 @@ class ControlledBox:
         async def call() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
 
     def settle(self) -> None:
         """Returns when no validation runs."""
@@ -128,7 +128,7 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     made, context, loop, server = ready
     write_box_file(
         data_dir,

@@ -181,7 +181,7 @@ def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
         assert "hello" in following.stdout.readline()
         following.send_signal(signal.SIGINT)
-        assert following.wait(20) == 130
+        assert following.wait(60) == 130
         assert following.stderr.read() == ""
 
 
@@ -194,7 +194,7 @@ def test_a_reader_that_leaves_ends_a_watch(prepared):
         assert watching.stdout.readline() == b'{"data": []}\n'
         assert watching.stdout.readline() == b'{"data": []}\n'
         watching.stdout.close()
-        assert watching.wait(20) == 1
+        assert watching.wait(60) == 1
         assert b"Traceback" not in watching.stderr.read()
 
 

@@ -283,7 +283,7 @@ def test_waiting_too_long(box, tmp_path):
     began_s = time.monotonic()
     result = box.run("job", "wait", job_id, "--timeout", "0.2")
     assert result.exit_code == 124 and "it goes on" in result.stderr
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 60
 
 
 def test_an_unknown_job(box):

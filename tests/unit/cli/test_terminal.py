@@ -110,7 +110,7 @@ def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
         terminal.expect("first")
         terminal.expect("second")
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(20) == 130
+        assert watching.wait(60) == 130
         assert watching.stderr.read() == b""
     terminal.expect("\x1b[?1049l")  # the screen from before is back
 
@@ -129,7 +129,7 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
         terminal.type("And you?\n")
         terminal.expect("Fine.")
         terminal.type("\n")
-        assert talking.wait(20) == 0
+        assert talking.wait(60) == 0
     assert json.loads(prepared.requests[1]["content"])["messages"] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello!"},

@@ -203,7 +203,7 @@ def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, num
         assert str(file) in shown and "sk-first" not in shown, "under systemd it is a journal"
         handle = os.pidfd_open(box_file(data_dir)["pid"])
         foreground.send_signal(number)
-        assert foreground.wait(20) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+        assert foreground.wait(60) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
     deadline = time.monotonic() + 10
     while box_file(data_dir)["state"] != "stopped":
         assert time.monotonic() < deadline

@@ -237,7 +237,7 @@ async def test_a_job_says_that_it_waits_for_its_teacher(taught: Control):
     context = taught.context
     answers = ModelAnswers(context, Metering(taught.db, context.publish_keys))
     asking = asyncio.create_task(Teaching(context, answers, Saying(context, after_s=0.01)).teach(job_id, question([3])))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not any("waits for its teacher" in text for text in await taught.messages(job_id)):
             await asyncio.sleep(0)
     (said,) = [text for text in await taught.messages(job_id) if "waits for its teacher" in text]

@@ -541,7 +541,7 @@ async def test_owners_take_turns_when_gates_are_reckoned(control: Control, monke
 
     def reckoned(suites: Any) -> Any:
         order.append(suites[0].name)
-        may_go.wait(10)
+        may_go.wait(60)
 
     monkeypatch.setattr(verdict, "decide", reckoned)
     runner = control.app.state.gates

@@ -221,7 +221,7 @@ async def test_a_job_says_that_it_waits_for_its_judge_and_goes_on(control: Contr
     grading = RolloutGrading(context, hosts, answers, Saying(context, after_s=0.01))
     asking = asyncio.create_task(grading.grade(job_id, answers_of("good")))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (said := [text for text in await control.messages(job_id) if "waits for its judge" in text]):
                 await asyncio.sleep(0)
         assert said == ["the job waits for its judge starter, up to 60 minutes: no engine of the model is awake"]

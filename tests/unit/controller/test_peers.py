@@ -118,7 +118,7 @@ async def test_two_sockets_serve_one_app_and_each_knows_its_own(tmp_path: Path, 
                 answered[name, case] = (await client.get("/admin/v1/keys", headers=headers)).status_code
     for server in listeners.values():
         server.should_exit = True
-    await asyncio.wait_for(asyncio.gather(*serving), 10)
+    await asyncio.wait_for(asyncio.gather(*serving), 60)
     assert answered == {
         ("box.sock", "nobody"): 200,
         ("box.sock", "key"): 200,

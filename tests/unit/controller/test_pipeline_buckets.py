@@ -205,7 +205,7 @@ async def test_a_run_that_is_cancelled_reads_no_further(
         try:
             yield b"one"
             read.set()
-            go_on.wait(10)
+            go_on.wait(60)
             yield b"two"
             raise AssertionError("it was asked for more")
         finally:

@@ -470,7 +470,7 @@ async def batch_of(control: Control, who: dict[str, str], lines: int, answer: in
 
 
 async def until(control: Control, who: dict[str, str], batch_id: str, seen: Callable[[dict[str, Any]], Any]) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             batch = (await control.http.get(f"/v1/batches/{batch_id}", headers=who)).json()
             if found := seen(batch):

@@ -162,7 +162,7 @@ async def test_jobs_of_one_base_share_what_its_engines_have_room_for(control, en
     engines.rule, engines.lines = rule, 4
     sampling = sampling_of(control)
     other = question(20, 2) | {"policy": {"name": ".policy/ftjob-2", "version": "step-1.cd"}}
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         first = asking.create_task(sampling.sample("ftjob-1", question(200, 2)))
         await entered.wait()
         second = asking.create_task(sampling.sample("ftjob-2", other))
@@ -185,7 +185,7 @@ async def test_what_a_job_asks_for_the_next_step_waits_for_this_ones(control, en
     engines.rule = rule
     sampling = sampling_of(control)
     ahead = {**question(2, 2), "policy": {"name": ".policy/ftjob-1", "version": "step-4.ab"}}
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         told = [asking.create_task(sampling.sample("ftjob-1", one)) for one in (question(3, 2), ahead)]
         while len(sampling._asking["starter"]) < 2:
             await asyncio.sleep(0)
@@ -206,7 +206,7 @@ async def test_an_engine_that_ends_with_two_questions_of_a_job_has_ended_once(co
 
     engines.rule = rule
     sampling = sampling_of(control)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         for _ in range(2):
             asking.create_task(sampling.sample("ftjob-1", question(2, 2)))
     assert sampling._deaths == {"ftjob-1": 1}
@@ -262,7 +262,7 @@ def of(version, prompts, n, in_flight=True):
 async def test_an_answer_goes_on_by_newer_weights_and_each_span_knows_its_own(control, engines):
     engines.lines, there = 8, Interrupted(engines)
     sampling = sampling_of(control)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         first = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 2)))
         await there.are(3, 3, 3, 3)
         second = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 2)))
@@ -289,7 +289,7 @@ async def test_an_answer_goes_on_by_newer_weights_and_each_span_knows_its_own(co
 async def test_an_answer_that_is_not_in_flight_is_of_one_version(control, engines):
     engines.lines, there = 8, Interrupted(engines)
     sampling = sampling_of(control)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         told = [asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 2, in_flight=False)))]
         await there.are(3, 3)
         told.append(asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 2, in_flight=False))))
@@ -303,7 +303,7 @@ async def test_what_goes_on_takes_no_more_room_than_what_it_was(control, engines
     """Sixteen answers, for which a job that is not in flight has two requests, are sixteen."""
     engines.lines, there = 2, Interrupted(engines)
     sampling = sampling_of(control)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         told = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 2, 8)))
         await there.are(*[3] * 16)
         newer = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 16)))
@@ -323,7 +323,7 @@ async def test_an_engine_that_dies_takes_no_answer_that_was_begun(control, engin
         return await there.rule(body)
 
     engines.rule = rule
-    async with asyncio.timeout(5), asyncio.TaskGroup() as asking:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as asking:
         told = asking.create_task(sampling.sample("ftjob-1", of("step-3.ab", 1, 1)))
         await there.are(3)
         newer = asking.create_task(sampling.sample("ftjob-1", of("step-4.ab", 1, 1)))
@@ -339,7 +339,7 @@ async def test_without_an_engine_the_ranks_wait_once(control, engines):
     sampling = sampling_of(control, patience_s=0.05)
     assert await sampling.sample("ftjob-1", question(2, 2)) == {"samples": [], "why": engines.why}
     sampling._patience_s = 1e9  # and from now on not at all, until an engine has answered
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await sampling.sample("ftjob-1", question(2, 2)))["samples"] == []
         engines.lines = 4
         assert len(by_place(await sampling.sample("ftjob-1", question(2, 2)))) == 4

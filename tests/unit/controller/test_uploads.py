@@ -166,7 +166,7 @@ async def test_an_upload_that_is_cancelled_while_it_is_completed_says_so(control
 
     def cancelled_meanwhile(folder: Path, part_ids: list[str], target: Path) -> tuple[str, str]:
         cancelling = asyncio.run_coroutine_threadsafe(control.sdk.uploads.cancel(made.id), loop)
-        cancelling.result(timeout=10)
+        cancelling.result(timeout=60)
         return join(folder, part_ids, target)
 
     loop = asyncio.get_running_loop()

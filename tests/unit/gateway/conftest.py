@@ -72,7 +72,7 @@ class Wire:
         await self.writer.drain()
 
     async def head(self) -> tuple[int, dict[str, str], bytes]:
-        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 60)
         first, *lines = raw[:-4].decode("latin-1").split("\r\n")
         headers = {}
         for line in lines:
@@ -83,8 +83,8 @@ class Wire:
 
     async def chunk(self) -> bytes:
         """One chunk of a chunked body; empty at its end."""
-        size = int((await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 10))[:-2], 16)
-        return (await asyncio.wait_for(self.reader.readexactly(size + 2), 10))[:-2]
+        size = int((await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 60))[:-2], 16)
+        return (await asyncio.wait_for(self.reader.readexactly(size + 2), 60))[:-2]
 
     async def response(self) -> Response:
         status, headers, raw = await self.head()
@@ -93,7 +93,7 @@ class Wire:
             while data := await self.chunk():
                 body += data
         elif "content-length" in headers:
-            body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 10)
+            body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 60)
         return Response(status, headers, body, raw + body)
 
     async def response_body(self) -> bytes:
@@ -105,7 +105,7 @@ class Wire:
 
     async def eof(self) -> bytes:
         """Everything up to the end of the connection."""
-        return await asyncio.wait_for(self.reader.read(-1), 10)
+        return await asyncio.wait_for(self.reader.read(-1), 60)
 
     def close(self) -> None:
         self.writer.transport.abort()
@@ -216,7 +216,7 @@ class Box:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that no event tells of."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 

@@ -59,7 +59,7 @@ class Running:
 
     async def listening(self) -> str:
         assert self.process.stdout is not None
-        line = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 20))
+        line = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 60))
         assert line["event"] == "listening"
         self.port = line["port"]
         return line["host"]
@@ -125,7 +125,7 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
         )
         box = Running(process, bus, folder)
         running.append(box)
-        await asyncio.wait_for(bus.connected.wait(), 20)
+        await asyncio.wait_for(bus.connected.wait(), 60)
         return box
 
     yield start
@@ -187,7 +187,7 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
     call = asyncio.ensure_future(
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await box.bus.report())["models"].get("m", {}).get("held") != 1:
             pass
     await box.table(replicas=["e"])
@@ -207,7 +207,7 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
 
     await client.close()
     box.process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(box.process.wait(), 10) == 0
+    assert await asyncio.wait_for(box.process.wait(), 60) == 0
     await engine.stop()
     await controller.stop()
     log = tmp_path / "access.log"
@@ -237,7 +237,7 @@ async def test_network_address_only_once_a_key_exists(launch: Launch) -> None:
     assert await box.listening() == "0.0.0.0"
     reader, writer = await asyncio.open_connection("127.0.0.1", box.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-    assert b'{"status":"ok","boot":"","degraded":[]}' in await asyncio.wait_for(reader.read(), 10)
+    assert b'{"status":"ok","boot":"","degraded":[]}' in await asyncio.wait_for(reader.read(), 60)
     writer.close()
 
 
@@ -249,7 +249,7 @@ async def test_several_workers_share_the_port_and_a_killed_one_is_replaced(launc
     os.kill(int(children[0]), signal.SIGKILL)
     assert await box.listening() == "127.0.0.1"
     box.process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(box.process.wait(), 10) == 0
+    assert await asyncio.wait_for(box.process.wait(), 60) == 0
     assert not Path(f"/proc/{children[1]}").exists()
 
 

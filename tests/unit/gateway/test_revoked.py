@@ -65,7 +65,7 @@ async def test_an_upload_that_is_passed_on(box: Box) -> None:
     await box.until(lambda: any(conn.active for conn in box.state.connections))
     _revoke(box, "sk-test-tuning")
     await _ended(wire)
-    await asyncio.wait_for(gone.wait(), 10)
+    await asyncio.wait_for(gone.wait(), 60)
     server.close()
 
 
@@ -83,7 +83,7 @@ async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None
     wire = await box.connect()
     asked = request_bytes("POST", "/v1/chat/completions", chat(stream=True), key=KEY)
     await wire.send(asked)
-    await asyncio.wait_for(going.wait(), 10)
+    await asyncio.wait_for(going.wait(), 60)
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY) + _head() + BODY)
     await box.until(lambda: any(conn._waiting for conn in box.state.connections))
     _revoke(box)
@@ -113,10 +113,10 @@ async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
     controller = await box.control(never)
     wire = await box.connect()
     await wire.send(request_bytes("GET", "/v1/files", key="sk-test-tuning"))
-    await asyncio.wait_for(asked.wait(), 10)
+    await asyncio.wait_for(asked.wait(), 60)
     _revoke(box, "sk-test-tuning")
     await _ended(wire)
-    await asyncio.wait_for(controller.lost.wait(), 10)
+    await asyncio.wait_for(controller.lost.wait(), 60)
 
 
 async def test_of_a_key_that_has_expired_it_is_said_so_and_when(box: Box) -> None:
@@ -152,7 +152,7 @@ async def test_who_asks_for_a_new_secret_of_the_key_that_asks_gets_it(box: Box) 
     wire, dripping = await box.connect(), await box.connect()
     await wire.send(request_bytes("POST", "/admin/v1/keys/all/rotate", key=OTHER))
     await dripping.send(_head("/admin/v1/keys/all/rotate", OTHER) + b"{")
-    await asyncio.wait_for(asked.wait(), 10)
+    await asyncio.wait_for(asked.wait(), 60)
     await box.until(lambda: sum(conn.active is not None for conn in box.state.connections) == 2)
     _rotate(box, OTHER)
     await _ended(dripping)  # by whoever knows the old one it would learn the newest

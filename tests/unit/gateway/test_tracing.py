@@ -163,7 +163,7 @@ def test_a_collector_whose_head_drips_delays_no_end(monkeypatch: pytest.MonkeyPa
     with odd_collector(b"HTTP/1.1 200 OK\r\nx: ", b"x", 0.05) as collector:
         began_s = time.monotonic()
         told(collector.url)
-        assert time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s < 60
 
 
 def test_spans_go_to_no_address_that_a_collector_names() -> None:

@@ -41,7 +41,7 @@ async def running(path: Path) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def until_default(machine: Machine) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(gpu.limit_mw != 700_000 or gpu.clocks for gpu in machine.gpus):
             await asyncio.sleep(0.01)
 

@@ -36,7 +36,7 @@ def warm(tmp_path_factory):
         assert parent.poll() is None, (folder / "warm.log").read_text()
     yield socket_path
     parent.terminate()
-    assert parent.wait(10) == 0
+    assert parent.wait(60) == 0
 
 
 async def spawn(warm, tmp_path, entry="echo", **kw):
@@ -105,14 +105,14 @@ async def test_a_child_killed_from_outside_is_noticed_though_its_own_child_lives
     child = await spawn(warm, tmp_path)
     await child.call("fork")
     os.kill(child.pid, signal.SIGKILL)
-    await asyncio.wait_for(child.closed(), 10)
+    await asyncio.wait_for(child.closed(), 60)
     await child.kill_and_wait()
     assert group_pids(child.pid) == []
 
 
 async def test_an_entry_that_raises_reports_why(warm, tmp_path):
     child = await spawn(warm, tmp_path, entry="crash")
-    await asyncio.wait_for(child.closed(), 10)
+    await asyncio.wait_for(child.closed(), 60)
     assert child.fatal["message"] == "boom at start"
     with pytest.raises(ChildDied, match="boom at start"):
         await child.call("echo")

@@ -28,7 +28,7 @@ async def test_what_a_collection_on_a_thread_finds_is_told_of_on_the_loop():
     try:
         when_gone(Thing(), tell)
         await asyncio.to_thread(gc.collect)
-        await asyncio.wait_for(told.wait(), 5)
+        await asyncio.wait_for(told.wait(), 60)
     finally:
         gc.enable()
     assert told_on == [threading.get_ident()]

@@ -34,6 +34,6 @@ async def test_a_measurement_that_hangs_is_ended(tmp_path):
     began_s = time.monotonic()
     with pytest.raises(NotMeasured, match="did not end within"):
         await processes.alone("n0/0")
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 60
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not [pid for pid in children if "device_rates" in Path(f"/proc/{pid}/cmdline").read_text()]

@@ -111,7 +111,7 @@ async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(
     home = ResultTransfer(nodes, At(), "job-1", refuse)
     home.take(*steps(1))
     home.take(*steps(2))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert "no such column" in await home.over(suspended=False)
 
 

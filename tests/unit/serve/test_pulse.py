@@ -181,7 +181,7 @@ async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeyp
     spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", "/shm", 1 << 30)
     supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_idle_s=0.01, hung_busy_s=1.0))
     await supervisor.start(spec)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert "it hung" in (await supervisor.wait_dead())["exit"]
     assert (await supervisor.status())["state"] == "dead"
 
@@ -206,7 +206,7 @@ async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(monkeypat
         supervisor.start(ReplicaSpec("r", "m", "v1", "/v", "/s", (3,), "cpu", "/shm", 1 << 30))
     )
     await asyncio.sleep(0)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         status = await supervisor.status()
     assert (status["state"], status["model"], status["devices"], status["pid"]) == ("starting", "m", [3], child.pid)
     child.kill()

@@ -169,7 +169,7 @@ async def test_a_rank_that_begins_may_be_silent_for_longer_than_one_that_trains(
     await group.adopt("j", [one])
     await asked.wait()
     child.say("ready", step=0, seconds={"join": 7.0, "prepare": 0.0})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         error = (await group.wait()).error
     assert (error["code"], error["reason"]) == ("rank_hung", "did not answer within 5.0 s (stopped or starved)")
 
@@ -194,7 +194,7 @@ async def test_a_rank_whose_profile_ends_may_be_silent_for_longer(monkeypatch, t
     group = Group(limits=PingLimits(ping_every_s=0))
     await group.adopt("j", [one])
     child.say("ready", step=0, seconds={"join": 1.0, "prepare": 0.0})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while await next_limit() != 5.0:
             pass
         await group.profile(steps=1)
@@ -326,7 +326,7 @@ async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_be
     monkeypatch.setattr(one, "kill", lost)
     group = Group(limits=PingLimits(ping_every_s=60))
     await group.adopt("j", [one])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         ended = await group.kill()
     assert (ended.outcome, ended.error["code"], ended.error["blame"]) == ("failed", "killed", "outside")
 
@@ -352,7 +352,7 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_pat
     child.call = ping
     monkeypatch.setattr(one, "next_event", ends)
     group = Group(limits=PingLimits(ping_every_s=60))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await group.adopt("j", [one])
         error = (await group.wait()).error
     assert error["blame"] == blame and says in error["reason"] and error["retryable"]
