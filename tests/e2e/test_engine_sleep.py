@@ -59,20 +59,20 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
 
 
 async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
-    spec = engine_box.spec("busy", engine_box.version("a", seed=1))
+    spec = engine_box.spec("busy", engine_box.version("long", seed=1, max_position_embeddings=4096))
     replica = replicas()
     pid = (await replica.start(spec))["pid"]
+    core = next(each for each in group_pids(pid) if each != pid)
     sdk = client(spec)
     streams = [
         asyncio.create_task(
-            sdk.completions.create(model="starter", prompt="x", max_tokens=400, extra_body={"ignore_eos": True})
+            sdk.completions.create(model="starter", prompt="x", max_tokens=1500, extra_body={"ignore_eos": True})
         )
         for _ in range(3)
     ]
     while (await replica.status())["running"] < len(streams):
         assert not any(stream.done() for stream in streams)
     # Their answers take longer than sleep's grace of two seconds, however quick the machine is.
-    core = next(each for each in group_pids(pid) if each != pid)
     os.kill(core, signal.SIGSTOP)
     try:
         with pytest.raises(WrongState, match="drain it"):
