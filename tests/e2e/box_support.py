@@ -308,11 +308,11 @@ def whole_box(data_dir: Path, settings: str = "") -> Iterator[WholeBox]:
         one.destroy()
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120, pause_s: float = 0.25) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.25)  # each look costs the box a request
+        time.sleep(pause_s)  # each look costs the box a request
     return found
 
 

@@ -91,13 +91,25 @@ def test_a_first_visit_is_small(browser: Any, front: Front) -> None:
     began_s = time.monotonic()
     page.goto(f"{front.url}/ui", wait_until="networkidle")
     page.get_by_label("API 密钥").wait_for()
+    # The network may be idle, and the field there, before the last file has come and anything is painted.
+    until(page, lambda: len(came) > 10 and sum(came) > 50_000)
+    until(page, lambda: page.evaluate("performance.getEntriesByName('first-contentful-paint').length"))
     paint_s = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
     print(
         f"first visit: {sum(came):,.0f} bytes in {len(came)} files, painted after {paint_s:.2f} s, "
         f"quiet after {time.monotonic() - began_s:.2f} s"
     )
-    assert len(came) > 10 and 50_000 < sum(came) < 100_000
+    assert sum(came) < 100_000
     context.close()
+
+
+def until(page: Any, condition: Callable[[], Any]) -> None:
+    """What pages do is told while something waits in the browser alone."""
+    for _ in range(WAIT_MS // 20):
+        if condition():
+            return
+        page.wait_for_timeout(20)
+    raise TimeoutError("what the test waits for did not come")
 
 
 def test_the_pictures_of_the_docs_are_taken_here_and_each_is_shown(browser: Any, front: Front, tmp_path: Path) -> None:
@@ -163,7 +175,7 @@ def test_changes_come_by_the_stream_and_by_asking_where_there_is_none(browser: A
     key_is_shown("by-the-next-stream", 8_000)
     context.route("**/admin/v1/events*", lambda asked: asked.abort())
     front.restart_control()
-    key_is_shown("by-asking", 25_000)
+    key_is_shown("by-asking", 60_000)
     assert streams.count(200) == 2
     context.close()
 
@@ -324,6 +336,7 @@ def test_a_job_of_a_teacher_is_asked_for_with_it(visit: Visit, tmp_path: Path) -
     page.locator("input[list=teachers]").fill("boxer@v2")
     page.get_by_role("button", name="Begin the job").click()
     page.wait_for_function("() => document.querySelector('form button.main').disabled")
+    until(page, lambda: asked)
     assert asked[0]["method"] == {
         "type": "distillation",
         "distillation": {"hyperparameters": {}, "teacher": "boxer@v2"},
@@ -416,7 +429,7 @@ def test_data_is_reported_by_number_and_by_line(visit: Visit, front: Front) -> N
         file_id = http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent).json()["id"]
     page = visit(place="#/data")
     page.get_by_role("link", name="people.jsonl").click()
-    page.get_by_text("a job takes it").wait_for(timeout=60_000)  # checked in a process of its own
+    page.get_by_text("a job takes it").wait_for(timeout=200_000)  # checked in a process of its own
     assert page.url.endswith(file_id)
     duplicates = page.get_by_role("row").filter(has_text="duplicates").first
     assert "11" in duplicates.inner_text() and "92 %" in duplicates.inner_text()
@@ -441,9 +454,7 @@ def evaluated(front: Front) -> str:
         eval_id = http.post("/v1/evals", json=body).raise_for_status().json()["id"]
         run = {"name": "first", "data_source": source}
         made = http.post(f"/v1/evals/{eval_id}/runs", json=run).raise_for_status().json()
-        front.wait(
-            lambda: http.get(f"/v1/evals/{eval_id}/runs/{made['id']}").json()["status"] == "completed", seconds=60
-        )
+        front.wait(lambda: http.get(f"/v1/evals/{eval_id}/runs/{made['id']}").json()["status"] == "completed")
     return eval_id
 
 
@@ -497,8 +508,7 @@ def test_parts_of_a_page_keep_their_order_whichever_comes_first(visit: Visit, ju
     page.route("**/v1/pipelines/nightly", lambda asked: held.append(asked))
     page.get_by_role("link", name="nightly").click()
     page.get_by_text("24 examples, 3 duplicates").wait_for()
-    while not held:
-        page.wait_for_timeout(20)
+    until(page, lambda: held)
     held[0].continue_()
     page.get_by_role("button", name="Run now").wait_for()
     told = page.locator("main").inner_text()
@@ -701,7 +711,7 @@ def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> Non
     page.locator("dialog[open]").wait_for()
     made = page.locator("dialog pre").inner_text().strip()
     with front.http(made) as http:
-        assert http.get("/admin/v1/me").json()["name"] == "ann"
+        front.wait(lambda: http.get("/admin/v1/me").json().get("name") == "ann")
     page.keyboard.press("Escape")
     row = page.get_by_role("row").filter(has_text="ann")
     assert made not in page.content()
@@ -709,7 +719,7 @@ def test_a_key_is_made_shown_once_and_revoked(visit: Visit, front: Front) -> Non
     row.get_by_role("button", name="Revoke").click()
     row.get_by_text("revoked").wait_for()
     with front.http(made) as http:
-        assert http.get("/admin/v1/me").status_code == 401
+        front.wait(lambda: http.get("/admin/v1/me").status_code == 401)
 
 
 def lanes(page: Any, handovers: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
@@ -772,9 +782,9 @@ def test_the_timeline_is_looked_at_closer_by_pointer_and_by_keyboard(visit: Visi
     for _ in range(3):
         page.keyboard.press("Enter")
     axis.get_by_text("now").wait_for()
-    assert axis.first.inner_text() == "−30 min"
+    expect(axis.first).to_have_text("−30 min")
     page.get_by_role("button", name="1 h", exact=True).click()
-    assert axis.first.inner_text() == "−60 min"
+    expect(axis.first).to_have_text("−60 min")
     views = [
         ("moved({span: 100, until: null}, 1000, -0.5)", {"span": 100, "until": 950}),
         ("moved({span: 100, until: 950}, 1000, 0.5)", {"span": 100, "until": None}),

@@ -127,7 +127,7 @@ class Front:
         return self.call(read)
 
     @staticmethod
-    def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def wait(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         pause = threading.Event()
         for _ in range(int(seconds / 0.05)):
             if condition():
