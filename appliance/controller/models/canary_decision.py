@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
@@ -60,11 +60,14 @@ class CanaryTerms:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """of_one: it waits because only one owner's answers tell something bad, who is not to decide alone."""
-
     verdict: Verdict
     reason: str
-    of_one: bool = False
+
+
+class OfOne(Decision):
+    """It waits because only one owner's answers tell something bad, who is not to decide alone."""
+
+    __slots__ = ()
 
 
 def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_reason: str = "") -> Decision:
@@ -87,13 +90,13 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
             f"requests failed, with {stable.version} {old.errors} of {old.requests}",
         )
     )
-    if not found.of_one:
+    if not isinstance(found, OfOne):
         return found
     # Or whoever asks it without end would keep it, and its engine, from ever being decided.
     if now_s >= terms.since_s + ENDURANCE * terms.watch_s:
         return Decision("roll back", f"{found.reason}, for {ENDURANCE} times as long as it was to be watched")
     by_hand = f"decide by hand; an automatic one goes back after {ENDURANCE} times as long as it was to be watched"
-    return replace(found, reason=f"{found.reason}: {by_hand}")
+    return Decision("wait", f"{found.reason}: {by_hand}")
 
 
 def worse_loss(canary: Side, stable: Side) -> Decision | None:
@@ -151,7 +154,7 @@ def slower(canary: Side, stable: Side, waits_for_others: bool) -> Decision | Non
         one = heard[0][0] if len(heard) == 1 else {}
         if len(one) == 1 and any(owner not in one for owner in canary.load.asked):
             # Requests of others that wait behind this owner's are not timed: he would decide alone.
-            return Decision("wait", f"{its} of one owner, {that}, and others' answers do not say", of_one=True)
+            return OfOne("wait", f"{its} of one owner, {that}, and others' answers do not say")
         whose = f", or worse, for {len(slow)} of {len(found)} owners" if len(found) > 1 else ""
         return Decision("roll back", f"{its}, {that}{whose}")
     return unsure
@@ -188,7 +191,7 @@ def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decisio
         text = f"{canary.version} refused {mine.errors} of {mine.requests} requests, which {stable.version} answered"
         if decides:
             return Decision("roll back", text)
-        return Decision("wait", f"{text}, hardly any of others than one owner", of_one=True)
+        return OfOne("wait", f"{text}, hardly any of others than one owner")
     return None
 
 
