@@ -1,7 +1,7 @@
 """Defines the file of a bundle: a shell script, followed by a zip archive that has a signed manifest of everything.
 
     header              a shell script; it finds the right Python and lets it run the archive
-    __main__.py, appliance/bundle/carried/*.py      what is run
+    __main__.py, appliance/bundle/carried/*.py      what is run; zipfile reads it, as it reads what is checked
     wheels/*.whl        all packages, pip and the appliance among them
     gateway/*.so        the gateway's hot modules, compiled
     share/...           documentation, the unit of systemd
@@ -31,7 +31,8 @@ from appliance.bundle.carried.signature import PublicKey, Signature
 END = b"appliance-bundle-end"
 MANIFEST, SIGNATURE, SIGNER = "manifest.json", "manifest.json.minisig", "signer.pub"
 NAMED_BY_NONE = frozenset({MANIFEST, SIGNATURE})
-FORMAT = 1
+FORMAT = 2
+_READ = (1, 2)  # 1: its script had zipimport run the archive
 MOST_OF_MANIFEST = 1 << 24
 _PIECE = 1 << 20
 _TEXTS = ("version", "build", "commit", "made", "python", "machine", "glibc", "soabi", "skip", "header_sha256")
@@ -39,6 +40,8 @@ _LOCAL, _DIRECTORY, _END = 30, 46, struct.Struct("<4s4H2LH")
 _END_64, _EXTRA_64 = struct.Struct("<4sQ2H2L4Q4sLQL"), 28
 
 # `tail` and `wc` belong to POSIX. The script exits before the archive, which is binary, so no shell reads it as script.
+# Python would run the archive by itself (zipimport), but only one whose end is not written in 64 bits, which is how
+# zipfile writes the end of more than 2 GiB: a bundle for GPUs did not start.
 HEADER = """#!/bin/sh
 # appliance {version}, {build} build, for Python {python} on Linux {machine}
 #   sh FILE verify            is it whole, and whose is it?
@@ -49,8 +52,28 @@ if [ "$(tail -c {end_bytes} "$0" | tr -d '\\0')" != "{end}" ]; then
     exit 1
 fi
 for python in ${{PYTHON:-python{python} python3 python}}; do
-    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != ({python_numbers}))' 2>/dev/null; then
-        exec "$python" -E -s "$0" "$@"
+    if "$python" -I -c 'import sys; sys.exit(sys.version_info[:2] != ({python_numbers}))' 2>/dev/null; then
+        exec "$python" -I -c '
+import importlib.abc, importlib.util, sys, zipfile
+
+class Carried(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    def __init__(self, path):
+        with zipfile.ZipFile(path) as archive:
+            self.texts = {{name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}}
+    def name_of(self, module):
+        names = [module.replace(".", "/") + end for end in ("/__init__.py", ".py")]
+        return next((name for name in names if name in self.texts), None)
+    def find_spec(self, module, path=None, target=None):
+        return importlib.util.spec_from_loader(module, self) if self.name_of(module) else None
+    def is_package(self, module):
+        return self.name_of(module).endswith("/__init__.py")
+    def get_source(self, module):
+        return self.texts[self.name_of(module)].decode()
+
+del sys.argv[0]
+sys.meta_path.insert(0, Carried(sys.argv[0]))
+exec(sys.meta_path[0].texts["__main__.py"])
+' "$0" "$@"
     fi
 done
 echo "error: this needs Python {python}, which is not found; name it: PYTHON=/path/to/python{python} sh $0 ..." >&2
@@ -111,7 +134,7 @@ class Manifest:
         """Raises Unusable."""
         try:
             fields = json.loads(data)
-            if fields["format"] != FORMAT:
+            if fields["format"] not in _READ:
                 raise Unusable(
                     f"this bundle has format {fields['format']!r}, known here is {FORMAT}; use its own: "
                     "`sh FILE verify`"
@@ -215,7 +238,7 @@ class Bundle:
     def _problems(self) -> Iterator[str]:
         named = self.manifest.files
         self._file.seek(0)
-        head = self._file.read(len(self.manifest.header))
+        head = self._file.read(min(info.header_offset for info in self._zip.infolist()))
         if hashlib.sha256(head).hexdigest() != self.manifest.header_sha256:
             yield "changed: the script at the beginning of the file"
         if self._zip.comment != END:
@@ -234,8 +257,8 @@ class Bundle:
 
     def _has_one_reading(self, at: int) -> bool:
         """Whether the file is what `make` writes: its files one behind the other from `at` on, their directory and the
-        end, and nothing in between or beside them. Python finds what it runs in an archive in a way of its own
-        (zipimport): by the numbers of the end alone, and as many bytes as are said to be packed."""
+        end, and nothing in between or beside them. Others read an archive in ways of their own: Python that is given
+        the file (zipimport) goes by the numbers of the end alone, and by the bytes that are said to be packed."""
         infos = self._zip.infolist()
         for info in sorted(infos, key=lambda info: info.header_offset):
             self._file.seek(info.header_offset)
