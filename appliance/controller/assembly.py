@@ -42,7 +42,7 @@ from appliance.paths import BoxPaths
 from appliance.power.helper_client import HelperClient
 from appliance.store.database import Database
 from appliance.store.objects.callable_names import CallableNames
-from appliance.store.records import box
+from appliance.store.records import box, model_settings
 from appliance.store.rows import JobRow
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.levels import make_levels
@@ -198,7 +198,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
-    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end)
+    notes = partial(model_settings.notes, db)
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end, notes)
     port = LoopPort(loop, effects, journal, routing, db, trigger, box_status)
     helper = config.power.helper_socket
     power = PowerKeeper(

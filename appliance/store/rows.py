@@ -153,7 +153,7 @@ class TierRemovalRow:
 @dataclass(frozen=True, slots=True)
 class ModelSettingsRow:
     """A version of the settings of a model's engines (`serve.core.model_settings`). digest: names equal settings alike.
-    by_whom: a key's name, or "box"."""
+    by_whom: a key's name, or "box". note: why the box itself put them in force, a sentence without a full stop."""
 
     model: str
     number: int
@@ -161,6 +161,7 @@ class ModelSettingsRow:
     digest: str
     by_whom: str = ""
     settings: dict[str, Any] = json_column(default_factory=dict)
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ class DeploymentRow:
     """How a model is to be served.
 
     max_replicas None: as many as the box's settings allow. ttft_p95_s, tpot_p95_ms: targets for the time to the first
-    token and per further token; None: none. idle: the numbers of `scheduler.core.idle.IdleSettings` that are set.
+    token and per further token; None: none. idle: the numbers of `scheduler.core.idle.IdleSettings` that are set. served:
+    the `scheduler.core.workload.Build` of the engine that opened last, {} if none has.
     """
 
     model: str
@@ -180,6 +182,7 @@ class DeploymentRow:
     ttft_p95_s: float | None = None
     tpot_p95_ms: float | None = None
     idle: dict[str, Any] = json_column(default_factory=dict)
+    served: dict[str, Any] = json_column(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

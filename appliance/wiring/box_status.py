@@ -21,7 +21,8 @@ RSS_EVERY_S = 5.0
 
 
 class BoxStatus:
-    """serving_floor, bounds, asleep_per_device: as configured. certificates_end: by node, in seconds since 1970."""
+    """serving_floor, bounds, asleep_per_device: as configured. certificates_end: by node, in seconds since 1970.
+    settings_notes: why the box itself changed settings, by model."""
 
     def __init__(
         self,
@@ -34,11 +35,12 @@ class BoxStatus:
         bounds: dict[str, Any],
         asleep_per_device: int,
         certificates_end: Callable[[], Mapping[str, float]] = dict,
+        settings_notes: Callable[[], Mapping[str, str]] = dict,
     ):
         self._loop, self._effects, self._bus, self._weights, self._host = loop, effects, bus, weights, host
         self._serving_floor, self._bounds, self._asleep_per_device = serving_floor, bounds, asleep_per_device
         self._rss: dict[str, int] = {}
-        self._certificates_end = certificates_end
+        self._certificates_end, self._settings_notes = certificates_end, settings_notes
 
     async def read_memory(self) -> None:
         """Each replica's resident memory (bytes); called every `RSS_EVERY_S`. Of an engine that does not answer in
@@ -78,6 +80,7 @@ class BoxStatus:
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
                 *(f"{model}: {text}" for model, text in now["reloads"].items()),
+                *(f"{model}: {text}" for model, text in self._settings_notes().items()),
                 *now["waits"],
                 *certificate_notes(self._certificates_end(), time.time()),
             ],

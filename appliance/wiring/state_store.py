@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from appliance.controller.devices import cordons, night_round
@@ -15,15 +15,16 @@ from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents, add_message
 from appliance.store.database import Database
+from appliance.store.ids import new_id
 from appliance.store.kept_rows import KeptRows
 from appliance.store.objects import jobs, models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.objects.callable_names import CallableNames
-from appliance.store.records import box, canaries, deployments, model_settings, usage
-from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
+from appliance.store.records import audit, box, canaries, deployments, model_settings, usage
+from appliance.store.rows import AuditRow, CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
-from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Workload
 from scheduler.devices.discovery import HOME_NODE
 from scheduler.handover.ports import Outcome
 
@@ -180,6 +181,28 @@ class SqliteStateStore:
         """Only the loop keeps it: failures before a restart predict nothing about tries after it."""
         self._models_changed()
 
+    def model_served(self, model: str, build: Build) -> None:
+        deployments.update(self._db, model, served=asdict(build))
+
+    def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
+        with self._db.transaction():
+            rows = model_settings.history(self._db, model)
+            if (rows[0].digest if rows else "") != failed.settings:
+                return True
+            before = next((row for row in rows if row.digest == served.settings), None)
+            if before is None and served.settings:
+                return False
+            number, said = (before.number, before.settings) if before is not None else (0, {})
+            note = f"no engine starts with settings {rows[0].number}, so those before, {number}, serve again: {reason}"
+            model_settings.add(self._db, model, said, served.settings, "box", time.time(), note)
+            detail = {"failed": rows[0].number, "back_to": number, "reason": reason}
+            audit.insert(
+                self._db,
+                AuditRow(new_id("audit_"), None, "model.settings", model, "done", "", time.time(), detail),
+            )
+        self._models_changed()  # the gateways' table holds the context
+        return True
+
     def _finish_cancelled(self, unfinished: list[JobRow]) -> list[JobRow]:
         """Finish cancelled jobs that hold nothing any more; returns the others. A running one first stops because it is
         missing from the workload, and is finished when its ranks are gone."""
@@ -203,6 +226,7 @@ class SqliteStateStore:
                     version=adapter.base_version,
                     min_replicas=0,
                     pinned=False,
+                    served=None,
                     demand=self._demand(adapter.host),
                     idle=Idle(limit_s=CHECKPOINT_IDLE_S),
                 )
@@ -231,6 +255,7 @@ class SqliteStateStore:
             demand=self._demand(row.name),
             idle=Idle(),
             pinned=False,
+            served=None,
         )
 
     def _checkpoints(self, adapters: Mapping[str, AdapterRow]) -> list[DeploymentView]:
@@ -293,6 +318,7 @@ class SqliteStateStore:
             idle=Idle(IdleSettings.model_construct(**row.idle)),
             pinned=bool(row.pinned),
             settings=self._settings.get(row.model, ""),
+            served=Build(**row.served),
         )
 
     def _bare(self, model: str, version: str) -> DeploymentView:

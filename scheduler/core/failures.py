@@ -15,7 +15,7 @@ from typing import Literal
 
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame
-from scheduler.core.workload import Workload
+from scheduler.core.workload import Build, DeploymentView, Workload
 
 Cause = Literal["memory", "device", "configuration"]
 """Causes that may be gone, so that a retry makes sense at once: memory was short, a device was missing, a setting was
@@ -28,6 +28,18 @@ LONGEST_REASON = 300  # characters of a failure message shown to users; logs hav
 def first_line(reason: str) -> str:
     """The part of a failure message shown to users."""
     return reason.partition("\n")[0][:LONGEST_REASON]
+
+
+def of_settings(deployment: DeploymentView, failed: Build, blame: Blame) -> Build | None:
+    """What the model goes back to because an engine `failed` to start for its settings; None if it stays as it is.
+
+    They are at fault where the engine itself failed and nothing else differs from what served last: with another
+    version or other devices nobody knows which of the two it was."""
+    served = deployment.served
+    if served is None or not served.version or blame not in ("own", "input") or failed != deployment.build:
+        return None
+    alike = (served.version, served.tensor_parallel) == (failed.version, failed.tensor_parallel)
+    return served if alike and served.settings != failed.settings else None
 
 
 @dataclass(slots=True)

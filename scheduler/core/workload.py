@@ -182,6 +182,15 @@ class Standby:
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """What an engine is started with."""
+
+    version: str = ""
+    tensor_parallel: int = 1
+    settings: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentView:
     """A model that may be served.
 
@@ -198,7 +207,8 @@ class DeploymentView:
     `awake_again`: replicas to have awake where nobody needs their devices: those that slept for a check of them.
     `anew`: why a running engine of another version is replaced by a new one, not given `version`; "" if it is. `wakes`:
     False if its engines cannot wake either, and so are stopped instead of put to sleep. `beside`: the model of which it
-    is a version beside the one that answers; "" if it is a model of its own.
+    is a version beside the one that answers; "" if it is a model of its own. `served`: with what the engine
+    that opened last was started, a Build() if none has; None: nobody keeps it.
     """
 
     model: str
@@ -222,6 +232,11 @@ class DeploymentView:
     anew: str = ""
     wakes: bool = True
     beside: str = ""
+    served: Build | None = None
+
+    @property
+    def build(self) -> Build:
+        return Build(self.version, self.tensor_parallel, self.settings)
 
     @property
     def family(self) -> str:

@@ -6,7 +6,7 @@ import time
 from typing import Literal, Protocol
 
 from scheduler.core.failures import Trouble
-from scheduler.core.workload import Workload
+from scheduler.core.workload import Build, Workload
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
@@ -36,6 +36,13 @@ class StateStore(Protocol):
     def model_trouble(self, model: str, trouble: Trouble | None) -> None:
         """Its replicas fail and are retried at `trouble.not_before_s`; open ones stay open. None: the trouble is
         over."""
+
+    def model_served(self, model: str, build: Build) -> None:
+        """An engine with the model's version, devices and settings has opened: the next `load` has it as `served`."""
+
+    def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
+        """No engine starts with these settings: put those that served in force again, unless they were changed
+        meanwhile. False if those that served are gone."""
 
 
 class Clock(Protocol):

@@ -21,10 +21,10 @@ from typing import Any
 
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Stopped
-from scheduler.core.failures import Cause, Trouble
+from scheduler.core.errors import Blame, Stopped
+from scheduler.core.failures import Cause, Trouble, first_line, of_settings
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import Hysteresis, PlanInput, Policy, Workload
+from scheduler.core.workload import Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import handover as handover_
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects
@@ -266,6 +266,7 @@ class SchedulerLoop:
         now_s = self._clock.now_s()
         self._take_policy_in_force(now_s)
         self._state.open_replicas_are_stable()
+        self._note_what_serves()
         self._cancel_drains(now_s)
         self._state.failures.keep(self._workload)
         self._state.reloads.keep(self._workload)
@@ -295,13 +296,36 @@ class SchedulerLoop:
         """Whether it has engines that no memory of the box is enough for. Requests would wait for such a one as long as
         they are held, and nobody would say why."""
         told = {
-            (step.model, step.version): why
+            (step.model, Build(step.version, step.tensor_parallel, step.settings)): why
             for chain in handover.take
             if (step := chain.waking) is not None and (why := self._too_large(step.model))
         }
-        for (model, version), why in told.items():
-            self._state.model_failed(model, version, why, blame="input")
+        for (model, build), why in told.items():
+            self._start_failed(model, build, why, "input")
         return bool(told)
+
+    def _note_what_serves(self) -> None:
+        """With what the open engines were started, kept where a restart finds it."""
+        for deployment in self._workload.deployments:
+            if deployment.served not in (None, deployment.build) and any(
+                replica.state == "open"
+                and replica.model == deployment.model
+                and Build(replica.version, len(replica.devices), replica.settings) == deployment.build
+                for replica in self.box.replicas.values()
+            ):
+                self._store.model_served(deployment.model, deployment.build)
+
+    def _start_failed(self, model: str, build: Build, reason: str, blame: Blame) -> None:
+        """An engine did not start. For its settings alone, the model has those again with which it served last, at
+        once; requests that are held go to the engines with them."""
+        deployment = next((d for d in self._workload.deployments if d.model == model), None)
+        served = None if deployment is None else of_settings(deployment, build, blame)
+        if served is not None and self._store.settings_failed(model, build, served, first_line(reason)):
+            log.warning("its settings are those that served before: %s", reason, extra={"model": model})
+            self._state.reset_failures(model)
+        elif deployment is None or deployment.settings == build.settings:
+            self._state.model_failed(model, build.version, reason, blame=blame)
+        self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
     def _steps(self, plan_input: PlanInput, allocation: Allocation) -> Handover:
         known = {j.id for j in plan_input.jobs}
@@ -423,6 +447,9 @@ class SchedulerLoop:
             running = chain.step("start_replica") is None
             if deployment is not None and running and end.blame in ("version", "reload"):
                 self._state.reload_refused(deployment, version, end.reason, whole=end.blame == "reload")
+            elif not running:
+                build = Build(version, waking.tensor_parallel, waking.settings)
+                self._start_failed(model, build, end.reason, end.blame)
             else:
                 self._state.model_failed(model, version, end.reason, blame=end.blame)
         self._clear_in_progress(holder)

@@ -15,6 +15,7 @@ from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device, Lease
 from scheduler.core.workload import (
+    Build,
     Demand,
     DeploymentView,
     JobView,
@@ -127,6 +128,11 @@ class SimStore:
 
     def model_trouble(self, model: str, trouble: Trouble | None) -> None:
         assert trouble is None, f"simulated engines do not fail: {trouble}"
+
+    def model_served(self, model: str, build: Build) -> None: ...
+
+    def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
+        return False
 
 
 class SimEffects:

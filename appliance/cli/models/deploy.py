@@ -61,7 +61,8 @@ def deploy(
     """Change how a model is served; only what is given changes, and it takes effect at once.
 
     A change of the engines' settings is checked by vLLM first; then each engine finishes its requests and is started
-    again, while further requests are held.
+    again, while further requests are held. If none starts with them, the box takes the settings back that served last,
+    and `appliance status` and `model show` say why.
     """
     body = given(min_replicas=min_replicas, tensor_parallel=tensor_parallel, pinned=pin)
     for name, text in zip(_NULLABLE, (max_replicas, ttft_p95_s, tpot_p95_ms, idle_sleep_s), strict=True):
@@ -72,6 +73,7 @@ def deploy(
     path = f"{paths.model(model)}/settings"
     found = session.client.send("PATCH", path, body=change) if change else session.client.get(path)
     answer |= {"settings": found["settings"], "settings_number": found["number"], "settings_history": found["history"]}
+    answer["settings_note"] = found["history"][0].get("note", "") if found["history"] else ""
     session.show(answer, _deployment)
 
 
@@ -95,4 +97,5 @@ def _deployment(answer: dict[str, Any]) -> Any:
         ("pinned", "yes" if answer["pinned"] else "no"),
         ("fails", formats.or_dash(answer["failed_reason"])),
         *engine_settings.fields(answer["settings"], answer["settings_number"]),
+        *([("set by the box", note)] if (note := answer["settings_note"]) else []),
     )

@@ -282,6 +282,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("for", _for_whom(model)),
         *engine_settings.parsers(model.get("info") or {}),
         *engine_settings.fields(model.get("settings") or {}, model.get("settings_number") or 0),
+        *([("set by the box", note)] if (note := model.get("settings_note")) else []),
         *([("challenger", challenger)] if (challenger := (model.get("aliases") or {}).get("challenger")) else []),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
         *([("versions by", note)] if (note := model.get("reload_note")) else []),

@@ -49,7 +49,8 @@ def model(
 ) -> dict[str, Any]:
     """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
     `context_note`: why that is less than the model's own, else "". `reload_note`: why its engines are started anew
-    instead of loading a version while they run, else None.
+    instead of loading a version while they run, else None. `settings_note`: why the box itself put these settings in
+    force, else "".
     `adapter`: {"base", "base_version", "rank", "host"} if the active version is one; the engines of `host` serve it.
     `message`: why its engines fail, None if they do not."""
     found = deployments.find(db, row.id)
@@ -72,6 +73,7 @@ def model(
         "deployment": deployment(found, status) if found else None,
         "settings": set_up.settings if set_up else {},
         "settings_number": set_up.number if set_up else 0,
+        "settings_note": set_up.note if set_up else "",
         "versions": [
             {
                 **columns(v, "version created_s bytes source"),

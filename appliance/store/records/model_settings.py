@@ -15,12 +15,12 @@ find = _TABLE.find
 
 
 def add(
-    db: Database, model: str, settings: dict[str, Any], digest: str, by_whom: str, now_s: float
+    db: Database, model: str, settings: dict[str, Any], digest: str, by_whom: str, now_s: float, note: str = ""
 ) -> ModelSettingsRow:
     """Put new settings in force; the oldest of more than MOST_KEPT go."""
     with db.transaction():
         last = current(db, model)
-        row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings)
+        row = ModelSettingsRow(model, 1 if last is None else last.number + 1, now_s, digest, by_whom, settings, note)
         _TABLE.insert(db, row)
         db.execute("DELETE FROM model_settings WHERE model = ? AND number <= ?", [model, row.number - MOST_KEPT])
     return row
@@ -37,6 +37,13 @@ def digests(db: Database) -> dict[str, str]:
     by_index = "model_settings INDEXED BY model_settings_digests"
     rows = db.execute(f"SELECT model, digest FROM {by_index} WHERE (model, number) IN ({_NEWEST})")
     return {model: digest for model, digest in rows.fetchall()}
+
+
+def notes(db: Database) -> dict[str, str]:
+    """Why the box itself put the settings in force that are, by model."""
+    return dict(
+        db.execute(f"SELECT model, note FROM model_settings WHERE note != '' AND (model, number) IN ({_NEWEST})")
+    )
 
 
 def has_chat_template(db: Database, model: str) -> bool:

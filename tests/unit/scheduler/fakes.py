@@ -17,7 +17,7 @@ from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device, Lease
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.effects import (
     Event,
     GroupEnded,
@@ -68,6 +68,7 @@ class FakeReplica:
     devices: tuple[str, ...]
     has_requests: bool = False
     """It has been opened and neither drained nor died since: to stop it would cut requests off."""
+    settings: str = ""
 
 
 @dataclass
@@ -110,7 +111,10 @@ class World:
         return Observed(
             devices=self.devices,
             leases=tuple(self.leases.values()),
-            replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in self.replicas.values()),
+            replicas=tuple(
+                ReplicaView(r.id, r.model, r.version, r.state, r.devices, settings=r.settings)
+                for r in self.replicas.values()
+            ),
             groups=tuple(GroupObserved(g.job_id, g.devices, g.lease_id, g.ended) for g in self.groups.values()),
         )
 
@@ -202,7 +206,9 @@ class FakeEffects:
             self._is_held("start_replica", plan.id, lease_id, plan.devices)
             if plan.id in self.world.replicas:
                 assert self.world.replicas[plan.id].state == "ready"
-            self.world.replicas[plan.id] = FakeReplica(plan.id, plan.model, plan.version, "ready", plan.devices)
+            self.world.replicas[plan.id] = FakeReplica(
+                plan.id, plan.model, plan.version, "ready", plan.devices, settings=plan.settings
+            )
 
         return await self._verb("start_replica", plan.id, effect)
 
@@ -346,6 +352,7 @@ class FakeStore:
         self.reasons: dict[str, str] = {}
         self.coming: dict[str, tuple[tuple[str, ...], int]] = {}
         self.troubles: dict[str, Trouble] = {}
+        self.gone_back: list[str] = []
 
     def load(self) -> Workload:
         deployments = tuple(self.deployments.values())
@@ -372,6 +379,15 @@ class FakeStore:
             self.troubles.pop(model, None)
         else:
             self.troubles[model] = trouble
+
+    def model_served(self, model: str, build: Build) -> None:
+        self.deployments[model] = replace(self.deployments[model], served=build)
+
+    def settings_failed(self, model: str, failed: Build, served: Build, reason: str) -> bool:
+        if self.deployments[model].settings == failed.settings:
+            self.gone_back.append(reason)
+            self.deployments[model] = replace(self.deployments[model], settings=served.settings)
+        return True
 
     def ask(self, model: str, *, inflight: int = 0, held: int = 0, now_s: float | None = None) -> None:
         old = self.deployments[model]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.failures import Failures
-from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
+from scheduler.core.errors import Blame
+from scheduler.core.failures import Failures, of_settings
+from scheduler.core.workload import Build, DeploymentView, JobView, Policy, Workload
 
 
 @pytest.fixture
@@ -91,3 +92,28 @@ def test_what_left_the_workload_is_forgotten(failures: Failures) -> None:
     failures.keep(Workload(Policy("auto"), (JobView("kept"),), (DeploymentView("kept", "v1"),)))
     assert failures.job("gone") is None and failures.model("gone", "v1") is None
     assert failures.job("kept") and failures.model("kept", "v1")
+
+
+SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")
+
+
+@pytest.mark.parametrize(
+    ("served", "failed", "blame", "goes_back"),
+    [
+        (SERVED, NOW, "own", True),
+        (SERVED, NOW, "input", True),
+        (SERVED, NOW, "memory", False),
+        (SERVED, NOW, "outside", False),
+        (SERVED, Build("v1", 1, "of before"), "own", False),
+        (NOW, NOW, "own", False),
+        (Build("v0", 1, "old"), NOW, "own", False),
+        (Build("v1", 2, "old"), NOW, "own", False),
+        (Build(), NOW, "own", False),
+        (None, NOW, "own", False),
+    ],
+)
+def test_settings_alone_are_at_fault_where_all_else_served(
+    served: Build | None, failed: Build, blame: Blame, goes_back: bool
+) -> None:
+    deployment = DeploymentView("m", "v1", settings="new", served=served)
+    assert of_settings(deployment, failed, blame) == (served if goes_back else None)

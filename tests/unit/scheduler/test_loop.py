@@ -12,7 +12,7 @@ from scheduler.core.allocation import Allocation, GroupPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, EffectFailed, Stopped
 from scheduler.core.inventory import Holder, Lease, Ledger
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.core.workload import Build, Demand, DeploymentView, JobView, Policy, Workload
 from scheduler.handover import handover
 from scheduler.handover.box import Box, GroupView
 from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
@@ -938,3 +938,81 @@ async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
     await loop.wait_settled(loop.nudge())
     loop.stop()
     await running
+
+
+SET_UP = replace(MODEL, settings="old", served=Build())
+
+
+def no_engine_starts(rig: Rig, settings: str, blame: Blame = "own") -> None:
+    """No engine starts with these settings."""
+
+    def hook(when: str, verb: str, target: str) -> None:
+        engine = rig.world.replicas.get(target)
+        if (when, verb) == ("in", "start_replica") and engine is not None and engine.settings == settings:
+            engine.state = "dead"
+            raise EffectFailed(verb, target, "the engine refused", blame)
+
+    rig.effects.hook = hook
+
+
+def change(rig: Rig, **changes: object) -> None:
+    rig.store.deployments["m"] = replace(rig.store.deployments["m"], **changes)
+
+
+def set_ups(rig: Rig) -> list[tuple[str, str]]:
+    return sorted((engine.state, engine.settings) for engine in rig.world.replicas.values())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@in_virtual_time
+async def test_settings_with_which_no_engine_starts_are_taken_back_at_once(replicas: int) -> None:
+    set_up = replace(SET_UP, min_replicas=replicas, max_replicas=replicas)
+    async with Rig(FakeStore(Policy("serve"), (), (set_up,))) as rig:
+        await rig.settle()
+        assert rig.store.deployments["m"].served == Build("v1", 1, "old")
+        no_engine_starts(rig, "new")
+        change(rig, settings="new")
+        began_s = rig.now_s
+        await rig.settle()
+        assert set_ups(rig) == [("open", "old")] * replicas and rig.store.gone_back == ["the engine refused"]
+        assert not rig.store.troubles and not rig.loop.status()["troubles"]
+        tries = 2 * rig.effects.seconds["start_replica"]
+        assert rig.now_s - began_s < tries + 1.0, "without a wait between the two"
+
+
+@pytest.mark.parametrize(
+    ("blame", "changes"),
+    [("memory", {}), ("outside", {}), ("own", {"version": "v2"}), ("own", {"tensor_parallel": 2})],
+)
+@in_virtual_time
+async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, changes: dict[str, object]) -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (SET_UP,))) as rig:
+        await rig.settle()
+        no_engine_starts(rig, "new", blame)
+        change(rig, settings="new", **changes)
+        await rig.settle()
+        assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
+
+
+@in_virtual_time
+async def test_the_first_settings_of_all_are_tried_again_and_again() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (replace(SET_UP, settings="new"),))) as rig:
+        no_engine_starts(rig, "new")
+        await asyncio.sleep(30)
+        assert not rig.store.gone_back and rig.store.troubles["m"].count > 2
+
+
+@in_virtual_time
+async def test_settings_are_taken_back_though_the_box_restarts_while_an_engine_starts_with_them() -> None:
+    async with Rig(FakeStore(Policy("serve"), (), (SET_UP,))) as rig:
+        await rig.settle()
+        change(rig, settings="new")
+        rig.loop.nudge()
+        while ("new" not in {settings for _, settings in set_ups(rig)}) and rig.now_s < 2000:
+            await asyncio.sleep(0.1)
+    rig.world.replicas.clear()
+    rig.world.leases.clear()
+    no_engine_starts(rig, "new")
+    async with rig:
+        await rig.settle()
+        assert set_ups(rig) == [("open", "old")] and rig.store.gone_back == ["the engine refused"]

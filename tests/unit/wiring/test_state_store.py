@@ -12,11 +12,11 @@ from appliance.controller.devices.night_round import AWAKE_AGAIN
 from appliance.controller.interfaces.ports import Mode
 from appliance.store import database
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import box, canaries, deployments, windows
+from appliance.store.records import audit, box, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.failures import Trouble
-from scheduler.core.workload import Demand, Policy
+from scheduler.core.workload import Build, Demand, Policy
 from scheduler.loop.mode_schedule import Window
 
 PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
@@ -234,3 +234,26 @@ def test_the_canary_of_an_adapter_needs_no_engine(states, add_model, add_adapter
     add_adapter("ft:a")
     canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 1.0))
     assert [view.model for view in states.load().deployments] == ["starter"]
+
+
+def test_settings_that_served_are_put_in_force_again_and_it_is_said(db, states, add_model, refreshed):
+    add_model()
+    old, new = Build("v1", 1, ""), Build("v1", 1, "digest")
+    assert states.load().deployments[0].served == Build()
+    states.model_served("starter", old)
+    model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 1.0)
+    (view,) = states.load().deployments
+    assert (view.build, view.served) == (new, old)
+    assert states.settings_failed("starter", new, old, "the engine refused")
+    row = model_settings.current(db, "starter")
+    assert (row.number, row.settings, row.by_whom) == (2, {}, "box") and states.load().deployments[0].build == old
+    assert row.note == "no engine starts with settings 1, so those before, 0, serve again: the engine refused"
+    assert model_settings.notes(db) == {"starter": row.note} and refreshed
+    (told,) = audit.page(db).data
+    assert (told.action, told.target, told.key_id) == ("model.settings", "starter", None)
+    assert told.detail == {"failed": 1, "back_to": 0, "reason": "the engine refused"}
+    assert states.settings_failed("starter", new, old, "again"), "they are in force no more"
+    assert model_settings.current(db, "starter") == row
+    model_settings.add(db, "starter", {"max_num_seqs": 4}, new.settings, "someone", 2.0)
+    assert not model_settings.notes(db), "what a person set is not the box's"
+    assert not states.settings_failed("starter", new, Build("v1", 1, "kept no more"), "the engine refused")

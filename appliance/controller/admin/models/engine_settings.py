@@ -56,7 +56,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "number": rows[0].number if rows else 0,
             "settings": rows[0].settings if rows else {},
             "history": [
-                {"number": r.number, "created_s": r.created_s, "by": r.by_whom, "settings": r.settings} for r in rows
+                {
+                    "number": r.number,
+                    "created_s": r.created_s,
+                    "by": r.by_whom,
+                    "settings": r.settings,
+                    "note": r.note,
+                }
+                for r in rows
             ],
         }
 
