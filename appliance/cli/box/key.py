@@ -262,6 +262,8 @@ def _expires(text: str | None) -> float | str | None:
         raise BadUsage(
             f"--expires is {text}, later than a calendar goes; for a key that never ends give none"
         ) from None
+    if day_after <= date.today():
+        raise BadUsage(f"--expires is {text!r}, which is past; expected a future time, such as 30d from now")
     return moment_to_come("--expires", day_after.isoformat())
 
 

@@ -263,7 +263,14 @@ TABLES: dict[str, tuple[Any, Make]] = {
     ),
     "deployments": (
         rows.DeploymentRow,
-        lambda at: {"model": at.id("model"), "idle": {}, "ttft_p95_s": None, "tpot_p95_ms": None, "max_replicas": 1},
+        lambda at: {
+            "model": at.id("model"),
+            "idle": {},
+            "served": {},
+            "ttft_p95_s": None,
+            "tpot_p95_ms": None,
+            "max_replicas": 1,
+        },
     ),
     "standby": (rows.StandbyRow, lambda at: {"model": at.id("model"), "arguments": [1.0], "state": LONG_JSON}),
     "canaries": (
