@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import zipfile
 from collections import Counter
@@ -35,6 +36,8 @@ FORMAT = 2
 _READ = (1, 2)  # 1: its script had zipimport run the archive
 MOST_OF_MANIFEST = 1 << 24
 _PIECE = 1 << 20
+_MOST_OF_HEADER = 1 << 16
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")  # it is the name of a directory
 _TEXTS = ("version", "build", "commit", "made", "python", "machine", "glibc", "soabi", "skip", "header_sha256")
 _LOCAL, _DIRECTORY, _END = 30, 46, struct.Struct("<4s4H2LH")
 _END_64, _EXTRA_64 = struct.Struct("<4sQ2H2L4Q4sLQL"), 28
@@ -143,6 +146,10 @@ class Manifest:
             found = cls(**{**fields, "imports": tuple(fields["imports"]), "files": files})
             if not all(type(getattr(found, name)) is str and getattr(found, name).isprintable() for name in _TEXTS):
                 raise ValueError("it has something else where texts belong")
+            if not all(name.isascii() and name.isprintable() for name in files):
+                raise ValueError("files have names that are not plain text")
+            if not _VERSION.fullmatch(found.version):
+                raise ValueError("its version is none")
             return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise Unusable(f"the manifest cannot be read: {error!r}") from error
@@ -238,12 +245,13 @@ class Bundle:
     def _problems(self) -> Iterator[str]:
         named = self.manifest.files
         self._file.seek(0)
-        head = self._file.read(min(info.header_offset for info in self._zip.infolist()))
+        first = min(info.header_offset for info in self._zip.infolist())
+        head = self._file.read(min(first, _MOST_OF_HEADER))
         if hashlib.sha256(head).hexdigest() != self.manifest.header_sha256:
             yield "changed: the script at the beginning of the file"
         if self._zip.comment != END:
             yield "changed: the end of the file"
-        if not self._has_one_reading(len(head)):
+        if not self._has_one_reading(first):
             yield "changed: the archive, which whoever runs it may read in another way than whoever checks it"
         for name in sorted(set(named) - set(self.names)):
             yield f"missing: {name}"

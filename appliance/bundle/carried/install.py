@@ -119,7 +119,7 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
 
 
 def _place_gateway(bundle: Bundle, python: str, say: Say) -> None:
-    """Returns where the release's code looks for compiled files, which depends on its Python."""
+    """Puts compiled files where the release's code looks for them, which depends on its Python."""
     names = [name for name in bundle.manifest.files if name.startswith("gateway/")]
     if not names:
         return

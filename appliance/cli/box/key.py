@@ -132,7 +132,7 @@ def rotate(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR
     answer = session.client.post(f"/admin/v1/keys/{segment(key)}/rotate")
     if not session.as_json:
         output.say(f"Key {answer['name']} has a new secret, and the old one is refused. It is not shown again:")
-        if (removed := answer["first_key_file_removed"]) is not None:
+        if (removed := answer.get("first_key_file_removed")) is not None:
             output.say(f"{removed} had the old one and was removed.")
     output.print_json(answer) if session.as_json else print(answer["key"])
 

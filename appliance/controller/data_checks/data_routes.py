@@ -53,9 +53,11 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
 
     @router.post("/{file_id}/prepare")
     async def prepare(file_id: str, body: PrepareAsked, request: Request, caller: Caller) -> dict[str, Any]:
+        carried = Carried(db, context.config, Attempt.of(request, caller, ROUTE, [file_id, body.model_dump()]))
+        if (done := carried.done()) is not None:
+            return _told_again(context, done["ids"], caller)
         first = storage.known_file(context, file_id, caller)
         mixed = [storage.known_file(context, one.file, caller, "mix") for one in body.mix if one.file != first.id]
-        carried = Carried(db, context.config, Attempt.of(request, caller, ROUTE, [file_id, body.model_dump()]))
         ids = [new_id("file-") for _ in range(1 if body.split is None else 2)]
         if (earlier := carried.before(lambda: Deed.of(ids=ids))) is not None:
             return _told_again(context, earlier["ids"], caller)

@@ -156,6 +156,11 @@ class Carried:
         self._db, self._config, self._attempt = db, config, attempt
         self._deed: Deed | None = None
 
+    def done(self) -> dict[str, Any] | None:
+        """What an earlier attempt has changed, as `earlier` says."""
+        deed = earlier(self._db, self._config, self._attempt, Deed)
+        return None if deed is None else deed.told
+
     def before(self, make: Callable[[], Deed]) -> dict[str, Any] | None:
         """What an earlier attempt has changed. None: there was none, and this one is to do what `make` says. Ask while
         nothing else can change the same."""

@@ -23,7 +23,7 @@ from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models.activation import Activations
-from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, decide, p95_s
+from appliance.controller.models.canary_decision import CanaryTerms, Decision, OfOne, Side, decide, p95_s
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
@@ -41,10 +41,13 @@ class Canaries:
         self._going = OneEach(context.background, "canary")
         self.tasks = self._going.tasks
         self._leaving: set[str] = set()  # ended canaries whose engines may still exist
+        self._of_one: dict[tuple[str, float], float] = {}  # since when one owner's answers alone tell something bad
 
     async def look(self, now_s: float) -> None:
         """A task for each canary, which ends it where it ends automatically; called every `canary_every_s`."""
-        for row in canaries.list_running(self._context.db):
+        running = canaries.list_running(self._context.db)
+        self._of_one = {key: self._of_one[key] for row in running if (key := _key(row)) in self._of_one}
+        for row in running:
             await self._going.begin(row.name, partial(self._end_of, row, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
@@ -63,6 +66,8 @@ class Canaries:
     async def _look_at(self, model: str, now_s: float) -> None:
         row, active = self._running(model), stored_model(self._context.db, model).active_version
         decision, caller = self.decision(row, now_s), caller_of(self._context.db, None)
+        if isinstance(decision, OfOne):
+            self._of_one.setdefault(_key(row), now_s)
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.
@@ -219,7 +224,7 @@ class Canaries:
             )
         canary, stable = self._sides(row)
         terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests, row.share)
-        return decide(canary, stable, terms, now_s, self._failed(row.name))
+        return decide(canary, stable, terms, now_s, self._failed(row.name), self._of_one.get(_key(row)))
 
     def _failed(self, name: str) -> str:
         """Why the canary's engines fail, once they have failed too often to be chance."""
@@ -241,7 +246,7 @@ class Canaries:
         }
 
     def _sides(self, row: CanaryRow) -> tuple[Side, Side]:
-        counted = self._context.load().canaries.get((row.model, row.created_s), {})
+        counted = self._context.load().canaries.get(_key(row), {})
 
         def side(version: str) -> Side:
             loss = self._valid_loss(row.model, version) if comparable else None
@@ -321,3 +326,7 @@ class Canaries:
                 f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
             )
         return row
+
+
+def _key(row: CanaryRow) -> tuple[str, float]:
+    return row.model, row.created_s

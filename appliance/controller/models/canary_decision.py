@@ -28,7 +28,7 @@ SLOWER_CHANCE = 0.01
 PATIENCE = 3
 """After this many watch periods, the requests of one owner alone, and a few late answers, are enough."""
 ENDURANCE = 10
-"""After this many watch periods, a canary goes back of which only one owner's answers tell something bad."""
+"""A canary goes back once, for this many watch periods, one owner's answers alone have told something bad of it."""
 ENOUGH = 10
 """An owner's times are compared once each version has answered this many of his requests."""
 LOSS_BOUND_NATS = 0.05
@@ -70,9 +70,16 @@ class OfOne(Decision):
     __slots__ = ()
 
 
-def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_reason: str = "") -> Decision:
-    """failed_reason: why the canary's engines do not start, empty while they do. The first rule that finds something
-    decides."""
+def decide(
+    canary: Side,
+    stable: Side,
+    terms: CanaryTerms,
+    now_s: float,
+    failed_reason: str = "",
+    of_one_since_s: float | None = None,
+) -> Decision:
+    """failed_reason: why the canary's engines do not start, empty while they do. of_one_since_s: when this was first
+    `OfOne`, None: it never was. The first rule that finds something decides."""
     if failed_reason:
         return Decision("roll back", f"the engine of {canary.version} does not start: {failed_reason}")
     left_s = terms.since_s + terms.watch_s - now_s
@@ -93,10 +100,10 @@ def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_
     if not isinstance(found, OfOne):
         return found
     # Or whoever asks it without end would keep it, and its engine, from ever being decided.
-    if now_s >= terms.since_s + ENDURANCE * terms.watch_s:
+    if of_one_since_s is not None and now_s >= of_one_since_s + ENDURANCE * terms.watch_s:
         return Decision("roll back", f"{found.reason}, for {ENDURANCE} times as long as it was to be watched")
     by_hand = f"decide by hand; an automatic one goes back after {ENDURANCE} times as long as it was to be watched"
-    return Decision("wait", f"{found.reason}: {by_hand}")
+    return OfOne("wait", f"{found.reason}: {by_hand}")
 
 
 def worse_loss(canary: Side, stable: Side) -> Decision | None:

@@ -32,7 +32,7 @@ async def refuse_made_by_jobs(context: ControllerContext, stats: ModelStats) -> 
 
 
 def adapter_base(context: ControllerContext, found: AdapterFound, base: str | None) -> AdapterBase:
-    """The version that an adapter is to be served on: of the model `asked` for, else of the one that the adapter names,
+    """The version that an adapter is to be served on: of the model `base`, else of the one that the adapter names,
     by its name here, its source, or the last part of a hub id or path. Raises BadRequest, Conflict."""
     db = context.db
     row = models.find(db, base) if base is not None else _named(db, found.base)

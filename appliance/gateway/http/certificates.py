@@ -8,6 +8,7 @@ to the newest context.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import ssl
 import stat
@@ -23,7 +24,7 @@ log = logging.getLogger("appliance.gateway")
 
 LOOK_EVERY_S = 2.0
 SAID_BEFORE_S = 14 * 86400.0
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 17
 
 Seen = tuple[tuple[int, int, int], ...]
 
@@ -48,6 +49,8 @@ class Certificate:
         # Called for every new connection, also for those that name no server.
         self.context.sni_callback = self._hand_over
         self._next_look_s = 0.0
+        self._refused: Seen | None = None
+        self._again_s = 0.0  # Unix time, from when on what was refused may be right
 
     def look(self, now_s: float, *, at_once: bool = False) -> bool:
         """Load the files if they are new; return whether anything changed.
@@ -65,12 +68,19 @@ class Certificate:
             if not settled:
                 return False
             if found == self._seen:  # what is in force is there again
-                self.fault = ""
+                self.fault, self._refused = "", None
                 return before != ""
+            # Reading a long chain, or a key that is encrypted with patience, takes a second of everybody's time.
+            if found == self._refused and time.time() < self._again_s:
+                return False
+            self._refused, self._again_s = found, math.inf
             newest, begins_s, expires_s = self._load()
-            if not begins_s <= time.time() <= expires_s and time.time() < self.expires_s:
+            if not begins_s <= (now := time.time()) <= expires_s and now < self.expires_s:
+                self._again_s = min(one for one in (begins_s, self.expires_s) if one > now)
                 raise ValueError(f"it is valid from {minute(begins_s)} until {minute(expires_s)}")
         except (OSError, ssl.SSLError, ValueError) as error:
+            if not isinstance(error, (ssl.SSLError, ValueError)):
+                self._refused = None  # it may be readable later without another change
             self.fault = f"{type(error).__name__}: {error}"
             if self.fault != before:
                 log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)

@@ -235,8 +235,9 @@ def test_what_it_says_shows_a_terminal_nothing_but_text(made, key, tmp_path):
         Bundle(rewritten(made, tmp_path / "b", add=["\x1b[2Jwhole: 15 files as signed"]))
     with Bundle(made) as found:
         told = found.manifest
-    for name, value in (("commit", "\x1b[1A"), ("version", 1), ("made", None)):
-        with pytest.raises(Unusable, match="where texts belong"):
+    evil = {**told.files, "\x1b[2Jwhole": told.files["__main__.py"]}
+    for name, value in (("commit", "\x1b[1A"), ("version", 1), ("version", "../../x"), ("made", None), ("files", evil)):
+        with pytest.raises(Unusable, match="the manifest cannot be read"):
             Manifest.decoded(replace(told, **{name: value}).encoded())
     with pytest.raises(Unusable) as refused:
         Manifest.decoded(b'{"format": "\\u001b[2J"}')

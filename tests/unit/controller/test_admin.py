@@ -86,7 +86,7 @@ async def rotated(control: Control, made: dict[str, Any]) -> str:
     return digest
 
 
-@pytest.mark.parametrize("way", ["rotate", "revoke"])
+@pytest.mark.parametrize("way", ["rotate", "revoke", "forget"])
 async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Control, way: str):
     """It stayed, and who took the key from it was refused."""
     first = await ask(control, "POST", "/keys", json={"name": "first"})
@@ -98,10 +98,27 @@ async def test_the_file_of_the_first_key_goes_with_the_secret_in_it(control: Con
     assert file.exists()
     if way == "rotate":
         assert (await ask(control, "POST", "/keys/first/rotate"))["first_key_file_removed"] == str(file)
-    else:
+    elif way == "revoke":
         await ask(control, "DELETE", "/keys/first")
+    else:
+        await ask(control, "POST", "/forget", json={"owner": "first"})
     assert not file.exists()
     assert (await ask(control, "POST", "/keys", json={"name": "more"}))["key"], "and nothing fails where it is gone"
+
+
+@pytest.mark.parametrize("way", ["rotate", "revoke", "forget"])
+async def test_a_key_ends_where_the_file_of_the_first_one_cannot_be_read(control: Control, way: str):
+    """Gateways were not told of its end, or nobody of its new secret."""
+    file = Path(control.context.box["data_dir"]) / "first-key"
+    file.write_bytes(b"\xff\xfe")
+    made = await ask(control, "POST", "/keys", json={"name": "other"})
+    if way == "rotate":
+        assert (await ask(control, "POST", "/keys/other/rotate"))["key"]
+    elif way == "revoke":
+        await ask(control, "DELETE", "/keys/other")
+    else:
+        await ask(control, "POST", "/forget", json={"owner": "other"})
+    assert keys.fingerprint(made["key"]) not in control.gateway_keys and file.exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from appliance.gateway.routing.canary_comparison import bucket
 
 TERMS = CanaryTerms(since_s=100.0, watch_s=600.0, min_requests=50, share=0.1)
 OVER_S = 701.0
-TEN_TIMES_S = TERMS.since_s + 10 * TERMS.watch_s
+TEN_TIMES_S = OVER_S + 10 * TERMS.watch_s
 
 
 def side(
@@ -130,7 +130,8 @@ def test_a_version_that_refuses_what_the_other_answers_is_rolled_back_but_by_nob
 
     def verdict(now_s: float, refused: dict[str, int], **asked: tuple[int, int]) -> tuple[str, str]:
         new = Side("v2", VersionLoad(asked=asked, refused=refused))
-        found = decide(new, Side("v1", VersionLoad(asked={"a": (90, 0), "b": (90, 0), "m": (90, 0)})), TERMS, now_s)
+        old = Side("v1", VersionLoad(asked={"a": (90, 0), "b": (90, 0), "m": (90, 0)}))
+        found = decide(new, old, TERMS, now_s, of_one_since_s=OVER_S)
         return found.verdict, found.reason
 
     assert verdict(101.0, {"a": 9, "b": 9}) == ("roll back", "v2 refused 9 of 9 requests, which v1 answered")
@@ -194,8 +195,9 @@ def test_one_owner_decides_nothing_by_times_while_others_who_asked_it_have_none(
     usual, late = Times({bucket(0.1): 20}, {bucket(1.0): 20}), Times({bucket(0.1): 20}, {bucket(60.0): 20})
     old = Side("v1", VersionLoad({"m": usual, "a": usual}, {"m": (900, 0), "a": (900, 0)}))
 
-    def found(new: Times, now_s: float = OVER_S, **more: tuple[int, int]) -> Decision:
-        return decide(Side("v2", VersionLoad({"m": new}, {"m": (99, 0), **more})), old, TERMS, now_s)
+    def found(new: Times, now_s: float = OVER_S, since_s: float | None = OVER_S, **more: tuple[int, int]) -> Decision:
+        canary = Side("v2", VersionLoad({"m": new}, {"m": (99, 0), **more}))
+        return decide(canary, old, TERMS, now_s, of_one_since_s=since_s)
 
     assert found(late).verdict == "roll back", "nobody else asked it"
     assert found(usual, a=(25, 0)).verdict == "promote"
@@ -204,6 +206,7 @@ def test_one_owner_decides_nothing_by_times_while_others_who_asked_it_have_none(
     assert found(late, TEN_TIMES_S - 1, a=(25, 0)).verdict == "wait"
     ended = found(late, TEN_TIMES_S, a=(25, 0))
     assert ended.verdict == "roll back" and ended.reason.endswith("for 10 times as long as it was to be watched")
+    assert found(late, TEN_TIMES_S, None, a=(25, 0)).verdict == "wait", "it was not bad for so long"
     assert found(usual, TEN_TIMES_S, a=(25, 0)).verdict == "promote"
 
 

@@ -165,6 +165,17 @@ async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Co
     await control.settle()
 
 
+async def test_so_may_the_file_that_another_was_prepared_of(control: Control):
+    path = "/v1/files/{file_id}/prepare"
+    url, same, _ = (await bodies(control))[path]
+    first = await control.http.post(url, headers=KEYED, **same)
+    assert first.status_code == 200, first.text
+    assert (await control.http.delete(url.removesuffix("/prepare"))).status_code == 200
+    again = await control.http.post(url, headers=KEYED, **same)
+    assert again.status_code == 200 and again.json() == first.json()
+    assert (await control.http.post(url, **same)).status_code == 404
+
+
 async def test_a_bound_that_is_reached_refuses_no_repetition(control: Control):
     control.as_key("ann", owner="ann", bounds={"evals": 1})
     body = {"data_source_config": SCHEMA, "testing_criteria": [CHECK]}

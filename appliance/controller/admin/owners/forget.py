@@ -24,6 +24,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import StringConstraints
 
 from appliance import backup_copies
+from appliance.controller.admin.owners.keys import drop_first_key
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
@@ -116,7 +117,7 @@ class Forgetting:
             models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
             await asyncio.sleep(0)
         for row in forgotten.keys_of(db, owner):
-            keys.revoke(db, row.id)
+            drop_first_key(context, keys.revoke(db, row.id))
             await asyncio.sleep(0)
         context.publish_keys()
         if left := await self._end_work(owner, caller):

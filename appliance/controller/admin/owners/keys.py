@@ -4,6 +4,7 @@ gateways at once. One that expires is revoked by the box."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection
 from dataclasses import fields
@@ -40,6 +41,8 @@ from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys, usage
 from appliance.store.rows import KeyRow
 from runtime.moments import minute
+
+log = logging.getLogger("appliance.controller")
 
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
@@ -140,9 +143,9 @@ class KeyEnds:
             record(
                 context, caller, action, row.id, name=row.name, **{kind: ids for kind, ids in stopped.items() if ids}
             )
-        _drop_first_key(context, row)
         for batch_id in stopped["batches"]:
             self._runner.poke(batch_id)  # it checks itself that its key is revoked
+        drop_first_key(context, row)
         return stopped
 
 
@@ -237,7 +240,7 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             renewed, key = keys.renew(db, row.id)
             record(context, caller, "key.rotate", row.id, name=row.name)
         context.publish_keys()
-        return views.key(renewed) | {"key": key, "first_key_file_removed": _drop_first_key(context, row)}
+        return views.key(renewed) | {"key": key, "first_key_file_removed": drop_first_key(context, row)}
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
@@ -256,15 +259,19 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
         )
 
 
-def _drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
+def drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
     """Removes the file with the box's first key if it has the secret that this key had, which is refused now: who set
-    the box up later from that file got 401. Returns its path, None if it has another or is gone."""
+    the box up later from that file got 401. Returns its path, None if it has another, is gone or cannot be read: the
+    key has ended all the same, and gateways have still to be told."""
     path = BoxPaths.of(Path(context.box["data_dir"])).first_key
     try:
         if keys.fingerprint(path.read_text().strip()) != row.sha256:
             return None
         path.unlink()
     except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("%s, which may have a key that has ended, stays: %s", path, error)
         return None
     return str(path)
 
