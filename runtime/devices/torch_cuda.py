@@ -6,6 +6,8 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,15 @@ _OF_A_DEVICE = re.compile(r"AcceleratorError|(?:CUDA|HIP|cuDNN|NCCL) error")
 _OF_THE_PROGRAM = re.compile(r"device-side assert|out of memory|ALLOC_FAILED")
 THREADS_PER_WARP = 32
 MOST_ROUNDED_MB = 4  # a staging ring's buffer (train.state.copies), which is made anew for each snapshot
+
+
+@cache
+def _copy_streams(device: int) -> Iterator[Any]:
+    """Two in turn, for a snapshot and a version at a time. torch hands out 32 in turn, each of which keeps the blocks
+    of its copies and, after a product, cuBLAS's workspace."""
+    import torch
+
+    return cycle((torch.cuda.Stream(device), torch.cuda.Stream(device)))
 
 
 class TorchCuda(DeviceKind):
@@ -112,7 +123,7 @@ class TorchCuda(DeviceKind):
 
         if not (self.of_this_torch() and torch.cuda.is_initialized()):
             return nullcontext()
-        stream = torch.cuda.Stream()
+        stream = next(_copy_streams(torch.cuda.current_device()))
         stream.wait_stream(torch.cuda.default_stream())
         return torch.cuda.stream(stream)
 

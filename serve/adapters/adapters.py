@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,14 @@ class Known:
     request: LoRARequest
     held: DirectoryLock
     used_s: float
+
+
+def waiting(engine: AsyncLLM) -> Counter[str]:
+    """Requests that wait for their owner's place (serve.api.fair_order), which the engine does not have yet: how many,
+    by the name of their adapter, "" for none. Whoever drains the engine waits for them too: one whose adapter was
+    unloaded meanwhile ended the engine, and one of an adapter was answered with another version's weights."""
+    found: Counter[str] = engine.__dict__.setdefault("shm_waiting", Counter())
+    return found
 
 
 class _KnownRequests(dict):
@@ -226,7 +235,8 @@ class EngineAdapters(LoRAResolver):
 
     def _in_flight(self) -> set[str]:
         states = self._llm.output_processor.request_states.values()
-        return {state.lora_request.lora_name for state in states if state.lora_request is not None}
+        running = {state.lora_request.lora_name for state in states if state.lora_request is not None}
+        return running | {name for name, number in waiting(self._llm).items() if name and number}
 
     async def _drained(self, timeout_s: float, name: str | None = None) -> None:
         async with asyncio.timeout(timeout_s):

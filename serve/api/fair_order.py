@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,8 +36,9 @@ from vllm.renderers.base import BaseRenderer, _SwappableExecutor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from serve.adapters.adapters import waiting
 from serve.api import answer_version
-from serve.api.turns import Room, ThreadsInTurns, Turns, behind, mark_of, number
+from serve.api.turns import ROLLOUTS, Room, ThreadsInTurns, Turns, behind, mark_of, number
 
 # A text with more bytes than this for each token that a prompt may have is first read in pieces: real texts have three
 # or four. (Counted by characters, a million emoji passed for 131,072 tokens and were 2.7 million, 4.2 s.) The second
@@ -65,15 +68,38 @@ def apply() -> None:
     OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
 
 
+class Waits:
+    """Counts one request among those of `number` that the engine does not have yet, from the beginning to `end`."""
+
+    def __init__(self, number: Counter[str], adapter: str) -> None:
+        self._number, self._adapter, self._counted = number, adapter, False
+
+    def __enter__(self) -> None:
+        self._number[self._adapter] += 1
+        self._counted = True
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        if self._counted:
+            self._counted = False
+            self._number[self._adapter] -= 1
+            if not self._number[self._adapter]:
+                del self._number[self._adapter]
+
+
 @dataclass(slots=True)
 class Turn:
-    """The turn of one request. tokens: of its prompt; unserved: how many of its choices have no token yet."""
+    """The turn of one request. tokens: of its prompt; unserved: how many of its choices have no token yet; waits: until
+    the engine has it."""
 
     turns: Turns
     owner: str
     place: int
     tokens: int
     unserved: int
+    waits: Waits
 
     def computed(self, tokens: int, *, first: bool) -> None:
         """A step has written this many tokens of one choice. first: whether they are its first."""
@@ -99,15 +125,19 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
         params = given.get("params") or given.get("sampling_params") or given.get("pooling_params")
         turns = self.__dict__.setdefault("shm_turns", Turns())
         outputs = functools.partial(answer, self, *args, **kwargs)
+        adapter = given.get("lora_request")
+        waits = Waits(waiting(self), adapter.lora_name if adapter is not None else "")
         owner = answer_version.owner()
-        return _placed(outputs, _room(self, owner), turns, owner, _tokens(given.get("prompt")), params)
+        return _placed(outputs, _room(self, owner), waits, turns, owner, _tokens(given.get("prompt")), params)
 
     return run
 
 
 def _room(engine: AsyncLLM, owner: str) -> Room:
     rooms = engine.__dict__.setdefault("shm_rooms", weakref.WeakValueDictionary())
-    room: Room = rooms.setdefault(owner, Room(max(OF_AN_OWNER, 2 * engine.vllm_config.scheduler_config.max_num_seqs)))
+    places = max(OF_AN_OWNER, 2 * engine.vllm_config.scheduler_config.max_num_seqs)
+    # Rollouts are bounded by their job, and one that waited here would not be interrupted with the others.
+    room: Room = rooms.setdefault(owner, Room(sys.maxsize if owner == ROLLOUTS else places))
     return room
 
 
@@ -123,26 +153,35 @@ def _prepared_in_turn(render: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _placed(
-    answer: Callable[..., AsyncGenerator[Any, None]], room: Room, turns: Turns, owner: str, tokens: int, params: Any
+    answer: Callable[..., AsyncGenerator[Any, None]],
+    room: Room,
+    waits: Waits,
+    turns: Turns,
+    owner: str,
+    tokens: int,
+    params: Any,
 ) -> AsyncGenerator[Any, None]:
     choices = getattr(params, "n", 1) or 1
-    async with room.take(choices):
-        turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices)
-        outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))
-        _TURN.set(turn)  # for _noted, which this task comes to before it calls for another answer
-        try:
-            async for output in outputs:
-                yield output
-        finally:
-            await outputs.aclose()
-            turn.ended()
+    with waits:
+        async with room.take(choices):
+            turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices, waits)
+            outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))
+            _TURN.set(turn)  # for _noted, which this task comes to before it calls for another answer
+            try:
+                async for output in outputs:
+                    yield output
+            finally:
+                await outputs.aclose()
+                turn.ended()
 
 
 def _noted(add_request: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_request)
     def run(self: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> None:
         add_request(self, request, *args, **kwargs)
-        setattr(self.request_states[request.request_id], TURN, _TURN.get())
+        if (turn := _TURN.get()) is not None:
+            turn.waits.end()
+        setattr(self.request_states[request.request_id], TURN, turn)
 
     return run
 
@@ -201,7 +240,10 @@ def read_in_pieces(renderer: Any) -> None:
 def words_of_a_token(tokenizer: Any) -> int:
     """How many words one of its tokens has at most, so that a text has no fewer tokens than words divided by this; 0
     where that says nothing of its tokens. A word is a space before a letter; that a token ends with counts as one."""
-    most = max(len(_WORD.findall(token.translate(_SPACES) + "a")) for token in tokenizer.get_vocab())
+    vocabulary = [*tokenizer.get_vocab()]
+    if not all(isinstance(token, str) for token in vocabulary):  # a checkpoint's own tokenizer may have bytes
+        return 0
+    most = max((len(_WORD.findall(token.translate(_SPACES) + "a")) for token in vocabulary), default=0)
     most = max(most, 1)
     # A tokenizer may drop letters, or make one token of all that it does not know.
     tokens = len(tokenizer(_LETTERS, add_special_tokens=False)["input_ids"])

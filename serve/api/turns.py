@@ -8,9 +8,8 @@ import functools
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,18 +78,34 @@ class Room:
     def __init__(self, places: int) -> None:
         self._turn, self._places, self._most = asyncio.Lock(), asyncio.Semaphore(places), places
 
-    @asynccontextmanager
-    async def take(self, number: int) -> AsyncIterator[None]:
-        taken = 0
+    def take(self, number: int) -> _Taken:
+        return _Taken(self, min(number, self._most))
+
+
+class _Taken:
+    """Places of a room, for as long as a block takes. (No generator: it is used in generators that are closed without
+    being read to their end, and such a one would be closed before they are.)"""
+
+    def __init__(self, room: Room, number: int) -> None:
+        self._room, self._number, self._taken = room, number, 0
+
+    async def __aenter__(self) -> None:
         try:
-            async with self._turn:
-                while taken < min(number, self._most):
-                    await self._places.acquire()
-                    taken += 1
-            yield
-        finally:
-            for _ in range(taken):
-                self._places.release()
+            async with self._room._turn:
+                while self._taken < self._number:
+                    await self._room._places.acquire()
+                    self._taken += 1
+        except BaseException:
+            self._give_back()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for _ in range(self._taken):
+            self._room._places.release()
+        self._taken = 0
 
 
 def _never() -> bool:

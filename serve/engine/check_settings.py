@@ -22,6 +22,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from runtime.devices.kinds import kind_of
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
+from runtime.pydantic_words import words_of_check
 from serve.core.spec import ReplicaSpec
 from serve.engine.main import PARSER
 from serve.load.version_check import read_chat_template, read_config
@@ -83,7 +84,7 @@ def in_words(error: ValidationError) -> str:
     """What is wrong, without the names of vLLM's classes, all of its arguments and an address of pydantic's."""
     told = error.errors(include_url=False, include_context=False, include_input=False)
     names = (".".join(map(str, one["loc"])).replace("_", "-") for one in told)
-    messages = (one["msg"].removeprefix("Value error, ") for one in told)
+    messages = (words_of_check(one["msg"]) for one in told)
     return "; ".join(": ".join(filter(None, pair)) for pair in zip(names, messages, strict=True))
 
 
@@ -100,6 +101,8 @@ def refused_later(config: Any, *, on_host: bool) -> str:
         get_hash_fn_by_name(cache.prefix_caching_hash_algo)(0)
     except ImportError:
         return f"{cache.prefix_caching_hash_algo} needs the package xxhash, which is not installed: take sha256"
-    if on_host and "fp8" in (model.quantization or ""):
+    # Of a checkpoint that has it, the look at the checkpoint has said whether engines here compute it.
+    of_checkpoint = getattr(getattr(model, "hf_config", None), "quantization_config", None)
+    if on_host and "fp8" in (model.quantization or "") and not of_checkpoint:
         return f"engines on this kind of device compute no layers in {model.quantization}"
     return ""

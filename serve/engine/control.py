@@ -40,7 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
-from serve.adapters.adapters import EngineAdapters
+from serve.adapters.adapters import EngineAdapters, waiting
 from serve.api import answer_version
 from serve.api.turns import ROLLOUTS
 from serve.core.errors import (
@@ -257,7 +257,8 @@ class EngineControl:
         async with self._lock:
             self._require("ready", "sleep")
             deadline_s = time.perf_counter() + DRAIN_GRACE_S
-            while unfinished := self.llm.output_processor.get_num_unfinished_requests():
+            processor = self.llm.output_processor
+            while unfinished := processor.get_num_unfinished_requests() + sum(waiting(self.llm).values()):
                 # vLLM's engine dies when it sleeps with decodes in flight (vllm#45520).
                 if time.perf_counter() > deadline_s:
                     raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")

@@ -8,7 +8,7 @@ tensor, so after the sleep it has whatever was in the memory. These objects hold
   cutlass_moe.py);
 - modules of vLLM, for all layers: those of MiniMax-M2's norms, by which the workers of a tensor-parallel engine find
   each other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py);
-- vLLM's model runner, which makes the sampler and the model's state from them while it loads the weights: how far back
+- vLLM's model runner, from which the sampler and the model's state are made while it loads the weights: how far back
   a token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and which tokens limit thinking.
 
 Two kinds of tensors are not kept: large ones, and those in lists and tables. They are filled with zeros, which is what

@@ -53,8 +53,8 @@ class PackedObjective(nn.Module):
     def report_hits(self, right: torch.Tensor, scale: float) -> None:
         """right: (n,) bool, for each token of one micro-batch that is to be learnt, whether it is the likeliest one.
         scale: 0 for a row that only fills a step."""
-        if scale:
-            self._hits.append(torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]))
+        if scale:  # `new_full`: `new_tensor` copies from the host, which waits for the whole forward pass
+            self._hits.append(torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]))
 
     def take_hits(self) -> list[int]:
         """[tokens that were the likeliest, all of them] of what was reported since the last call; [] if nothing was."""

@@ -18,11 +18,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from runtime.devices.kinds import in_host_memory, unplanned_attention
+from train.plan.errors import UnsupportedModel
 
 NAME = "packed"
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_WIDEST_HEAD = 256
 _VARLEN_HEAD_STEP = 8
+_NOT_DONE = ("position_bias", "s_aux", "softcap", "indices", "block_indices")
 
 
 def packed_attention(
@@ -36,13 +38,19 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **unused: Any,
+    **further: Any,
 ) -> tuple[torch.Tensor, None]:
     """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim). A dim of
     value's own is the result's too.
 
-    `segments` are (start, end) token ranges that cover the row without gaps.
+    `segments` are (start, end) token ranges that cover the row without gaps. Raises UnsupportedModel for a layer that
+    asks for more: Inkling was trained without its position bias, and nobody was told.
     """
+    if left_out := [name for name in _NOT_DONE if further.get(name) is not None]:
+        raise UnsupportedModel(
+            f"{type(module).__name__} computes its attention with {' and '.join(left_out)}, which packed attention "
+            "does not"
+        )
     grouped = query.shape[1] != key.shape[1]
     if _one_kernel(query, value, dropout):
         return _varlen(query, key, value, segments, scaling, sliding_window, grouped), None

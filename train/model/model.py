@@ -170,6 +170,11 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
+    if getattr(config, "index_topk", None):
+        raise UnsupportedModel(
+            f"{config.model_type} attends to the tokens that an indexer picks (DeepSeek's sparse attention), which "
+            "packed attention does not"
+        )
     if not getattr(model, "_supports_sdpa", False):
         # Nor without it where the model takes implementations of others: those with attention sinks (gpt-oss), which
         # packed attention would leave out without a word.

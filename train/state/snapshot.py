@@ -51,9 +51,10 @@ def snapshot_layout(engine: Any, kept: Kept = NOTHING) -> Layout:
     """The layout of a snapshot; the same on every rank and for every step of a run.
 
     Each part in the optimizer's order of parameters (train.run.engine gives it matrices before vectors where it has two
-    groups): then what ZeRO keeps end to end lies end to end here too.
+    groups, and what ends unevenly last): then what ZeRO keeps end to end lies end to end here too.
     """
     trained = [p for p in fragments.parameters(engine) if p.trained]
+    trained.sort(key=lambda p: fragments.ends_unevenly(p.shape))
     if len(engine.optimizer.optimizer.param_groups) > 1:
         trained.sort(key=lambda p: len(p.shape) < 2)
     state = [TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained]

@@ -192,7 +192,8 @@ class Draft(Mapped):
 
     def _publish(self, target: Path) -> None:
         while True:
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for directory in (target.parent.parent, target.parent):  # `parents` would give the first another mode
+                directory.mkdir(mode=0o700, exist_ok=True)
             try:
                 os.rename(self.path, target)
                 return

@@ -32,7 +32,8 @@ class Evictor:
     def make_directories(self) -> None:
         """Those of a store whose root is there."""
         for directory in (*(self.root / f"{kind}s" for kind in KINDS), self.staging, self.pool.directory):
-            directory.mkdir(mode=0o700, exist_ok=True)
+            if not directory.is_dir():  # where memory is full, one that is there is enough
+                directory.mkdir(mode=0o700, exist_ok=True)
 
     def mutex(self) -> StoreMutex:
         """Hold this context manager while counting and allocating space. Directories that somebody removed are made

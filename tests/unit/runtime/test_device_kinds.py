@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,6 +210,34 @@ def test_kinds_that_share_torchs_name_are_told_apart_by_torchs_build(abacus, mon
 def test_a_processs_copies_have_no_stream_where_nothing_computes_on_a_gpu():
     with kinds.copy_streams():
         assert torch.zeros(2).add_(1).sum() == 2
+
+
+def test_a_processs_copies_to_a_gpu_share_two_streams(monkeypatch):
+    """Each had a new one, of 32 that torch hands out, and each kept memory."""
+    made, entered = [], []
+
+    class Stream:
+        def __init__(self, device):
+            made.append(device)
+
+        def wait_stream(self, other):
+            entered.append((self, other))
+
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.version, "hip", None)
+    for name, value in {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 7,
+        "Stream": Stream,
+        "default_stream": lambda: "default",
+        "stream": lambda stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for _ in range(6):
+        with kind_of("cuda").copy_stream():
+            pass
+    assert made == [7, 7] and len(entered) == 6 and len({id(stream) for stream, _ in entered}) == 2
+    assert {other for _, other in entered} == {"default"}
 
 
 def test_the_table_costs_no_torch():

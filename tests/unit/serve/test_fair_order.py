@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,10 @@ from vllm.renderers.base import _SwappableExecutor
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import TokenizeParams
 
+from serve.adapters.adapters import waiting
 from serve.api import answer_version, fair_order
 from serve.api.turns import ROLLOUTS, Turns, mark_of, number, place_in
+from tests.unit.serve.test_adapter_loads import Engine as AdapterEngine
 
 
 class Outputs:
@@ -105,7 +109,7 @@ async def test_what_is_written_counts_though_its_client_gets_it_in_one_piece_or_
     """Such a one owed nothing, and came before whoever had read an answer to its end, time after time."""
     turns, outputs = Turns(), Outputs()
     turns.enter("a", 20)
-    turn = fair_order.Turn(turns, "a", turns.enter("a", 2 * 10), 10, 2)
+    turn = fair_order.Turn(turns, "a", turns.enter("a", 2 * 10), 10, 2, fair_order.Waits(Counter(), ""))
     fair_order._TURN.set(turn)
     for name in ("0", "1"):
         ADD(outputs, SimpleNamespace(request_id=name))
@@ -114,6 +118,40 @@ async def test_what_is_written_counts_though_its_client_gets_it_in_one_piece_or_
     turn.ended()
     assert turns.enter("a", 1) == 20 + 20 + 50 - 10, "one of its choices was not begun"
     assert turns.enter("b", 1) == turn.place == 20, "what is being served"
+
+
+async def test_a_request_that_waits_for_a_place_is_waited_for(tmp_path: Path) -> None:
+    """Its adapter was unloaded, and the engine ended for everybody once it began; or the base's weights changed, and it
+    was answered with those."""
+
+    async def answer(self: Any, prompt: Any, params: Any, name: str, *, lora_request: Any = None, priority: int) -> Any:
+        states = self.output_processor.request_states
+        states[name] = SimpleNamespace(lora_request=lora_request)
+        begun.append(lora_request)
+        try:
+            await end.wait()
+            yield 1
+        finally:
+            del states[name]
+
+    async def read(name: str, **more: Any) -> list[Any]:
+        return [one async for one in fair_order._in_turn(answer)(box, prompt(1), SimpleNamespace(n=1), name, **more)]
+
+    box, begun, end = AdapterEngine(tmp_path), list[Any](), asyncio.Event()
+    box.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="priority", max_num_seqs=2))
+    box.go.set()
+    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
+    lora = await box.asked(box.made("ad"))
+    many = [asyncio.ensure_future(read(str(one))) for one in range(fair_order.OF_AN_OWNER)]
+    late = asyncio.ensure_future(read("late", lora_request=lora))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(begun) == fair_order.OF_AN_OWNER and waiting(box)["ad@v1"] == 1
+    with pytest.raises(TimeoutError):
+        await box.adapters.unload("ad@v1", 0.01)
+    end.set()
+    assert await box.adapters.unload("ad@v1", 60.0)
+    assert late.done() and begun[-1] is lora and await asyncio.gather(*many, late) and not waiting(box)
 
 
 async def test_of_many_answers_of_one_owner_some_are_begun_before_others_have_ended(engine: Engine) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from train.plan.errors import InvalidSpec
 from train.plan.spec import TrainSpec
-from train.run.engine import build_engine, init_world, meeting_url, place_buffers
+from train.run.engine import _groups, build_engine, init_world, meeting_url, place_buffers
 from train.state import fragments
 
 
@@ -114,6 +114,39 @@ def test_fragments_cover_every_parameter_and_carry_the_state(stage, precision):
     after = {f.name: f.weights for f in fragments.trained_fragments(engine)}
     for fragment in fragments.trained_fragments(other):
         assert torch.equal(fragment.weights, after[fragment.name])
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.experts = nn.Parameter(torch.ones(4, 16, 8))
+
+    def forward(self, x):
+        self.at = self.experts.data_ptr()
+        return (x * self.scale * self.experts).float().sum()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_begin_at_whole_16_bytes_behind_a_scale_of_one_element(stage):
+    """torch's grouped product asks this of a GPU's memory alone: Zaya and Inkling died in their first step."""
+    module = Mixture()
+    optimizer = torch.optim.AdamW(
+        _groups([*module.parameters()], TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="cpu")),
+        lr=0.1,
+        fused=True,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(4, 16, 8, dtype=torch.bfloat16)))
+        engine.step()
+        assert module.at % 16 == 0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

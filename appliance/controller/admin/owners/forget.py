@@ -24,7 +24,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import StringConstraints
 
 from appliance import backup_copies
-from appliance.controller.admin.owners.keys import drop_first_key
+from appliance.controller.admin.owners.first_key import drop_first_key
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record

@@ -4,11 +4,9 @@ gateways at once. One that expires is revoked by the box."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Collection
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -17,6 +15,7 @@ from pydantic import Field, create_model
 from appliance.controller.access.model_access import caller_of
 from appliance.controller.access.naming import CallableName, OwnerName, model_of
 from appliance.controller.admin import views
+from appliance.controller.admin.owners.first_key import drop_first_key
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
@@ -35,14 +34,11 @@ from appliance.controller.interfaces.principal import (
 )
 from appliance.controller.jobs import claims, pauses
 from appliance.controller.jobs.requests import Priority
-from appliance.paths import BoxPaths
 from appliance.store.errors import DuplicateRow
 from appliance.store.objects import batches, models
 from appliance.store.records import keys, session_keys, usage
 from appliance.store.rows import KeyRow
 from runtime.moments import minute
-
-log = logging.getLogger("appliance.controller")
 
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
@@ -257,23 +253,6 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes and not one.session for one in keys.list_live(db))}
         )
-
-
-def drop_first_key(context: ControllerContext, row: KeyRow) -> str | None:
-    """Removes the file with the box's first key if it has the secret that this key had, which is refused now: who set
-    the box up later from that file got 401. Returns its path, None if it has another, is gone or cannot be read: the
-    key has ended all the same, and gateways have still to be told."""
-    path = BoxPaths.of(Path(context.box["data_dir"])).first_key
-    try:
-        if keys.fingerprint(path.read_text().strip()) != row.sha256:
-            return None
-        path.unlink()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        log.warning("%s, which may have a key that has ended, stays: %s", path, error)
-        return None
-    return str(path)
 
 
 def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
