@@ -260,7 +260,19 @@ def _all_texts(value: dict[str, Any]) -> bool:
     return True
 
 
+def _refuse_uuid(part: dict[str, Any], name: str) -> None:
+    """vLLM keeps what it made of a picture or a sound under this name, without its owner: who gave another's was
+    answered for another's picture, and could have others answered for his own."""
+    if "uuid" in part:
+        raise errors.bad_request(
+            f"A part of `{name}` has a `uuid`, which this server does not take: send the picture or sound itself.",
+            param=name,
+            code="unsupported_parameter",
+        )
+
+
 def _known_part(part: dict[str, Any]) -> bool:
+    _refuse_uuid(part, "messages")
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _PARTS:
         return False
@@ -305,8 +317,15 @@ def check_items(items: list[Any], limits: Limits) -> None:
     parts, odd, values = 0, 0, 0
     arguments: list[str] = []
     for item in items:
-        if isinstance(item, dict) and isinstance(item.get("arguments"), str):
-            arguments.append(item["arguments"])
+        if isinstance(item, dict):
+            if isinstance(item.get("arguments"), str):
+                arguments.append(item["arguments"])
+            for name in ("content", "output"):
+                inner = item.get(name)
+                if isinstance(inner, list):
+                    for part in inner:
+                        if isinstance(part, dict):
+                            _refuse_uuid(part, "input")
         if not isinstance(item, dict) or not _known_item(item):
             odd += 1
             values += _values(item, _ODD_VALUES)

@@ -197,6 +197,30 @@ def test_good_bodies_pass(route: Any, data: dict[str, Any]) -> None:
     assert checked.model == "m" and checked.stream is bool(data.get("stream")) and checked.tokens > 0
 
 
+@pytest.mark.parametrize(
+    "place", ["part", "part without data", "odd part", "inner", "embeddings", "responses", "odd item"]
+)
+def test_no_part_names_what_an_engine_keeps_of_pictures(place: str) -> None:
+    """vLLM takes a part's `uuid` as the name of what it made of the picture, for all owners: by another's name one was
+    answered for another's picture."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}, "uuid": "badge"}
+    if place == "part without data":
+        part["image_url"] = None
+    elif place == "odd part":
+        part["type"] = "image_embeds"
+    elif place == "inner":
+        part = {"type": "tool_result", "tool_use_id": "t", "content": [part]}
+    message = {"role": "user", "content": [part]}
+    route, data = CHAT, {"messages": [message]}
+    if place == "embeddings":
+        route = EMBEDDINGS
+    elif place in ("responses", "odd item"):
+        route, data = RESPONSES, {"input": [message if place == "responses" else {"type": "odd", "content": [part]}]}
+    with pytest.raises(HttpError) as caught:
+        check_body(route, orjson.dumps({"model": "m", **data}), LIMITS)
+    assert caught.value.code == "unsupported_parameter" and "`uuid`" in str(caught.value.message)
+
+
 def test_long_conversations_are_not_mistaken_for_deep_ones() -> None:
     data = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 2000}
     assert check_body(CHAT, orjson.dumps(data), LIMITS).tokens > 2000
