@@ -102,11 +102,13 @@ class EffectFailed(SchedulerError):
         target: lease, replica or job id.
         reason: one sentence for users.
         blame: whose fault it is.
+        of_settings: an engine does not start with what it was given, and no memory, device or other process has a part
+            in that.
     """
 
-    def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own"):
+    def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own", *, of_settings: bool = False):
         super().__init__(f"{verb} {target}: {reason}")
-        self.verb, self.target, self.reason, self.blame = verb, target, reason, blame
+        self.verb, self.target, self.reason, self.blame, self.of_settings = verb, target, reason, blame, of_settings
 
 
 class DrainCancelled(SchedulerError):

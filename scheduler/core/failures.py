@@ -30,13 +30,13 @@ def first_line(reason: str) -> str:
     return reason.partition("\n")[0][:LONGEST_REASON]
 
 
-def of_settings(deployment: DeploymentView, failed: Build, blame: Blame) -> Build | None:
-    """What the model goes back to because an engine `failed` to start for its settings; None if it stays as it is.
+def goes_back_to(deployment: DeploymentView, failed: Build) -> Build | None:
+    """What the model goes back to because no engine starts with `failed`; None if it stays as it is.
 
-    They are at fault where the engine itself failed and nothing else differs from what served last: with another
-    version or other devices nobody knows which of the two it was."""
+    Its settings are at fault where nothing else differs from what served last: with another version or other devices
+    nobody knows which of the two it was."""
     served = deployment.served
-    if served is None or not served.version or blame not in ("own", "input") or failed != deployment.build:
+    if served is None or not served.version or failed != deployment.build:
         return None
     alike = (served.version, served.tensor_parallel) == (failed.version, failed.tensor_parallel)
     return served if alike and served.settings != failed.settings else None

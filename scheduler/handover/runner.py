@@ -31,7 +31,7 @@ class ChainEnd:
     """done: the wanted state was reached. undone: rolled back to the previous state. failed: an undo or a release
     failed too. skipped: the chain never began. cancelled: rolled back because the plan changed, which is not a failure.
 
-    `reason`: the verb's error message. `blame`: what the failure is attributed to.
+    `reason`: the verb's error message. `blame`: what the failure is attributed to. `of_settings`: see EffectFailed.
     """
 
     chain: Chain
@@ -39,6 +39,7 @@ class ChainEnd:
     error: str = ""
     reason: str = ""
     blame: Blame = "own"
+    of_settings: bool = False
 
 
 class ChainListener(Protocol):
@@ -216,7 +217,8 @@ class Runner:
                     self._write(replace(later, state="skipped"))
                 back = [u for s in reversed([*undoable, step]) for u in s.undo]
                 clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
-                return ChainEnd(chain, "undone" if clean else "failed", str(error), error.reason, error.blame)
+                state = "undone" if clean else "failed"
+                return ChainEnd(chain, state, str(error), error.reason, error.blame, error.of_settings)
             if VERBS[step.verb].no_return:
                 undoable.clear()
             else:

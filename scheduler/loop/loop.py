@@ -22,7 +22,7 @@ from typing import Any
 from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, Stopped
-from scheduler.core.failures import Cause, Trouble, first_line, of_settings
+from scheduler.core.failures import Cause, Trouble, first_line, goes_back_to
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import handover as handover_
@@ -301,25 +301,33 @@ class SchedulerLoop:
             if (step := chain.waking) is not None and (why := self._too_large(step.model))
         }
         for (model, build), why in told.items():
-            self._start_failed(model, build, why, "input")
+            self._start_failed(model, build, why, "input", of_settings=True)
         return bool(told)
 
     def _note_what_serves(self) -> None:
         """With what the open engines were started, kept where a restart finds it."""
         for deployment in self._workload.deployments:
-            if deployment.served not in (None, deployment.build) and any(
-                replica.state == "open"
-                and replica.model == deployment.model
-                and Build(replica.version, len(replica.devices), replica.settings) == deployment.build
-                for replica in self.box.replicas.values()
-            ):
+            if deployment.served in (None, deployment.build):
+                continue
+            if self._serves(deployment.model, deployment.build):
                 self._store.model_served(deployment.model, deployment.build)
 
-    def _start_failed(self, model: str, build: Build, reason: str, blame: Blame) -> None:
+    def _serves(self, model: str, build: Build) -> bool:
+        """Whether an open engine of the model was started with this."""
+        return any(
+            replica.state == "open"
+            and replica.model == model
+            and Build(replica.version, len(replica.devices), replica.settings) == build
+            for replica in self.box.replicas.values()
+        )
+
+    def _start_failed(self, model: str, build: Build, reason: str, blame: Blame, *, of_settings: bool) -> None:
         """An engine did not start. For its settings alone, the model has those again with which it served last, at
-        once; requests that are held go to the engines with them."""
+        once; requests that are held go to the engines with them. Not where another engine serves with them."""
         deployment = next((d for d in self._workload.deployments if d.model == model), None)
-        served = None if deployment is None else of_settings(deployment, build, blame)
+        served = None
+        if deployment is not None and of_settings and not self._serves(model, build):
+            served = goes_back_to(deployment, build)
         if served is not None and self._store.settings_failed(model, build, served, first_line(reason)):
             log.warning("its settings are those that served before: %s", reason, extra={"model": model})
             self._state.reset_failures(model)
@@ -449,7 +457,7 @@ class SchedulerLoop:
                 self._state.reload_refused(deployment, version, end.reason, whole=end.blame == "reload")
             elif not running:
                 build = Build(version, waking.tensor_parallel, waking.settings)
-                self._start_failed(model, build, end.reason, end.blame)
+                self._start_failed(model, build, end.reason, end.blame, of_settings=end.of_settings)
             else:
                 self._state.model_failed(model, version, end.reason, blame=end.blame)
         self._clear_in_progress(holder)

@@ -24,6 +24,7 @@ from runtime.processes.kernel import life
 from scheduler.core.errors import Blame, EffectFailed
 from serve.core.errors import (
     EngineOutOfMemory,
+    EngineRefused,
     NotReloadable,
     ReloadFailed,
     ServeError,
@@ -209,12 +210,16 @@ async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
     try:
         return await answer
     except RayTaskError as error:
-        cause = getattr(error, "cause", None) or error
-        raise EffectFailed(verb, target, first_line(cause), blame_of(cause)) from error
+        raise _failed(verb, target, getattr(error, "cause", None) or error) from error
     except RayError as error:
         raise EffectFailed(verb, target, first_line(error), "outside") from error
     except (RuntimeLayerError, ServeError, TrainError, OSError, TimeoutError) as error:
-        raise EffectFailed(verb, target, first_line(error), blame_of(error)) from error
+        raise _failed(verb, target, error) from error
+
+
+def _failed(verb: str, target: str, error: BaseException) -> EffectFailed:
+    of_settings = isinstance(error, EngineRefused)
+    return EffectFailed(verb, target, first_line(error), blame_of(error), of_settings=of_settings)
 
 
 def cause_of(failed: EffectFailed) -> BaseException | None:

@@ -262,11 +262,12 @@ class Replicas:
             settings = dict(self._versions.engine_settings(plan.model, plan.tensor_parallel))
         except NotComputed as error:
             reason = f"{plan.model} cannot be served: {error}"
-            raise EffectFailed("start_replica", plan.id, reason, blame="input") from error
+            raise EffectFailed("start_replica", plan.id, reason, blame="input", of_settings=True) from error
         except (ModelTooLarge, LookupError) as error:
             fix = f"`appliance model deploy {plan.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
             remedy = f" ({fix})" if isinstance(error, ModelTooLarge) else ""
-            raise EffectFailed("start_replica", plan.id, f"{plan.model} does not fit: {error}{remedy}") from error
+            reason, too_large = f"{plan.model} does not fit: {error}{remedy}", isinstance(error, ModelTooLarge)
+            raise EffectFailed("start_replica", plan.id, reason, of_settings=too_large) from error
         if settings.get("adapter_slots") and node_config.name != self._nodes.home.name:
             settings |= {
                 "adapter_roots": (str(node_config.adapters),),

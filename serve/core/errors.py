@@ -36,6 +36,10 @@ class EngineStartFailed(ServeError):
     """The forked engine ended, or did not answer, before it was healthy; the message ends with its log."""
 
 
+class EngineRefused(EngineStartFailed):
+    """The engine itself said why it does not start with what it was given, and it is no memory, file or device."""
+
+
 class EngineOutOfMemory(EngineStartFailed):
     """The engine did not start because host or device memory ran out; a retry may succeed when memory is free."""
 

@@ -15,13 +15,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from runtime.devices.kinds import is_of_a_device, not_ready
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
 from runtime.processes.kernel import group_vitals, life, tail
 from runtime.processes.oom import DiesAs, group_dies_as
 from serve.core import segments
 from serve.core.config import EngineConfig
-from serve.core.errors import BY_NAME, EngineFailed, EngineOutOfMemory, EngineStartFailed, ServeError, WrongState
+from serve.core.errors import (
+    BY_NAME,
+    EngineFailed,
+    EngineOutOfMemory,
+    EngineRefused,
+    EngineStartFailed,
+    ServeError,
+    WrongState,
+)
 from serve.core.spec import ReplicaSpec
 from serve.engine.pulse import Pulse
 from serve.engine.start_errors import in_our_words
@@ -30,6 +39,11 @@ from weights.checkpoint.errors import OpeningRefused
 log = logging.getLogger(__name__)
 
 ENTRY = "serve.engine.main:main"
+_OF_THE_MACHINE = frozenset(
+    "OSError FileNotFoundError PermissionError TimeoutError MemoryError ConnectionError ConnectionRefusedError "
+    "ConnectionResetError BrokenPipeError VersionUnreadable IntegrityError StoreError".split()
+)
+"""Types of errors at an engine's start of which its settings are no cause."""
 
 
 class Replica:
@@ -92,10 +106,16 @@ class Replica:
             if ready and ready["type"] == OpeningRefused.__name__:
                 raise EngineStartFailed(ready["message"])
             words = in_our_words(ready["message"] if ready else tail(log_path), spec.model)
+            refused = ready and not (
+                ready["type"] in _OF_THE_MACHINE
+                or is_of_a_device(ready["type"], ready["message"])
+                or not_ready(ready["message"])
+            )
+            failed = EngineRefused if refused else EngineStartFailed
             if words is not None:
-                failed = EngineOutOfMemory if words.memory else EngineStartFailed
+                failed = EngineOutOfMemory if words.memory else failed
                 raise failed(f"{words.text}\n{cause.removeprefix(': ')}; its log {log_path} says more")
-            raise EngineStartFailed(
+            raise failed(
                 f"engine {spec.replica_id} ended during start{cause}; its log {log_path} says more\n{tail(log_path)}"
             )
         self._state = "ready"

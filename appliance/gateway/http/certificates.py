@@ -24,7 +24,7 @@ log = logging.getLogger("appliance.gateway")
 
 LOOK_EVERY_S = 2.0
 SAID_BEFORE_S = 14 * 86400.0
-MOST_BYTES = 1 << 17
+MOST_BYTES = 1 << 20
 
 Seen = tuple[tuple[int, int, int], ...]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Blame
-from scheduler.core.failures import Failures, of_settings
+from scheduler.core.failures import Failures, goes_back_to
 from scheduler.core.workload import Build, DeploymentView, JobView, Policy, Workload
 
 
@@ -98,22 +97,19 @@ SERVED, NOW = Build("v1", 1, "old"), Build("v1", 1, "new")
 
 
 @pytest.mark.parametrize(
-    ("served", "failed", "blame", "goes_back"),
+    ("served", "failed", "goes_back"),
     [
-        (SERVED, NOW, "own", True),
-        (SERVED, NOW, "input", True),
-        (SERVED, NOW, "memory", False),
-        (SERVED, NOW, "outside", False),
-        (SERVED, Build("v1", 1, "of before"), "own", False),
-        (NOW, NOW, "own", False),
-        (Build("v0", 1, "old"), NOW, "own", False),
-        (Build("v1", 2, "old"), NOW, "own", False),
-        (Build(), NOW, "own", False),
-        (None, NOW, "own", False),
+        (SERVED, NOW, True),
+        (SERVED, Build("v1", 1, "of before"), False),
+        (NOW, NOW, False),
+        (Build("v0", 1, "old"), NOW, False),
+        (Build("v1", 2, "old"), NOW, False),
+        (Build(), NOW, False),
+        (None, NOW, False),
     ],
 )
 def test_settings_alone_are_at_fault_where_all_else_served(
-    served: Build | None, failed: Build, blame: Blame, goes_back: bool
+    served: Build | None, failed: Build, goes_back: bool
 ) -> None:
     deployment = DeploymentView("m", "v1", settings="new", served=served)
-    assert of_settings(deployment, failed, blame) == (served if goes_back else None)
+    assert goes_back_to(deployment, failed) == (served if goes_back else None)

@@ -943,14 +943,14 @@ async def test_a_loop_knows_the_devices_before_its_first_round() -> None:
 SET_UP = replace(MODEL, settings="old", served=Build())
 
 
-def no_engine_starts(rig: Rig, settings: str, blame: Blame = "own") -> None:
+def no_engine_starts(rig: Rig, settings: str, blame: Blame = "own", *, of_settings: bool = True) -> None:
     """No engine starts with these settings."""
 
     def hook(when: str, verb: str, target: str) -> None:
         engine = rig.world.replicas.get(target)
         if (when, verb) == ("in", "start_replica") and engine is not None and engine.settings == settings:
             engine.state = "dead"
-            raise EffectFailed(verb, target, "the engine refused", blame)
+            raise EffectFailed(verb, target, "the engine refused", blame, of_settings=of_settings)
 
     rig.effects.hook = hook
 
@@ -982,13 +982,13 @@ async def test_settings_with_which_no_engine_starts_are_taken_back_at_once(repli
 
 @pytest.mark.parametrize(
     ("blame", "changes"),
-    [("memory", {}), ("outside", {}), ("own", {"version": "v2"}), ("own", {"tensor_parallel": 2})],
+    [("memory", {}), ("outside", {}), ("own", {}), ("own", {"version": "v2"}), ("own", {"tensor_parallel": 2})],
 )
 @in_virtual_time
 async def test_settings_stay_where_something_else_may_be_at_fault(blame: Blame, changes: dict[str, object]) -> None:
     async with Rig(FakeStore(Policy("serve"), (), (SET_UP,))) as rig:
         await rig.settle()
-        no_engine_starts(rig, "new", blame)
+        no_engine_starts(rig, "new", blame, of_settings=bool(changes))
         change(rig, settings="new", **changes)
         await rig.settle()
         assert not rig.store.gone_back and rig.store.troubles["m"].blame == blame
@@ -1016,3 +1016,17 @@ async def test_settings_are_taken_back_though_the_box_restarts_while_an_engine_s
     async with rig:
         await rig.settle()
         assert set_ups(rig) == [("open", "old")] and rig.store.gone_back == ["the engine refused"]
+
+
+@in_virtual_time
+async def test_settings_with_which_an_engine_serves_stay_though_another_does_not_start() -> None:
+    """Between the opening of the first and the next look they were taken back, from the first one too."""
+    async with Rig(FakeStore(Policy("serve"), (), (SET_UP,))) as rig:
+        await rig.settle()
+        change(rig, settings="new")
+        await rig.settle()
+        assert set_ups(rig) == [("open", "new")]
+        change(rig, served=Build("v1", 1, "old"))
+        rig.loop._workload = rig.store.load()
+        rig.loop._start_failed("m", Build("v1", 1, "new"), "the engine refused", "own", of_settings=True)
+        assert not rig.store.gone_back and rig.loop.status()["troubles"]

@@ -21,6 +21,7 @@ from scheduler.ray.actors import Supervisor, ask, blame_of, within
 from serve.core.errors import (
     EngineFailed,
     EngineOutOfMemory,
+    EngineRefused,
     EngineStartFailed,
     NotReloadable,
     ReloadFailed,
@@ -183,6 +184,7 @@ async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
     "error, blame",
     [
         (EngineStartFailed("no such kernel"), "own"),
+        (EngineRefused("no such quantisation"), "own"),
         (EngineOutOfMemory("no room"), "memory"),
         (EngineFailed("it died"), "own"),
         (ReloadFailed("no parameter has an output_dim"), "reload"),
@@ -208,3 +210,4 @@ async def test_whose_fault_an_error_is(error, blame) -> None:
         with pytest.raises(EffectFailed) as failed:
             await ask("start_group", "j", Method(raising(raised)).remote())
         assert failed.value.blame == blame, raised
+        assert failed.value.of_settings == isinstance(error, EngineRefused)

@@ -13,7 +13,7 @@ import pytest
 from runtime.errors import ChildDied
 from runtime.processes.kernel import Vitals, group_vitals
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineStartFailed
+from serve.core.errors import EngineRefused, EngineStartFailed
 from serve.core.spec import ReplicaSpec
 from serve.engine import pulse, replica
 from serve.engine.pulse import EVERY_S, SILENT_S, Pulse, Silence
@@ -232,3 +232,36 @@ async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(mon
     with pytest.raises(EngineStartFailed) as failed:
         await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
     assert str(failed.value) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "refused"),
+    [
+        ("ValueError", "Unknown quantization method: mxfp5", True),
+        ("RuntimeError", "Engine core initialization failed", True),
+        ("FileNotFoundError", "/dev/shm/x", False),
+        ("OSError", "[Errno 28] No space left on device", False),
+        ("RuntimeError", "CUDA error: uncorrectable ECC error encountered", False),
+        (None, "", False),
+    ],
+)
+async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(
+    monkeypatch, tmp_path, kind, message, refused
+):
+    """Where the host's disk was full, or a start was killed, a model's settings were taken back."""
+    child = StuckChild()
+
+    async def ended():
+        return {"event": "fatal", "type": kind, "message": message} if kind else None
+
+    async def spawn(*_, **__):
+        return child
+
+    child.next_event = ended
+    monkeypatch.setattr(replica.Child, "spawn", spawn)
+    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
+    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
+    spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", str(tmp_path), 1 << 30)
+    with pytest.raises(EngineStartFailed) as failed:
+        await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
+    assert isinstance(failed.value, EngineRefused) == refused
