@@ -81,6 +81,7 @@ def test_a_deployment_is_changed_and_shown(box: ControlledBox):
         "model",
         "settings",
         "settings_history",
+        "settings_note",
         "settings_number",
         "min_replicas",
         "max_replicas",
