@@ -217,8 +217,14 @@ class Runner:
                     self._write(replace(later, state="skipped"))
                 back = [u for s in reversed([*undoable, step]) for u in s.undo]
                 clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
-                state = "undone" if clean else "failed"
-                return ChainEnd(chain, state, str(error), error.reason, error.blame, error.of_settings)
+                return ChainEnd(
+                    chain,
+                    "undone" if clean else "failed",
+                    str(error),
+                    error.reason,
+                    error.blame,
+                    error.of_settings,
+                )
             if VERBS[step.verb].no_return:
                 undoable.clear()
             else:
