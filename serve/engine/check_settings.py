@@ -102,7 +102,7 @@ def refused_later(config: Any, *, on_host: bool) -> str:
     except ImportError:
         return f"{cache.prefix_caching_hash_algo} needs the package xxhash, which is not installed: take sha256"
     # Of a checkpoint that has it, the look at the checkpoint has said whether engines here compute it.
-    of_checkpoint = getattr(getattr(model, "hf_config", None), "quantization_config", None)
+    of_checkpoint = getattr(model.hf_config, "quantization_config", None)
     if on_host and "fp8" in (model.quantization or "") and not of_checkpoint:
         return f"engines on this kind of device compute no layers in {model.quantization}"
     return ""

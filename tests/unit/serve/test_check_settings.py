@@ -16,7 +16,7 @@ def config(*, seed=0, block_size=None, algorithm="sha256", quantization=None, la
         user_specified_block_size=block_size is not None,
         prefix_caching_hash_algo=algorithm,
     )
-    model = SimpleNamespace(seed=seed, use_mla=latent, quantization=quantization)
+    model = SimpleNamespace(seed=seed, use_mla=latent, quantization=quantization, hf_config=SimpleNamespace())
     return SimpleNamespace(model_config=model, cache_config=cache)
 
 

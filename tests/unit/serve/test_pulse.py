@@ -215,23 +215,34 @@ async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(monkeypat
     assert (await supervisor.status())["state"] == "dead"
 
 
-async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(monkeypatch, tmp_path):
-    child, told = StuckChild(), "config.json: has 'auto_map'. So the files of m may not be opened"
+@pytest.fixture
+def refusal(monkeypatch, tmp_path):
+    """Returns the error of a start at which the engine's process says this, or ends without a word."""
 
-    async def fatal():
-        return {"event": "fatal", "type": "OpeningRefused", "message": told}
+    async def start(event):
+        child = StuckChild()
 
-    async def spawn(*_, **__):
-        return child
+        async def next_event():
+            return event
 
-    child.next_event = fatal
-    monkeypatch.setattr(replica.Child, "spawn", spawn)
-    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", str(tmp_path), 1 << 30)
-    with pytest.raises(EngineStartFailed) as failed:
-        await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
-    assert str(failed.value) == told
+        async def spawn(*_, **__):
+            return child
+
+        child.next_event = next_event
+        monkeypatch.setattr(replica.Child, "spawn", spawn)
+        monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
+        monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
+        spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", str(tmp_path), 1 << 30)
+        with pytest.raises(EngineStartFailed) as failed:
+            await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
+        return failed.value
+
+    return start
+
+
+async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(refusal):
+    told = "config.json: has 'auto_map'. So the files of m may not be opened"
+    assert str(await refusal({"event": "fatal", "type": "OpeningRefused", "message": told})) == told
 
 
 @pytest.mark.parametrize(
@@ -245,23 +256,7 @@ async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(mon
         (None, "", False),
     ],
 )
-async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(
-    monkeypatch, tmp_path, kind, message, refused
-):
+async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(refusal, kind, message, refused):
     """Where the host's disk was full, or a start was killed, a model's settings were taken back."""
-    child = StuckChild()
-
-    async def ended():
-        return {"event": "fatal", "type": kind, "message": message} if kind else None
-
-    async def spawn(*_, **__):
-        return child
-
-    child.next_event = ended
-    monkeypatch.setattr(replica.Child, "spawn", spawn)
-    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
-    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
-    spec = ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", str(tmp_path), 1 << 30)
-    with pytest.raises(EngineStartFailed) as failed:
-        await replica.Replica("/w", str(tmp_path), EngineConfig()).start(spec)
-    assert isinstance(failed.value, EngineRefused) == refused
+    error = await refusal({"event": "fatal", "type": kind, "message": message} if kind else None)
+    assert isinstance(error, EngineRefused) == refused
