@@ -106,5 +106,6 @@ def _value(node: ast.expr, rewards: Mapping[str, float]) -> float:
                 raise ValueError(f"{ast.unparse(node)} is not a real number")
             return found
         case ast.Call(func=ast.Name(id=name), args=given):
-            return _FUNCTIONS[name](*(_value(one, rewards) for one in given))
+            # floor and ceil give whole numbers without bounds, a power of which takes minutes and gigabytes.
+            return float(_FUNCTIONS[name](*(_value(one, rewards) for one in given)))
     raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")

@@ -176,6 +176,24 @@ def test_an_example_has_so_many_messages():
         check_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
 
 
+def test_an_example_costs_no_more_to_find_its_answers_in_than_some_seconds():
+    def talk(pairs: int, text: str = "a", calls: int = 0) -> dict:
+        answer = {"role": "assistant", "content": text}
+        if calls:
+            answer["tool_calls"] = [{"function": {"name": "f"}}] * calls
+        return {"messages": [{"role": "user", "content": text}, answer] * pairs}
+
+    check_chat(talk(700))
+    with pytest.raises(BadRecord, match="has 2000 messages, 1000 of them answers: make several examples of it"):
+        check_chat(talk(1000))
+    check_chat({"messages": [{"role": "user", "content": "a"}] * 8000 + talk(1)["messages"]})
+    check_chat(talk(100, "a" * 50_000))
+    with pytest.raises(BadRecord, match="has 200 answers and calls in .* bytes"):
+        check_chat(talk(200, "a" * 50_000))
+    with pytest.raises(BadRecord, match="has 20001 answers and calls in .* bytes"):
+        check_chat(talk(1, calls=20_000))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_path, nested):
     words = tokenizer()
