@@ -10,7 +10,7 @@ SchedulerError
 ├── TraceError           a trace or job list that the simulator cannot read
 ├── NodeNameTaken        a node joined under a name that another node of the box has
 ├── EffectFailed         a verb failed; the only exception an Effects implementation may raise
-├── DrainCancelled       a drain was undone because its reason is gone; stays inside a hand-over
+├── StepCancelled        a drain or a start of ranks was undone, its reason being gone; stays inside a hand-over
 └── Stopped              the loop that was called has ended
 """
 
@@ -111,8 +111,8 @@ class EffectFailed(SchedulerError):
         self.verb, self.target, self.reason, self.blame, self.of_settings = verb, target, reason, blame, of_settings
 
 
-class DrainCancelled(SchedulerError):
-    """The drain in progress was undone; `reason` is one sentence without a full stop."""
+class StepCancelled(SchedulerError):
+    """The drain or the start in progress was undone; `reason` is one sentence without a full stop."""
 
     def __init__(self, reason: str):
         super().__init__(f"cancelled: {reason}")

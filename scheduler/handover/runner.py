@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Blame, DrainCancelled, EffectFailed
+from scheduler.core.errors import Blame, EffectFailed, StepCancelled
 from scheduler.core.inventory import Holder
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects
@@ -65,8 +65,8 @@ class Doing:
 
 
 @dataclass(slots=True)
-class _Drain:
-    """A drain in progress: the task that waits for it, and the reason if it is cancelled."""
+class _Cancellable:
+    """A drain or a start of ranks in progress: the task that waits for it, and the reason if it is cancelled."""
 
     task: asyncio.Task[Any]
     off: str = ""
@@ -90,7 +90,7 @@ class Runner:
         self._listener, self._effects, self._journal = listener, effects, journal
         self._clock, self._config = clock, config
         self._released: dict[str, asyncio.Future[bool]] = {}
-        self._drains: dict[Holder, _Drain] = {}
+        self._cancellable: dict[Holder, _Cancellable] = {}
         self._over: set[int] = set()
         self._doing: dict[int, Doing] = {}
         self._taken: dict[Holder, asyncio.Event] = {chain.holder: asyncio.Event() for chain in handover.take}
@@ -134,12 +134,25 @@ class Runner:
     @property
     def draining(self) -> tuple[Holder, ...]:
         """Holders whose drain is in progress and can be cancelled."""
-        return tuple(holder for holder, drain in self._drains.items() if not drain.off)
+        return tuple(holder for holder, one in self._cancellable.items() if holder.kind == "replica" and not one.off)
+
+    @property
+    def starting(self) -> tuple[Doing, ...]:
+        """Starts of jobs' ranks that are in progress and can be cancelled."""
+        left = {holder.id for holder, one in self._cancellable.items() if holder.kind == "job" and not one.off}
+        starts = (doing for doing in self._doing.values() if doing.step.verb == "start_group")
+        return tuple(doing for doing in starts if doing.step.target in left)
+
+    def cancel_start(self, job_id: str, reason: str) -> None:
+        """Undo a start in progress: its ranks are stopped, and its devices released."""
+        one = self._cancellable[Holder("job", job_id)]
+        one.off = reason
+        one.task.cancel()
 
     def cancel_drain(self, holder: Holder, reason: str) -> None:
         """Undo a drain in progress. Chains that wait for its lease have ended when this returns: otherwise the devices
         would still look promised to them while the replica is open again."""
-        drain = self._drains[holder]
+        drain = self._cancellable[holder]
         drain.off = reason
         drain.task.cancel()
         given = {s.target for c in self.handover.free if c.holder == holder for s in c.steps if s.verb == "release"}
@@ -150,21 +163,22 @@ class Runner:
 
     @contextlib.contextmanager
     def _until_cancelled(self, step: Step) -> Iterator[None]:
-        """While a drain runs inside, `cancel_drain` ends it with DrainCancelled."""
-        if step.verb != "drain_replica":
+        """While a drain or a start of ranks runs inside, `cancel_drain` or `cancel_start` ends it so."""
+        if step.verb not in ("drain_replica", "start_group"):
             yield
             return
-        holder, task = Holder("replica", step.target), asyncio.current_task()
+        kind: Literal["replica", "job"] = "replica" if step.verb == "drain_replica" else "job"
+        holder, task = Holder(kind, step.target), asyncio.current_task()
         assert task is not None
-        drain = self._drains[holder] = _Drain(task)
+        one = self._cancellable[holder] = _Cancellable(task)
         try:
             yield
         except asyncio.CancelledError:
-            if drain.off and task.uncancel() == 0:  # else the loop itself is ending, or the time limit passed
-                raise DrainCancelled(drain.off) from None
+            if one.off and task.uncancel() == 0:  # else the loop itself is ending, or the time limit passed
+                raise StepCancelled(one.off) from None
             raise
         finally:
-            del self._drains[holder]
+            del self._cancellable[holder]
 
     # --- chains -------------------------------------------------------------------------------------------------
 
@@ -205,9 +219,10 @@ class Runner:
         for at, (step, record) in enumerate(zip(chain.steps, records, strict=True)):
             try:
                 await self._with_patience(step, record)
-            except DrainCancelled as off_:
+            except StepCancelled as off_:
                 self._skip(chain, records[at + 1 :], off_.reason)
-                clean = await self._undo(chain, step.undo, record.seq)
+                back = [u for s in reversed([*undoable, step]) for u in s.undo]
+                clean = await self._undo(chain, back, record.seq)
                 return ChainEnd(chain, "cancelled" if clean else "failed", off_.reason)
             except EffectFailed as error:
                 if step.force and await self._undo(chain, step.force, record.seq):
@@ -268,7 +283,7 @@ class Runner:
             async with asyncio.timeout(limit_s):
                 with self._until_cancelled(step):
                     detail = await verb.perform(self._effects, step)
-        except DrainCancelled as off:
+        except StepCancelled as off:
             self._ended(record, "skipped", {"reason": off.reason})
             raise
         except EffectFailed as error:

@@ -23,7 +23,7 @@ from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, Stopped
 from scheduler.core.failures import Cause, Trouble, first_line, goes_back_to
-from scheduler.core.inventory import Holder
+from scheduler.core.inventory import Holder, Lease
 from scheduler.core.workload import Build, Hysteresis, PlanInput, Policy, Workload
 from scheduler.handover import handover as handover_
 from scheduler.handover.box import Box
@@ -52,6 +52,8 @@ _REST_S = 4e-5
 end one by one; a plan at each end would cost their number times n log n."""
 _SMALL = 100
 """Up to this many devices and jobs the loop does not pause between rounds."""
+LONG_START_S = 60.0
+"""After this long a start of ranks gives way as a running job would: as long as a step that was left before goes on."""
 
 
 class SchedulerLoop:
@@ -268,6 +270,7 @@ class SchedulerLoop:
         self._state.open_replicas_are_stable()
         self._note_what_serves()
         self._cancel_drains(now_s)
+        self._cancel_starts(now_s)
         self._state.failures.keep(self._workload)
         self._state.reloads.keep(self._workload)
         unfinished = {job.id for job in self._workload.jobs}
@@ -376,6 +379,27 @@ class SchedulerLoop:
             runners[drain.holder].cancel_drain(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
             self._transitions[drain.holder].target = drain.replica.devices
 
+    def _cancel_starts(self, now_s: float) -> None:
+        """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
+        they ran: how long their ranks prepare is a matter of their data. What they have prepared stays."""
+        jobs = {job.id: job for job in self._workload.jobs} if self._running else {}
+        long: dict[Holder, tuple[Runner, Lease]] = {}
+        for runner in self._running.values():
+            for doing in runner.starting:
+                job, lease = jobs.get(doing.step.target), doing.step.lease
+                if job is None or job.phase == "paused":
+                    runner.cancel_start(doing.step.target, "the job does not run any more")
+                elif lease is not None and now_s - doing.since_s >= LONG_START_S:
+                    long[Holder("job", job.id)] = runner, lease
+        if not long:
+            return
+        moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
+        wanted = plan(self._plan_input(moving=moving), now_s, self._config)
+        keeps = {group.job_id: set(group.devices) for group in wanted.groups}
+        for holder, (runner, lease) in long.items():
+            if not keeps.get(holder.id, set()).issuperset(lease.device_ids):
+                runner.cancel_start(holder.id, "its devices are wanted, and its ranks take long to prepare")
+
     def _launch(self, handover: Handover, reason: str) -> None:
         self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
         for chain in handover.chains:
@@ -432,7 +456,7 @@ class SchedulerLoop:
         if end.state in ("done", "skipped", "cancelled"):
             if end.state == "done":
                 self._state.failures.chain_done(chain.name)
-            if end.state == "skipped" and chain.side == "take":
+            if end.state != "done" and chain.side == "take":
                 self._transitions[holder].target, self._transitions[holder].take = (), None
             self._clear_in_progress(holder)
             return

@@ -22,7 +22,7 @@ from weights.format.legacy_functions import LegacyRefused, has_call, tools_of, w
 Record = dict[str, Any]
 # Templates may take the square of their number, and no context holds as many.
 MOST_MESSAGES = 8192
-# An answer is found in what the template writes of all that comes before it, and a call in all of it: for 8192 messages,
+# An answer is found in what the template writes of all that comes before it, a call in all of it: for 8192 messages,
 # 0.4 MB, that took three minutes, and with long tools ten. These many messages or bytes take 6 s.
 MOST_RENDERED_MESSAGES, MOST_RENDERED_BYTES = 1 << 20, 1 << 30
 
