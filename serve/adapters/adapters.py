@@ -67,6 +67,13 @@ def waiting(engine: AsyncLLM) -> Counter[str]:
     return found
 
 
+def is_gone(engine: AsyncLLM, adapter: LoRARequest | None) -> bool:
+    """Whether the adapter of a request was unloaded since vLLM found it for the request, whose text it read meanwhile.
+    A step would load it from its path again, which nobody leases any more and which may be removed."""
+    known: _KnownRequests | None = engine.__dict__.get("shm_adapters")
+    return adapter is not None and known is not None and known.get(adapter.lora_name) is not adapter
+
+
 class _KnownRequests(dict):
     """vLLM's table of adapters by name, which records when a request last used each one."""
 
@@ -108,7 +115,7 @@ class EngineAdapters(LoRAResolver):
         self._waiting: set[str] = set()
         add_lora = llm.add_lora
         llm.add_lora = lambda request: self._turns.load(add_lora(request))
-        self._requests = _KnownRequests(self)
+        self._requests = llm.__dict__["shm_adapters"] = _KnownRequests(self)
         models.lora_requests = self._requests
         # Answers name the model that was asked for, without the version.
         models.model_name = self._shown_name

@@ -24,11 +24,19 @@ OWNER_HEADER = b"x-appliance-owner"
 @dataclass(slots=True)
 class Answer:
     """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
-    key that asks, empty where only the box itself knows."""
+    key that asks, empty where only the box itself knows. place: among the requests of its owner that are read (Taken),
+    and waits: which counts it until it has begun (serve.api.fair_order); None where nobody waits."""
 
     version: str | None = None
     begun: bool = False
     owner: str = ""
+    place: Any = None
+    waits: Any = None
+
+    def is_read(self) -> None:
+        """It has been read and checked, or waits for something else."""
+        if self.place is not None:
+            self.place.give_back()
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
@@ -104,6 +112,8 @@ def _for_this_answer(add_request):
         answer = processor.request_states[request.request_id].shm_answer = _ANSWER.get()
         if answer is not None:
             answer.begun = True
+            if answer.waits is not None:
+                answer.waits.end()
 
     return run
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -27,7 +26,7 @@ from vllm.entrypoints.pooling.base.serving import PoolingServing
 from vllm.entrypoints.pooling.embed import protocol, serving
 
 from serve.api import answer_version
-from serve.api.turns import Room
+from serve.api.turns import Rooms
 
 AT_ONCE = 64
 """How many inputs of a request are tokenized, or sent to the engine, together."""
@@ -64,7 +63,7 @@ def _kind(body: Any) -> str:
     return "conversation" if isinstance(first, dict) else "text"
 
 
-_rooms: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
+_rooms = Rooms(OF_AN_OWNER)
 
 
 @asynccontextmanager
@@ -74,8 +73,9 @@ async def _room(number: int, of: int) -> AsyncIterator[None]:
     if of == 1:
         yield
         return
-    room = _rooms.setdefault(answer_version.owner(), Room(OF_AN_OWNER))
-    async with room.take(number):
+    if (asked := answer_version.current()) is not None:
+        asked.is_read()
+    async with _rooms.of(answer_version.owner()).take(number):
         yield
 
 

@@ -12,6 +12,10 @@ prompts a neighbour's question waited fifty seconds before it had a number at al
 as many as an engine writes together, and OF_AN_OWNER at least, are begun before others have ended; and a request of
 many prompts is prepared, all of it at once, when all of its owner's before it have begun.
 
+On that loop requests are read and checked, too: behind two hundred of 1,000 messages each a neighbour's question waited
+31 s. So of one owner's requests only AT_THE_DOOR are read at once; one that waits for something else, such as an
+adapter, has none of these places meanwhile, or it would keep the others from being read.
+
 Before that, one thread of the frontend renders templates and tokenizes texts in the order in which they came, and vLLM
 tokenizes a text to its end before it says that it is too long: 660,000 letters took more than a second where 8,192
 tokens are allowed, and 8 MiB 16 s. So owners take turns there too, and a long text is read piece by piece until it has
@@ -23,7 +27,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextvars import ContextVar
@@ -31,14 +34,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.exceptions import VLLMValidationError
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers.base import BaseRenderer, _SwappableExecutor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from serve.adapters.adapters import waiting
+from serve.adapters.adapters import is_gone, waiting
 from serve.api import answer_version
-from serve.api.turns import ROLLOUTS, Room, ThreadsInTurns, Turns, behind, mark_of, number
+from serve.api.turns import ROLLOUTS, Room, Rooms, ThreadsInTurns, Turns, behind, mark_of, number
 
 # A text with more bytes than this for each token that a prompt may have is first read in pieces: real texts have three
 # or four. (Counted by characters, a million emoji passed for 131,072 tokens and were 2.7 million, 4.2 s.) The second
@@ -51,7 +55,7 @@ _WORDY_CHARS, _COUNTED_CHARS = 4, 16
 _WORD = re.compile(" [A-Za-z]")
 _LETTERS = "".join(f" {chr(first + at)}" for first in (65, 97) for at in range(26))
 _SPACES = str.maketrans("Ġ▁", "  ")
-OF_AN_OWNER = 256
+OF_AN_OWNER, AT_THE_DOOR = 256, 4
 
 
 def apply() -> None:
@@ -61,11 +65,46 @@ def apply() -> None:
     OpenAIServingCompletion.render_completion_request = _prepared_in_turn(
         OpenAIServingCompletion.render_completion_request
     )
+    OpenAIServingModels.resolve_lora = _outside(OpenAIServingModels.resolve_lora)
     read_in_pieces(BaseRenderer)
     read_in_turns(_SwappableExecutor)
     pictures_in_turns(BaseRenderer)
     OutputProcessor.add_request = _noted(OutputProcessor.add_request)
     OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
+
+
+class FrontDoor:
+    """ASGI application around vLLM's, in AnswerVersions'. A request whose client has left while it waits for its place
+    takes one for no longer than it takes to see that."""
+
+    def __init__(self, app: Any, engine: AsyncLLM) -> None:
+        self.app, self._engine, self._rooms = app, engine, Rooms(AT_THE_DOOR)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = answer_version.current()
+        if answer is None or answer.owner in ("", ROLLOUTS):
+            await self.app(scope, receive, send)
+            return
+        answer.waits, answer.place = Waits(waiting(self._engine), ""), self._rooms.of(answer.owner).take(1)
+        with answer.waits:
+            async with answer.place:
+                await self.app(scope, receive, send)
+
+
+def _outside(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """resolve: brings and loads an adapter, which may take a minute."""
+
+    @functools.wraps(resolve)
+    async def run(self: Any, name: str) -> Any:
+        answer = answer_version.current()
+        if answer is None or answer.place is None:
+            return await resolve(self, name)
+        answer.is_read()
+        found = await resolve(self, name)
+        await answer.place.take()
+        return found
+
+    return run
 
 
 class Waits:
@@ -119,6 +158,8 @@ _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(answer)
     def run(self: AsyncLLM, *args: Any, **kwargs: Any) -> Any:
+        if (asked := answer_version.current()) is not None:
+            asked.is_read()
         if self.vllm_config.scheduler_config.policy != "priority":  # a deployment's own arguments may say so
             return answer(self, *args, **kwargs)
         given = dict(zip(("prompt", "params"), args, strict=False)) | kwargs
@@ -128,17 +169,18 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
         adapter = given.get("lora_request")
         waits = Waits(waiting(self), adapter.lora_name if adapter is not None else "")
         owner = answer_version.owner()
-        return _placed(outputs, _room(self, owner), waits, turns, owner, _tokens(given.get("prompt")), params)
+        gone = functools.partial(is_gone, self, adapter)
+        return _placed(outputs, _room(self, owner), waits, gone, turns, owner, _tokens(given.get("prompt")), params)
 
     return run
 
 
 def _room(engine: AsyncLLM, owner: str) -> Room:
-    rooms = engine.__dict__.setdefault("shm_rooms", weakref.WeakValueDictionary())
+    if owner == ROLLOUTS:  # bounded by their job, and one that waited here would not be interrupted with the others
+        return Room(sys.maxsize)
     places = max(OF_AN_OWNER, 2 * engine.vllm_config.scheduler_config.max_num_seqs)
-    # Rollouts are bounded by their job, and one that waited here would not be interrupted with the others.
-    room: Room = rooms.setdefault(owner, Room(sys.maxsize if owner == ROLLOUTS else places))
-    return room
+    rooms: Rooms = engine.__dict__.setdefault("shm_rooms", Rooms(places))
+    return rooms.of(owner)
 
 
 def _prepared_in_turn(render: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +188,8 @@ def _prepared_in_turn(render: Callable[..., Any]) -> Callable[..., Any]:
     async def run(self: OpenAIServingCompletion, request: Any) -> Any:
         if not isinstance(request.prompt, list) or len(request.prompt) < 2 or isinstance(request.prompt[0], int):
             return await render(self, request)
+        if (asked := answer_version.current()) is not None:
+            asked.is_read()
         async with _room(self.engine_client, answer_version.owner()).take(1):
             return await render(self, request)
 
@@ -156,6 +200,7 @@ async def _placed(
     answer: Callable[..., AsyncGenerator[Any, None]],
     room: Room,
     waits: Waits,
+    gone: Callable[[], bool],
     turns: Turns,
     owner: str,
     tokens: int,
@@ -163,6 +208,8 @@ async def _placed(
 ) -> AsyncGenerator[Any, None]:
     choices = getattr(params, "n", 1) or 1
     with waits:
+        if gone():
+            raise VLLMNotFoundError("The model that this request names was unloaded while the request was read.")
         async with room.take(choices):
             turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices, waits)
             outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))

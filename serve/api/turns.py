@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
@@ -78,11 +79,22 @@ class Room:
     def __init__(self, places: int) -> None:
         self._turn, self._places, self._most = asyncio.Lock(), asyncio.Semaphore(places), places
 
-    def take(self, number: int) -> _Taken:
-        return _Taken(self, min(number, self._most))
+    def take(self, number: int) -> Taken:
+        return Taken(self, min(number, self._most))
 
 
-class _Taken:
+class Rooms:
+    """A room of so many places for each owner."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._of: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
+
+    def of(self, owner: str) -> Room:
+        return self._of.setdefault(owner, Room(self._places))
+
+
+class Taken:
     """Places of a room, for as long as a block takes. (No generator: it is used in generators that are closed without
     being read to their end, and such a one would be closed before they are.)"""
 
@@ -90,19 +102,23 @@ class _Taken:
         self._room, self._number, self._taken = room, number, 0
 
     async def __aenter__(self) -> None:
+        await self.take()
+
+    async def take(self) -> None:
         try:
             async with self._room._turn:
                 while self._taken < self._number:
                     await self._room._places.acquire()
                     self._taken += 1
         except BaseException:
-            self._give_back()
+            self.give_back()
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._give_back()
+        self.give_back()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """At once. More often than taken, too: the rest of the block then has none."""
         for _ in range(self._taken):
             self._room._places.release()
         self._taken = 0

@@ -34,6 +34,7 @@ from runtime.logs import configure_logging
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
 from serve.api.answer_version import AnswerVersions
+from serve.api.fair_order import FrontDoor
 from serve.core.errors import EngineStartFailed, WrongState
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
@@ -91,7 +92,7 @@ async def _serve(
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
-            AnswerVersions(app),
+            AnswerVersions(FrontDoor(app, llm)),
             log_config=None,
             log_level="warning",
             access_log=False,

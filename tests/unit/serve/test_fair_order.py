@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers.base import _SwappableExecutor
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import TokenizeParams
@@ -152,6 +152,101 @@ async def test_a_request_that_waits_for_a_place_is_waited_for(tmp_path: Path) ->
     end.set()
     assert await box.adapters.unload("ad@v1", 60.0)
     assert late.done() and begun[-1] is lora and await asyncio.gather(*many, late) and not waiting(box)
+
+
+@pytest.mark.parametrize("unloaded", [False, True])
+async def test_a_request_whose_adapter_is_unloaded_while_it_is_read_is_refused(tmp_path: Path, unloaded: bool) -> None:
+    """/v1/responses and pooling find it before they read the text; a step then loaded it from a path that nobody
+    holds."""
+    box = AdapterEngine(tmp_path)
+    box.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="priority", max_num_seqs=2))
+    box.go.set()
+    lora = await box.asked(box.made("ad"))
+
+    async def answer(self: Any, prompt: Any, params: Any, *, lora_request: Any, priority: int) -> Any:
+        yield 1
+
+    if unloaded:
+        assert await box.adapters.unload("ad@v1", 60.0)
+    asked = fair_order._in_turn(answer)(box, prompt(1), None, lora_request=lora)
+    if unloaded:
+        with pytest.raises(VLLMNotFoundError):
+            await anext(asked)
+    else:
+        assert [one async for one in asked] == [1]
+    assert not waiting(box)
+
+
+class Read:
+    """An engine's frontend behind its door: `read` has the owners of all requests that it has begun to read, each of
+    which goes on when it is let: `go` by the name of a step."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.read, self.go = engine, list[str](), asyncio.Event()
+        self.resolved, self.end = asyncio.Event(), asyncio.Event()
+        self.app = answer_version.AnswerVersions(fair_order.FrontDoor(self, engine))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.read.append(answer_version.owner())
+        if scope["path"] == "adapter":
+            await fair_order._outside(lambda *_: self.resolved.wait())(None, "ad@v1")
+            self.read.append("resolved")
+        await self.go.wait()
+        if scope["path"] == "refused":
+            raise ValueError
+        begun = GENERATE(self.engine, prompt(1), None, "r")
+        await anext(begun)
+        current = answer_version.current()
+        assert current is not None
+        answer_version._for_this_answer(Outputs.add_request)(Outputs(), SimpleNamespace(request_id="r"))  # type: ignore[arg-type]
+        await self.end.wait()
+        await begun.aclose()
+
+    async def asked(self, owner: str, number: int = 1, path: str = "/") -> list[asyncio.Task[None]]:
+        scope = {"type": "http", "path": path, "headers": [(b"x-appliance-owner", owner.encode())] if owner else []}
+        asked = [asyncio.create_task(self.app(scope, None, None)) for _ in range(number)]
+        await self.settled()
+        return asked
+
+    async def settled(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+async def test_of_one_owners_requests_some_are_read_before_others_are_computed(engine: Engine) -> None:
+    """Each is read on the loop that answers everybody: two hundred long conversations took half a minute."""
+    door, most = Read(engine), fair_order.AT_THE_DOOR
+    flood = await door.asked("a", 50)
+    assert door.read == ["a"] * most and waiting(engine)[""] == 50, "who drains the engine waits for all of them"
+    flood[most].cancel()
+    flood[-1].cancel()
+    for other in ("b", ROLLOUTS, ROLLOUTS, "", ""):
+        flood += await door.asked(other, most)
+    assert door.read[most:] == ["b"] * most + [ROLLOUTS] * 2 * most + [""] * 2 * most, "others are not behind them"
+    assert waiting(engine)[""] == 48 + most
+    door.go.set()
+    await door.settled()
+    await asyncio.sleep(0.01)
+    assert door.read.count("a") == 48 and not waiting(engine), "an answer that is computed has no place there"
+    door.end.set()
+    await asyncio.gather(*flood, return_exceptions=True)
+    assert not waiting(engine)
+
+
+async def test_a_request_that_waits_for_an_adapter_or_is_refused_keeps_no_place_at_the_door(engine: Engine) -> None:
+    door, most = Read(engine), fair_order.AT_THE_DOOR
+    flood = await door.asked("a", 3 * most, "adapter")
+    assert len(door.read) == 3 * most and waiting(engine)[""] == 3 * most
+    door.resolved.set()
+    await door.settled()
+    assert door.read.count("resolved") == most, "then the text is read"
+    flood += await door.asked("a", most, "refused")
+    assert len(door.read) == 4 * most
+    door.go.set()
+    door.end.set()
+    told = await asyncio.gather(*flood, return_exceptions=True)
+    assert sum(isinstance(one, ValueError) for one in told) == most and len(door.read) == 7 * most
+    assert not waiting(engine)
 
 
 async def test_of_many_answers_of_one_owner_some_are_begun_before_others_have_ended(engine: Engine) -> None:
