@@ -29,7 +29,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -360,5 +360,5 @@ def pictures_in_turns(renderer: Any) -> None:
 
 
 def _asked(turns: ThreadsInTurns, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Whoever stops waiting for work cancels it."""
-    return turns.submit(answer_version.owner(), functools.partial(do, *args, **kwargs))
+    """Whoever stops waiting for work cancels it. It is done in the context of who asks (serve.vllm.owner_caches)."""
+    return turns.submit(answer_version.owner(), functools.partial(copy_context().run, do, *args, **kwargs))

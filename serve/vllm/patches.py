@@ -29,6 +29,7 @@ from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.incremental_lexer import IncrementalLexer
 from vllm.platforms import current_platform
@@ -78,6 +79,7 @@ from serve.api import (
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
+from serve.vllm import owner_caches
 from serve.vllm.fairness import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
@@ -198,6 +200,8 @@ def _bound_requests() -> None:
     impossible_forms.apply()
     # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
     fair_order.apply()
+    owner_caches.salt_pictures(BaseRenderer, ProcessorInputs)
+    owner_caches.compile_apart(StructuredOutputManager, backend_xgrammar.XgrammarBackend, xgrammar.GrammarCompiler)
     mask_turns.apply((backend_xgrammar.XgrammarGrammar, backend_guidance.GuidanceGrammar))
     owner_places.apply()
     # After it: room is made for what the step may load alone.
