@@ -27,6 +27,7 @@ from appliance.controller.interfaces.ports import SAMPLING, BatchCapacity, Engin
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
+from appliance.gateway.http import wire
 from appliance.gateway.payload.request_check import check_body, with_fields, with_model
 from appliance.gateway.routing.table import cache_salt
 from appliance.store.database import Database
@@ -338,4 +339,8 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
         raise LineReturned(error.message, yielded=True)
     if error.status >= 500 and _DEAD in error.message:
         raise LineReturned(error.message, yielded=False)
-    return EngineAnswer(error.status, orjson.loads(error.body()))
+    body = orjson.loads(error.body())
+    prompt, written = wire.computed(response.headers.get(wire.COMPUTED.decode(), "").encode())
+    if error.status < 500 and written:
+        body["usage"] = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+    return EngineAnswer(error.status, body)

@@ -1,4 +1,5 @@
-"""Makes each answer name the version whose steps computed it (`system_fingerprint`, a header).
+"""Makes each answer name the version whose steps computed it (`system_fingerprint`, a header), and a refusal what was
+computed before it (a header): a form that could not be followed after a minute of steps cost nothing.
 
 vLLM gives a serving class one fingerprint for its lifetime and reads it when an answer ends. Here versions change
 during open answers, and the old version finishes an answer begun before a swap. The engine core labels its outputs with
@@ -17,6 +18,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 # The gateway reads it (appliance/gateway/http/wire.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
+# Of a refusal: tokens of the prompt and of the answer that were computed.
+COMPUTED_HEADER = b"x-appliance-computed"
 # Written by the gateway (appliance/gateway/http/wire.py); nobody else reaches an engine's socket.
 OWNER_HEADER = b"x-appliance-owner"
 
@@ -25,13 +28,16 @@ OWNER_HEADER = b"x-appliance-owner"
 class Answer:
     """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
     key that asks, empty where only the box itself knows. place: among the requests of its owner that are read (Taken),
-    and waits: which counts it until it has begun (serve.api.fair_order); None where nobody waits."""
+    and waits: which counts it until it has begun (serve.api.fair_order); None where nobody waits. read, written: tokens
+    of its prompts that were computed, and of its choices."""
 
     version: str | None = None
     begun: bool = False
     owner: str = ""
     place: Any = None
     waits: Any = None
+    read: int = 0
+    written: int = 0
 
     def is_read(self) -> None:
         """It has been read and checked, or waits for something else."""
@@ -74,9 +80,11 @@ class AnswerVersions:
                 return
             if head:
                 start = head.pop()
-                if answer.version is not None:
-                    named = (VERSION_HEADER, answer.version.encode())
-                    start = {**start, "headers": [*start.get("headers", ()), named]}
+                named = [] if answer.version is None else [(VERSION_HEADER, answer.version.encode())]
+                if start["status"] >= 400 and answer.written:
+                    named.append((COMPUTED_HEADER, b"%d %d" % (answer.read, answer.written)))
+                if named:
+                    start = {**start, "headers": [*start.get("headers", ()), *named]}
                 await send(start)
             await send(message)
 
@@ -92,6 +100,7 @@ def apply() -> None:
     """Patch vLLM 0.32's frontend. Called once (serve.vllm.patches)."""
     GenerateBaseServing.system_fingerprint = property(_fingerprint, _set_fingerprint)
     OutputProcessor.add_request = _for_this_answer(OutputProcessor.add_request)
+    OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
     RequestState.shm_answer = None
     RequestState.track_weight_version = _noted(RequestState.track_weight_version)
 
@@ -114,6 +123,21 @@ def _for_this_answer(add_request):
             answer.begun = True
             if answer.waits is not None:
                 answer.waits.end()
+
+    return run
+
+
+def _counted(process):
+    @functools.wraps(process)
+    def run(processor: OutputProcessor, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            state = processor.request_states.get(output.request_id)
+            if state is None or (answer := state.shm_answer) is None or not output.new_token_ids:
+                continue
+            answer.written += len(output.new_token_ids)
+            if state.is_prefilling and not state.request_index:  # choices have their prompt in common
+                answer.read += state.prompt_len
+        return process(processor, outputs, *args, **kwargs)
 
     return run
 

@@ -142,10 +142,10 @@ class Metering:
         for charge in answered:
             used = tokens_of(charge.body)
             prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
-            if charge.silent is None:
+            if charge.silent is None and charge.status == 200:
                 longest = _longest(charge.body, completion) if charge.sequences > 1 else 0
                 self._rate.answered(model, completion, charge.sequences, charge.took_s, longest)
-            else:
+            elif charge.silent is not None:
                 (row,) = self.left("", model, [charge.silent])
                 prompt, completion = row["prompt_tokens"], row["completion_tokens"]
             if key is not None:

@@ -219,8 +219,8 @@ class Spending:
                 if not request.streams and request.sent_s:
                     written = self._rate.written(request.model, expected.sequences, now_s - request.sent_s)
                 tokens.prompt, tokens.completion = expected.prompt_tokens, min(written, expected.completion_tokens)
-        elif request.sent_s and not request.held_up:
-            # Whoever reads slowly would make it cheap to leave early, for everybody.
+        elif request.sent_s and not request.held_up and request.status == 200:
+            # Whoever reads slowly would make it cheap to leave early, for everybody; so would forms that take long.
             took_s = now_s - request.sent_s
             self._rate.answered(request.model, tokens.completion, expected.sequences, took_s, tokens.longest)
             if request.streams and not expected.unseen:

@@ -16,6 +16,7 @@ from appliance.gateway.core.routes import Kind
 
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
+COMPUTED = b"x-appliance-computed"
 # The tunnel to another node says so (runtime/network/tunnel.py).
 UNREACHED = b"x-appliance-unreached"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -242,6 +243,13 @@ def retry_after_s(headers: Headers) -> int | None:
     """Retry-After of an upstream answer in seconds (the date form is not used by ours)."""
     value = headers.get(b"retry-after", b"")
     return int(value) if value.isdigit() and len(value) < 10 else None
+
+
+def computed(value: bytes) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer that an engine had computed when it refused to go on."""
+    prompt, _, written = value.partition(b" ")
+    read = prompt.isdigit() and written.isdigit() and len(prompt) < 13 and len(written) < 13
+    return (int(prompt), int(written)) if read else (0, 0)
 
 
 def _nominated(headers: Headers) -> frozenset[bytes]:

@@ -256,6 +256,9 @@ class InferenceHandler(Placement):
             error.retry_after_s = wire.retry_after_s(conn.headers)
             if error.retry_after_s is not None:
                 error.retry_after_s = min(error.retry_after_s, errors.MAX_RETRY_AFTER_S)
+            if status < 500 and wire.COMPUTED in conn.headers:
+                tokens = self.request.tokens
+                tokens.prompt, tokens.completion = wire.computed(conn.headers[wire.COMPUTED])
         moved = status == 404 and error.message.startswith("The model ")
         if moved or _engine_dead(error):
             # A dying engine answers 500 before it ends; a 404 for a model in our table means that the engine has just

@@ -186,6 +186,23 @@ async def test_a_line_whose_engine_does_not_answer_in_time_is_paid_for_by_the_ti
     assert (of_key.requests, of_key.errors) == (2, 2) and of_key.prompt_tokens > 20 and of_key.completion_tokens > 1000
 
 
+async def test_a_line_that_is_refused_pays_for_what_was_computed_before(control: Control):
+    as_key(control)
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        used = {"prompt_tokens": 40, "completion_tokens": 300, "total_tokens": 340}
+        return EngineAnswer(400, {"error": {"message": "no", "code": None}, "usage": used}, "v1")
+
+    engines(control).rule = rule
+    rate = control.app.state.batches.metering._rate
+    before = rate.written("starter", 1, 10.0)
+    batch = await ended(control, await begun(control, [line(n) for n in range(2)]))
+    assert batch.status == "completed" and batch.request_counts.failed == 2
+    of_key = spent(control)["batcher"]
+    assert (of_key.requests, of_key.errors, of_key.prompt_tokens, of_key.completion_tokens) == (2, 0, 80, 600)
+    assert rate.written("starter", 1, 10.0) == before, "it is no measure of how fast the model writes"
+
+
 async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_computed(control: Control, monkeypatch):
     """One line was answered, and an engine was at the other."""
     as_key(control)
