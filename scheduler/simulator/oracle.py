@@ -101,7 +101,11 @@ def _best_s(demand: GridDemand, devices: int, switching: _Switching, price_s: fl
     )
 
 
-@numba.njit(cache=True, nogil=True)
+# A step is a few hundred operations on some hundred numbers: Python would spend days on call overhead alone.
+_compiled = numba.njit(cache=True, nogil=True)
+
+
+@_compiled
 def _walk(
     ceiling,
     due,
@@ -118,11 +122,7 @@ def _walk(
     begin_s,
     price_s,
 ):
-    """The dynamic programme of `_best_s`: `value[m, l]` of m training devices with l levels served ahead, per step.
-
-    Compiled: a step is a few hundred operations on some hundred numbers, and Python would spend days on call overhead
-    alone.
-    """
+    """The dynamic programme of `_best_s`: `value[m, l]` of m training devices with l levels served ahead, per step."""
     sizes, steps = devices + 1, len(due)
     most = 1
     for k in range(steps):
@@ -133,18 +133,7 @@ def _walk(
     width = 1
     k = 0
     while k < steps:
-        # Shrinking from m to n costs n * rest + (m - n) * (leave - step): split into the parts that depend on m and n.
-        for level in range(width):
-            best = _NONE
-            for m in range(sizes - 1, -1, -1):
-                best = max(best, value[m, level] - m * leave_s)
-                served[m, level] = best - m * (rest_s - leave_s)
-            best = _NONE
-            for m in range(sizes):
-                best = max(best, value[m, level] - m * (rest_s - come_s))
-                served[m, level] = max(served[m, level], best - m * come_s)
-            for m in range(sizes):
-                value[m, level] = max(value[m, level], served[m, level])
+        _resize(value, served, width, rest_s, leave_s, come_s)
         quiet = k
         while quiet < steps and ceiling[quiet] == 0 and due[quiet] == 0:
             quiet += 1
@@ -155,23 +144,10 @@ def _walk(
             k = quiet
             continue
         top = ceiling[k]
-        for m in range(sizes):
-            more = (devices - m) * per_step
-            served[m, : top + 1] = _NONE
-            for level in range(width):
-                ahead = min(level + more, top)
-                served[m, ahead] = max(served[m, ahead], value[m, level] + m * step_s)
+        _serve(value, served, width, top, per_step, step_s)
         if price_s < np.inf:
             for n in range(misses_from[k], misses_from[k + 1]):
-                size, price = min(misses[n, 0], top), price_s * misses[n, 1]
-                if size:
-                    for m in range(sizes):
-                        last = _NONE
-                        for level in range(top - size, top + 1):
-                            last = max(last, served[m, level])
-                        for level in range(top, size - 1, -1):
-                            served[m, level] = max(served[m, level], served[m, level - size] - price)
-                        served[m, top] = max(served[m, top], last - price)
+                _miss(served, min(misses[n, 0], top), top, price_s * misses[n, 1])
         left = top + 1 - due[k]
         for m in range(sizes):
             served[m, : max(min(begun[k] - cache[k, devices - m], top + 1), 0)] = _NONE
@@ -182,6 +158,49 @@ def _walk(
         width = max(left, 1)
         k += 1
     return value[:, :width].max()
+
+
+@_compiled
+def _resize(value, served, width, rest_s, leave_s, come_s):
+    """Another number of training devices, where that is worth more. Shrinking from m to n costs n * rest +
+    (m - n) * (leave - step): split into the parts that depend on m and n."""
+    sizes = len(value)
+    for level in range(width):
+        best = _NONE
+        for m in range(sizes - 1, -1, -1):
+            best = max(best, value[m, level] - m * leave_s)
+            served[m, level] = best - m * (rest_s - leave_s)
+        best = _NONE
+        for m in range(sizes):
+            best = max(best, value[m, level] - m * (rest_s - come_s))
+            served[m, level] = max(served[m, level], best - m * come_s)
+        for m in range(sizes):
+            value[m, level] = max(value[m, level], served[m, level])
+
+
+@_compiled
+def _serve(value, served, width, top, per_step, step_s):
+    """One step: the training devices train, the others serve ahead, up to level `top`."""
+    sizes = len(value)
+    for m in range(sizes):
+        more = (sizes - 1 - m) * per_step
+        served[m, : top + 1] = _NONE
+        for level in range(width):
+            ahead = min(level + more, top)
+            served[m, ahead] = max(served[m, ahead], value[m, level] + m * step_s)
+
+
+@_compiled
+def _miss(served, size, top, price_s):
+    """A request of `size` levels is missed, where that is worth its price."""
+    if size:
+        for m in range(len(served)):
+            last = _NONE
+            for level in range(top - size, top + 1):
+                last = max(last, served[m, level])
+            for level in range(top, size - 1, -1):
+                served[m, level] = max(served[m, level], served[m, level - size] - price_s)
+            served[m, top] = max(served[m, top], last - price_s)
 
 
 def training_device_s(

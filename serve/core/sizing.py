@@ -174,47 +174,56 @@ def engine_size(
         memory = replace(memory, activations_bytes=memory.activations_bytes + guessed)
     room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
     kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
-    block_bytes = shape.kv_elements_per_token(tensor_parallel) * kv_element
-    block_bytes *= BLOCK_TOKENS
+    block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(tensor_parallel) * kv_element
     # One block more than a sequence fills: vLLM keeps one that no request gets.
     whole = (-(-wanted // BLOCK_TOKENS) + 1) * block_bytes if wanted else 0
 
     rank = adapter_rank_limit(config, task=task, arch=arch)
-    not_computed = problem = _not_computed(kind, shape, dtype, kv_cache_dtype, rank)
+    not_computed = _not_computed(kind, shape, dtype, kv_cache_dtype, rank)
     if config.kv_cache_bytes is not None:
-        kv = config.kv_cache_bytes
+        kv, too_little = config.kv_cache_bytes, ""
     elif kind.on_host:
         # A share of the host for each device; a longer context does not get more, it is shortened.
-        kv = max(CPU_KV_BYTES, min(whole, device_memory_bytes))
+        kv, too_little = max(CPU_KV_BYTES, min(whole, device_memory_bytes)), ""
     else:
-        kv = room - memory.device_bytes
-        if kv < LEAST_KV_BYTES:
-            problem = problem or (
-                f"{memory.weights_bytes} bytes of weights per device, {memory.device_bytes - memory.weights_bytes} for "
-                f"adapters, activations and the engine itself, and {device_memory_bytes - room} for other engines that "
-                f"sleep there leave {kv} bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} "
-                "are needed: raise the deployment's tensor_parallel, or lower [scheduler] max_asleep_per_device"
-            )
-            kv = LEAST_KV_BYTES
+        kv, too_little = _left_for_kv(memory, room, device_memory_bytes)
     kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
-    shortened, length = "", wanted
-    if wanted and kv_tokens is not None and kv_tokens < wanted:
-        length = kv_tokens
-        shortened = (
-            f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {wanted:,} tokens, "
-            f"{whole / 1e6:,.0f} MB would hold all"
-        )
-        if length < BLOCK_TOKENS:
-            problem = problem or f"{shortened}: raise kv_cache_bytes or the number of devices"
-            length = None
-    sized = EngineMemory(**{**asdict(memory), "kv_cache_bytes": kv})
+    length, shortened, too_short = _context(wanted, kv_tokens, kv, whole)
     # vLLM refuses to start if less is free, when its context is there already (vllm/v1/worker/utils.request_memory).
     # Rounded down, so that what the command line shows is never more.
     free = device_memory_bytes - asleep_per_device * kind.asleep_bytes - kind.context_bytes
     fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, free * 10_000 // device_memory_bytes / 10_000))
+    memory, problem = replace(memory, kv_cache_bytes=kv), not_computed or too_little or too_short
     return EngineSize(
-        sized, dtype, length, kv_tokens, config.max_num_seqs, fraction, room, shortened, problem, not_computed
+        memory, dtype, length, kv_tokens, config.max_num_seqs, fraction, room, shortened, problem, not_computed
     )
+
+
+def _left_for_kv(memory: EngineMemory, room: int, device_memory_bytes: int) -> tuple[int, str]:
+    """(bytes of a GPU for keys and values, why that is too little or "")."""
+    kv = room - memory.device_bytes
+    if kv >= LEAST_KV_BYTES:
+        return kv, ""
+    return LEAST_KV_BYTES, (
+        f"{memory.weights_bytes} bytes of weights per device, {memory.device_bytes - memory.weights_bytes} for "
+        f"adapters, activations and the engine itself, and {device_memory_bytes - room} for other engines that "
+        f"sleep there leave {kv} bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} "
+        "are needed: raise the deployment's tensor_parallel, or lower [scheduler] max_asleep_per_device"
+    )
+
+
+def _context(wanted: int | None, kv_tokens: int | None, kv: int, whole: int) -> tuple[int | None, str, str]:
+    """(tokens of the context, why these are fewer than wanted or "", why these are too few or ""). kv: bytes of the KV
+    cache; whole: as many as would hold what is wanted."""
+    if not wanted or kv_tokens is None or kv_tokens >= wanted:
+        return wanted, "", ""
+    shortened = (
+        f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {wanted:,} tokens, "
+        f"{whole / 1e6:,.0f} MB would hold all"
+    )
+    if kv_tokens < BLOCK_TOKENS:
+        return None, shortened, f"{shortened}: raise kv_cache_bytes or the number of devices"
+    return kv_tokens, shortened, ""
 
 
 def _not_computed(

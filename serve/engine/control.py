@@ -201,24 +201,15 @@ class EngineControl:
                 await self._bring_back(None)
             plan, why = choose_path(how, facts, memory_bytes()[0], self._limits["stage_memory_factor"])
             record = await asyncio.to_thread(self._record_of, version_path)
-            proof = None
             await self._stage(version_path, build=plan == "staged")
-            if plan == "staged":
-                proof = await self._ask_staged(record, version_path)
+            proof = await self._ask_staged(record, version_path) if plan == "staged" else None
             await self._close_adapters(version_path)
             staged_s = time.perf_counter()
             try:
                 if proof is not None:
-                    fingerprint, fingerprint_s = proof["fingerprint"], proof["seconds"]
-                    loaded = await self._exchange(version, version_path)
-                    pause_s, drain_step_s = loaded["pause_s"], loaded["wait_s"]
+                    loaded = {**await self._exchange(version, version_path), **proof}
                 else:
-                    await self._pause()
-                    paused_s = time.perf_counter()
-                    loaded = await self._load(version, version_path, layerwise=plan == "layerwise")
-                    fingerprint, fingerprint_s = record.check(loaded["answer"], "transfer"), loaded["fingerprint_s"]
-                    await self.llm.resume_generation()
-                    pause_s, drain_step_s = time.perf_counter() - paused_s, paused_s - staged_s
+                    loaded = await self._load_paused(version, version_path, record, layerwise=plan == "layerwise")
             except EngineDeadError as error:
                 self.state = "failed"
                 raise EngineFailed(f"the engine died while it loaded {version_path}") from error
@@ -236,20 +227,31 @@ class EngineControl:
             return {
                 "model": model,
                 "version": version,
-                "how": loaded["reports"][0]["how"],
+                **_as_workers_report(loaded["reports"]),
                 "why": why,
                 "fingerprint_on": "staged" if proof is not None else "paused",
                 "bytes": facts["bytes"],
-                "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
                 "seconds": time.perf_counter() - began_s,
                 "stage_s": staged_s - began_s,
-                "pause_s": pause_s,
-                "drain_step_s": drain_step_s,
-                "load_s": max(report["load_s"] for report in loaded["reports"]),
-                "fingerprint_s": fingerprint_s,
+                "pause_s": loaded["pause_s"],
+                "drain_step_s": loaded["wait_s"],
+                "fingerprint_s": loaded["fingerprint_s"],
                 "finishing": finishing,
-                "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
+                "fingerprint": await asyncio.to_thread(record.keep, loaded["fingerprint"]),
             }
+
+    async def _load_paused(
+        self, version: str, version_path: str, record: FingerprintRecord, *, layerwise: bool
+    ) -> dict[str, Any]:
+        """Load a version into the paused engine and prove it there; returns what `_exchange` and `_ask_staged` do."""
+        asked_s = time.perf_counter()
+        await self._pause()
+        paused_s = time.perf_counter()
+        loaded = await self._load(version, version_path, layerwise=layerwise)
+        fingerprint = record.check(loaded["answer"], "transfer")
+        await self.llm.resume_generation()
+        times = {"pause_s": time.perf_counter() - paused_s, "wait_s": paused_s - asked_s}
+        return {**loaded, **times, "fingerprint": fingerprint}
 
     async def sleep(self) -> dict[str, Any]:
         """Free weights and KV memory. The caller has drained the engine; if requests remain after a short grace period,
@@ -303,11 +305,9 @@ class EngineControl:
             return {
                 "model": model,
                 "version": version,
-                "seconds": time.perf_counter() - began_s,
-                "load_s": max(report["load_s"] for report in loaded["reports"]),
-                "how": loaded["reports"][0]["how"],
+                **_as_workers_report(loaded["reports"]),
                 "bytes": sum(report["bytes_read"] for report in loaded["reports"]),
-                "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
+                "seconds": time.perf_counter() - began_s,
                 "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
 
@@ -352,7 +352,7 @@ class EngineControl:
             raise
 
     async def _ask_staged(self, record: FingerprintRecord, path: str) -> dict[str, Any] | None:
-        """Compute the fingerprint of the staged weights and its seconds; None if it can only be computed in a pause.
+        """Compute the fingerprint of the staged weights, in how long; None if it can only be computed in a pause.
 
         Raises SwapFailed, with nothing exchanged, if it differs from the version's record.
         """
@@ -363,10 +363,8 @@ class EngineControl:
                 ids = {"model": self.model, "version": self.version}
                 logger.info("fingerprint of %s in the pause: %s", path, answer["refused"], extra=ids)
                 return None
-            return {
-                "fingerprint": record.check(answer, "transfer"),
-                "seconds": time.perf_counter() - began_s,
-            }
+            fingerprint = record.check(answer, "transfer")
+            return {"fingerprint": fingerprint, "fingerprint_s": time.perf_counter() - began_s}
         except EngineDeadError as error:
             self.state = "failed"
             raise EngineFailed(f"the engine died while it computed the fingerprint of {path}") from error
@@ -445,6 +443,15 @@ class EngineControl:
         self.model, self.version, self.path, self._lease = model, version, path, held
         if self._adapters is not None:
             self._adapters.serve_on(path)
+
+
+def _as_workers_report(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """How a load was done, the bytes that each worker read, and the seconds of the slowest."""
+    return {
+        "how": reports[0]["how"],
+        "bytes_read": [report["bytes_read"] for report in reports],
+        "load_s": max(report["load_s"] for report in reports),
+    }
 
 
 def _swap_failed(error: Exception) -> type[SwapFailed]:

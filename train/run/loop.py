@@ -135,67 +135,32 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end or until a signal; return the outcome for the final event. Call `close` afterwards."""
-        self.saving.began_at = self.step
-        if self.rank == 0 and self.spec.follows_validations:
-            self._validations = Validations(self.spec.run_dir, self.step)
-        known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
-        spec = self.spec
-        self._losses = LossWatch(
-            spec.on_loss_spike, spec.rate_cuts, broadcast_json(known), start=self.step, older=spec.older_snapshots
-        )
-        self.leaving.at(self.step)
-        signals, self.boundary_s = self._agreed(), time.monotonic()
-        if self.rank == 0:
-            self.signals.listen(self.leaving.ask)
-        while not signals["suspend"] and not signals["cancel"] and self.reference.learn_some():
-            signals, self.boundary_s = self._agreed(), time.monotonic()
-        self.reference.save()
+        self._begin()
+        signals = self._learn_reference()
         if signals["suspend"]:
             return self._suspend(0)
         if signals["cancel"] and not self.reference.complete:
-            return {"outcome": "cancelled", "step": self.step}
+            return self._cancelled()
         self.saving.kept = self.reference.kept()
-        if spec.data_order == "loss":
+        if self.spec.data_order == "loss":
             self.plan, self.feed = self._steps()
             self.saving.steps = self.plan
-        total, epoch_ends = self.plan.total_steps, self.plan.epoch_end_steps()
         if self.step == 0:
             if not self._general.ask("before", self._devices_wanted):
                 signals, self.boundary_s = self._agreed(), time.monotonic()
-                return self._suspend(0) if signals["suspend"] else {"outcome": "cancelled", "step": 0}
+                return self._suspend(0) if signals["suspend"] else self._cancelled()
             self._validate()
             self._say_how_often_it_validates()
         if self._is_best():  # an earlier world may have been about to finish or to publish
             self._publish_best()
-        while self.step < total and not self._ends_early:
-            ready = self.feed.ready(self.step)
-            try:
-                signals, left = (self._one_step(total) if ready else {}), False
-            except StepLeft:
-                left = True
-            if left:  # outside the handler, because the exception holds the tensors of the step
-                signals = self._leave_step()
-            elif not ready:
-                self.saving.foresee(self.step)
-                signals, self.boundary_s = self._agreed(), time.monotonic()
-            else:
-                self.boundary_s = time.monotonic()
-                self.saving.finish()
-                self.saving.make_first_room()
-                best_here = False
-                if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
-                    self._validate()
-                    best_here = self._is_best()
-                if self.step == total or self._ends_early:
-                    break
-                if best_here:
-                    self._publish_best()
-                elif self.spec.publishes_epochs and self.step in epoch_ends:
-                    self.saving.publish_if_room(self.step, self._pace_s)
+        while not self._is_over():
+            signals = self._next_step()
+            if self._is_over():
+                break
             if signals["cancel"]:
                 self.saving.finish()
                 self.saving.drop_reserved()
-                return {"outcome": "cancelled", "step": self.step}
+                return self._cancelled()
             if signals["suspend"]:
                 return self._suspend(signals["draft"])
             if signals["snapshot"]:
@@ -207,6 +172,63 @@ class Run:
             self.saving.publish_result(self.step)
         self.saving.wait()
         return {"outcome": "succeeded", "step": self.step}
+
+    def _begin(self) -> None:
+        self.saving.began_at = self.step
+        if self.rank == 0 and self.spec.follows_validations:
+            self._validations = Validations(self.spec.run_dir, self.step)
+        known = history(read_events(self.spec.run_dir), self.step) if self.rank == 0 else None
+        spec = self.spec
+        self._losses = LossWatch(
+            spec.on_loss_spike, spec.rate_cuts, broadcast_json(known), start=self.step, older=spec.older_snapshots
+        )
+        self.leaving.at(self.step)
+
+    def _learn_reference(self) -> dict[str, Any]:
+        """Collective: what the starting model says of the data, until it is known or a signal comes; returns that."""
+        signals, self.boundary_s = self._agreed(), time.monotonic()
+        if self.rank == 0:
+            self.signals.listen(self.leaving.ask)
+        while not signals["suspend"] and not signals["cancel"] and self.reference.learn_some():
+            signals, self.boundary_s = self._agreed(), time.monotonic()
+        self.reference.save()
+        return signals
+
+    def _is_over(self) -> bool:
+        return self._ends_early or self.step >= self.plan.total_steps
+
+    def _next_step(self) -> dict[str, Any]:
+        """Collective: does the next step, or leaves it because its devices are wanted; returns the signals."""
+        if not self.feed.ready(self.step):
+            self.saving.foresee(self.step)
+            signals, self.boundary_s = self._agreed(), time.monotonic()
+            return signals
+        try:
+            signals = self._one_step(self.plan.total_steps)
+        except StepLeft:
+            signals = {}
+        if not signals:  # outside the handler, because the exception holds the tensors of the step
+            return self._leave_step()
+        self.boundary_s = time.monotonic()
+        self._after_step()
+        return signals
+
+    def _after_step(self) -> None:
+        self.saving.finish()
+        self.saving.make_first_room()
+        best_here = False
+        if self.plan.validates(self.step, self.spec.eval_interval, self.spec.most_validations):
+            self._validate()
+            best_here = self._is_best()
+        if self._is_over():
+            return  # it is published as the result
+        if best_here:
+            self._publish_best()
+        elif self.spec.publishes_epochs and self.step in self.plan.epoch_end_steps():
+            self.saving.publish_if_room(self.step, self._pace_s)
+
+    def _cancelled(self) -> dict[str, Any]:
+        return {"outcome": "cancelled", "step": self.step}
 
     def close(self) -> None:
         """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
