@@ -160,10 +160,9 @@ def allot(
     rooms = _Rooms(works_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
-    reviews: list[float] = []
     left = budget
     ordered = order(jobs, now_s)
-    reviews += [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
+    reviews = [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
     for job in ordered:
         if job.keeps_devices(now_s):
             sizes[job.id] = len(job.devices)
@@ -178,8 +177,8 @@ def allot(
             waiting[job.id], again_s = barred
             reviews += [] if again_s is None else [again_s]
             continue
-        most = min(left, rooms.most(job, rooms.left, left), (found or {}).get(job.id, left))
-        size = job.largest_within(max(most, 0))
+        most = min(left, rooms.most(job, rooms.left, left))
+        size = job.largest_within(max(min(most, (found or {}).get(job.id, left)), 0))
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
         if size > now > 0 and now in job.sizes and grown_again_s > now_s:
@@ -190,20 +189,27 @@ def allot(
             left -= size
             rooms.give(job, size)
             ahead = ahead or job
-            continue
-        least = job.sizes[0]
-        if found and job.id in found:
-            waiting[job.id] = f"Needs {least} device{'s' * (least > 1)} of one node; those left are not side by side."
-        elif least > total:
-            waiting[job.id] = f"Needs {least} devices; only {total} of the box work."
-        elif least > (largest := rooms.most(job, works_on or {}, total)):
-            waiting[job.id] = f"Needs {least} devices of one node; no node that it may run on has more than {largest}."
-        elif least > budget:
-            waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
+        elif found and job.id in found:
+            least = _at_least(job)
+            waiting[job.id] = f"Needs {least} of one node; those left are not side by side."
         else:
-            room = max(min(left, rooms.most(job, rooms.left, left)), 0)
-            by = _ahead(job, ahead) if ahead else "jobs that are not preempted"
-            waiting[job.id] = (
-                f"Needs {least} device{'s' * (least > 1)}; {room} of training's {budget} are left by {by}."
+            largest = rooms.most(job, works_on or {}, total)
+            waiting[job.id] = _too_few(job, total, largest, budget, why) or (
+                f"Needs {_at_least(job)}; {max(most, 0)} of training's {budget} are left by "
+                f"{_ahead(job, ahead) if ahead else 'jobs that are not preempted'}."
             )
     return Queue(sizes, waiting, min(reviews, default=None))
+
+
+def _at_least(job: JobView) -> str:
+    return f"{job.sizes[0]} device{'s' * (job.sizes[0] > 1)}"
+
+
+def _too_few(job: JobView, total: int, largest: int, budget: int, why: str) -> str:
+    """Why the job would get nothing if it were alone; "" if it would get some. largest: devices of its largest node."""
+    least = job.sizes[0]
+    if least > total:
+        return f"Needs {least} devices; only {total} of the box work."
+    if least > largest:
+        return f"Needs {least} devices of one node; no node that it may run on has more than {largest}."
+    return f"Needs {_at_least(job)}: {why}." if least > budget else ""

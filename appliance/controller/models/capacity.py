@@ -111,36 +111,14 @@ def job(
     fields = {**fields, "device_kind": box.device_kind}
     memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
     fitting = tuple(size for size in sizes if box.holds(memory[size], size))
-    version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
-    problems = []
-    if not fitting:
-        best = min(sizes, key=lambda size: box.takes(memory[size]) - box.room_per_rank(size))
-        problems.append(
-            f"Training needs {gb(box.takes(memory[best]))} on each of {_devices(best)} ({_parts(memory[best], box)}); "
-            f"there are {gb(box.room_per_rank(best))}."
-        )
-    problems += _over_budget("The result takes", version, box)
-    budget = box.store_budget_bytes
-    warnings = []
-    needed = version + snapshot
-    if budget is not None and needed > budget >= version:
-        needed = version
-        warnings.append(
-            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit next to the result in the store's "
-            f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer."
-        )
+    problems = [] if fitting else [_too_large(memory, box)]
+    stored = _Stored(estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields), box)
+    problems += _over_budget("The result takes", stored.version, box)
     shown = fitting[-1] if fitting else sizes[-1]
     ranks_bytes = box.ranks_bytes(memory[shown], shown)
-    offload = _Offload(shown * memory[shown].host_bytes, needed, box)
+    offload = _Offload(shown * memory[shown].host_bytes, stored.needed, box)
     problems += offload.problems()
-    warnings += offload.warnings()
-    waits = ""
-    if not problems and needed > box.store_room_bytes:
-        waits = (
-            f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
-            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be allocated now. It starts when models or other "
-            "jobs have freed some."
-        )
+    waits = "" if problems else stored.waits()
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),
         "devices": shown,
@@ -149,21 +127,72 @@ def job(
         "offload": {"host_bytes": offload.bytes, "host_memory_bytes": box.host_memory_bytes},
         "host_memory": {
             "ranks_bytes": ranks_bytes,
-            "job_bytes": ranks_bytes + needed,
+            "job_bytes": ranks_bytes + stored.needed,
             "reserve_bytes": box.reserve_bytes,
         },
-        "host": {
-            "version_bytes": version,
-            "snapshot_bytes": snapshot,
-            "needed_bytes": needed,
-            "room_bytes": box.store_room_bytes,
-            "budget_bytes": budget,
-        },
+        "host": stored.numbers(),
     }
-    instead = tuple(_smaller_jobs(shape, fields, sizes, box, method)) if not fitting or offload.problems() else ()
+    instead = tuple(_Milder(shape, fields, sizes, box, method).jobs()) if not fitting or offload.problems() else ()
     if not fitting and not instead:
         problems.append("No milder setting fits either: it needs more devices, larger ones, or a smaller model.")
-    return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(warnings), fitting)
+    warnings = (*stored.warnings(), *offload.warnings())
+    return Verdict(not problems, tuple(problems), instead, numbers, waits, warnings, fitting)
+
+
+def _too_large(memory: Mapping[int, estimate.RankMemory], box: BoxFacts) -> str:
+    """memory: of a rank, by the number of ranks."""
+    best = min(memory, key=lambda size: box.takes(memory[size]) - box.room_per_rank(size))
+    return (
+        f"Training needs {gb(box.takes(memory[best]))} on each of {_devices(best)} ({_parts(memory[best], box)}); "
+        f"there are {gb(box.room_per_rank(best))}."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Bytes of a job's result and of a snapshot of it."""
+
+    version: int
+    snapshot: int
+    box: BoxFacts
+
+    @property
+    def needed(self) -> int:
+        """What the job needs of shared memory."""
+        return self.version if self._snapshot_on_disk else self.version + self.snapshot
+
+    @property
+    def _snapshot_on_disk(self) -> bool:
+        budget = self.box.store_budget_bytes
+        return budget is not None and self.version + self.snapshot > budget >= self.version
+
+    def warnings(self) -> list[str]:
+        if not self._snapshot_on_disk:
+            return []
+        return [
+            f"A snapshot takes {gb(self.snapshot)} of shared memory and does not fit next to the result in the store's "
+            f"{gb(self.box.store_budget_bytes or 0)}: snapshots go to disk, and moving the job between devices takes "
+            "longer."
+        ]
+
+    def waits(self) -> str:
+        """Why the job cannot begin yet, "" if it can."""
+        if self.needed <= self.box.store_room_bytes:
+            return ""
+        return (
+            f"Shared memory is full: the result ({gb(self.version)}) and a snapshot ({gb(self.needed - self.version)}) "
+            f"need {gb(self.needed)}, {gb(max(0, self.box.store_room_bytes))} can be allocated now. It starts when "
+            "models or other jobs have freed some."
+        )
+
+    def numbers(self) -> dict[str, int | None]:
+        return {
+            "version_bytes": self.version,
+            "snapshot_bytes": self.snapshot,
+            "needed_bytes": self.needed,
+            "room_bytes": self.box.store_room_bytes,
+            "budget_bytes": self.box.store_budget_bytes,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,72 +312,69 @@ def _engine_parts(memory: EngineMemory) -> str:
     return ", ".join(parts)
 
 
-def _smaller_jobs(
-    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
-) -> Iterator[str]:
-    """Changes that make it fit: the two mildest, and LoRA instead of full training; shorter rows where none does."""
-    thrifty = {"activation_checkpointing": True, "zero_stage": 3}
-    cut = fields.get("tensor_parallel", 1) > 1
-    changes: list[tuple[str, dict[str, Any]]] = []
-    if not fields["activation_checkpointing"]:
-        changes.append(("activation_checkpointing true", {"activation_checkpointing": True}))
-    stages = (2,) if cut else (2, 3)
-    changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in stages if n > fields["zero_stage"]]
-    if not cut:
-        changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
-    if fields["offload"] == "parameters":
-        changes.append(("offload optimizer", {"offload": "optimizer"}))
-    if fields["offload"] != "none":
-        changes.append(("offload none", {"offload": "none"}))
-    if not cut and fields["offload"] == "none" and not box.on_host:
-        changes.append(
-            (
-                "zero_stage 3 with activation_checkpointing true and offload optimizer",
-                thrifty | {"offload": "optimizer"},
-            )
-        )
-    tried = ((name, {**fields, **change}) for name, change in changes)
-    mild = (text for name, other in tried if (text := _fitting(shape, other, name, sizes, box, method)))
-    found = list(islice(mild, 2))
-    if not cut:
-        found += islice(_adapters(shape, fields, sizes, box, method), 1)
-    yield from found or islice(_shorter(shape, {**fields, **({} if cut else thrifty)}, sizes, box, method), 1)
+@dataclass(frozen=True, slots=True)
+class _Milder:
+    """Changes that make a job fit."""
 
+    shape: ModelShape
+    fields: Mapping[str, Any]
+    sizes: Sequence[int]
+    box: BoxFacts
+    method: Method
 
-def _adapters(
-    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
-) -> Iterator[str]:
-    """LoRA instead of full training, with the base whole on every device before it is shared out."""
-    if not fields["full"]:
-        return
-    adapters = {**fields, "full": False, "activation_checkpointing": True}
-    name = f"LoRA (full false, lora_rank {fields['lora_rank']})"
-    for more, change in (("", {}), (" with zero_stage 3", {"zero_stage": 3})):
-        if text := _fitting(shape, adapters | change, name + more, sizes, box, method):
-            yield text
+    def jobs(self) -> Iterator[str]:
+        """The two mildest, and LoRA instead of full training; shorter rows where none does."""
+        fields = self.fields
+        thrifty = {"activation_checkpointing": True, "zero_stage": 3}
+        cut = fields.get("tensor_parallel", 1) > 1
+        changes: list[tuple[str, dict[str, Any]]] = []
+        if not fields["activation_checkpointing"]:
+            changes.append(("activation_checkpointing true", {"activation_checkpointing": True}))
+        stages = (2,) if cut else (2, 3)
+        changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in stages if n > fields["zero_stage"]]
+        if not cut:
+            changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
+        if fields["offload"] == "parameters":
+            changes.append(("offload optimizer", {"offload": "optimizer"}))
+        if fields["offload"] != "none":
+            changes.append(("offload none", {"offload": "none"}))
+        if not cut and fields["offload"] == "none" and not self.box.on_host:
+            name = "zero_stage 3 with activation_checkpointing true and offload optimizer"
+            changes.append((name, thrifty | {"offload": "optimizer"}))
+        mild = (text for name, change in changes if (text := self._fitting(change, name)))
+        found = list(islice(mild, 2))
+        if not cut:
+            found += islice(self._adapters(), 1)
+        yield from found or islice(self._shorter({} if cut else thrifty), 1)
 
+    def _adapters(self) -> Iterator[str]:
+        """LoRA instead of full training, with the base whole on every device before it is shared out."""
+        if not self.fields["full"]:
+            return
+        name = f"LoRA (full false, lora_rank {self.fields['lora_rank']})"
+        adapters = {"full": False, "activation_checkpointing": True}
+        for more, change in (("", {}), (" with zero_stage 3", {"zero_stage": 3})):
+            if text := self._fitting(adapters | change, name + more):
+                yield text
 
-def _shorter(
-    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
-) -> Iterator[str]:
-    """Rows of half the tokens, a quarter, and so on, with all else that saves memory."""
-    tokens = fields["max_length"] // 2
-    while tokens >= _LEAST_TOKENS:
-        name = f"max_length {tokens} with zero_stage {fields['zero_stage']} and activation_checkpointing true"
-        if text := _fitting(shape, {**fields, "max_length": tokens}, name, sizes, box, method):
-            yield text
-        tokens //= 2
+    def _shorter(self, thrifty: Mapping[str, Any]) -> Iterator[str]:
+        """Rows of half the tokens, a quarter, and so on, with all else that saves memory."""
+        tokens = self.fields["max_length"] // 2
+        stage = {**self.fields, **thrifty}["zero_stage"]
+        while tokens >= _LEAST_TOKENS:
+            name = f"max_length {tokens} with zero_stage {stage} and activation_checkpointing true"
+            if text := self._fitting({**thrifty, "max_length": tokens}, name):
+                yield text
+            tokens //= 2
 
-
-def _fitting(
-    shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts, method: Method
-) -> str:
-    stored = estimate.version_bytes(shape, fields)
-    for size in reversed(sizes):
-        needs = method.rank_memory(shape, fields, size)
-        if box.holds(needs, size) and not _Offload(size * needs.host_bytes, stored, box).problems():
-            return f"{name} on {_devices(size)}: {gb(box.takes(needs))} each"
-    return ""
+    def _fitting(self, change: Mapping[str, Any], name: str) -> str:
+        fields = {**self.fields, **change}
+        stored = estimate.version_bytes(self.shape, fields)
+        for size in reversed(self.sizes):
+            needs = self.method.rank_memory(self.shape, fields, size)
+            if self.box.holds(needs, size) and not _Offload(size * needs.host_bytes, stored, self.box).problems():
+                return f"{name} on {_devices(size)}: {gb(self.box.takes(needs))} each"
+        return ""
 
 
 def _other_serving(
