@@ -68,35 +68,9 @@ def take(
         objects.sweep()
         last, box_id = manifests.newest_readable(objects), _identity(paths)
         if last is not None and not _same_box(last.box_id, box_id):
-            raise NotThisBox(
-                f"{objects.where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; "
-                + (
-                    f"this one was restored or copied from it: move it to {last.data_dir} if that is gone, or give it "
-                    "a place of its own ([backup] url)"
-                    if _same_key(last.box_id, box_id)
-                    else "give each box a place of its own. If this directory was set up again, restore the backup "
-                    "first: taking others would in time delete it"
-                )
-            )
+            raise _not_this_box(last, box_id, objects.where)
         writer = _Writer(objects, {} if last is None else {file.path: file for file in last.files}, report)
-        for left in reversed(range(PASSES)):
-            before = {name for name, _ in _files(paths.data_dir, secrets)}
-            copied = Path(folder) / DATABASE
-            schema = copy_database(paths.database, copied)
-            end_logins(copied)
-            files, gone = writer.save(paths.data_dir, copied, secrets, before)
-            if not left:
-                gone = {name for name in gone if not name.startswith(_OWNERS)}
-            if not gone:
-                break
-            log.info("%d files were deleted while they were copied; once more", len(gone))
-        else:
-            raise BackupError(
-                f"files of {paths.data_dir} were deleted during each of {PASSES} passes, {min(gone)} for one; take the "
-                "backup when less of the box's own is deleted"
-            )
-        if forget_gone(copied, {file.path for file in files}):
-            files = (writer.database(copied), *files[1:])
+        schema, files = _copied(writer, paths, Path(folder) / DATABASE, secrets)
         made_s = clock()
         made = Manifest(
             manifests.next_name(objects, made_s),
@@ -114,6 +88,45 @@ def take(
             manifests.remove(objects, manifests.names(objects)[:-keep])
         last_backup.write(paths.last_backup, LastBackup(made.name, made.made_s, objects.where, made.bytes))
         return made
+
+
+def _copied(writer: _Writer, paths: BoxPaths, copy: Path, secrets: bool) -> tuple[int, tuple[SavedFile, ...]]:
+    """Copies the database to `copy`, and saves it with all files that it names; returns its schema and these. Raises
+    BackupError."""
+    for left in reversed(range(PASSES)):
+        before = {name for name, _ in _files(paths.data_dir, secrets)}
+        schema = copy_database(paths.database, copy)
+        end_logins(copy)
+        files, gone = writer.save(paths.data_dir, copy, secrets, before)
+        if not left:
+            gone = {name for name in gone if not name.startswith(_OWNERS)}
+        if not gone:
+            break
+        log.info("%d files were deleted while they were copied; once more", len(gone))
+    else:
+        raise BackupError(
+            f"files of {paths.data_dir} were deleted during each of {PASSES} passes, {min(gone)} for one; take the "
+            "backup when less of the box's own is deleted"
+        )
+    if forget_gone(copy, {file.path for file in files}):
+        files = (writer.database(copy), *files[1:])
+    return schema, files
+
+
+def _not_this_box(last: Manifest, box_id: str, where: str) -> NotThisBox:
+    if _same_key(last.box_id, box_id):
+        remedy = (
+            f"this one was restored or copied from it: move it to {last.data_dir} if that is gone, or give it a place "
+            "of its own ([backup] url)"
+        )
+    else:
+        remedy = (
+            "give each box a place of its own. If this directory was set up again, restore the backup first: taking "
+            "others would in time delete it"
+        )
+    return NotThisBox(
+        f"{where} has backups of another box ({last.box_id}, {last.data_dir}), this is {box_id}; {remedy}"
+    )
 
 
 def _check_is_there(paths: BoxPaths, objects: Objects) -> None:

@@ -143,7 +143,8 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
 
 def _report_fatal(channel: BlockingChannel, error: BaseException) -> None:
     try:
-        channel.send({"event": "fatal", "type": type(error).__name__, "message": str(error)})
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        channel.send({"event": "fatal", "type": kinds[0], "kinds": kinds, "message": str(error)})
     except ChannelClosed:
         return
 

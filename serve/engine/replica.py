@@ -29,21 +29,20 @@ from serve.core.errors import (
     EngineRefused,
     EngineStartFailed,
     ServeError,
+    VersionUnreadable,
     WrongState,
 )
 from serve.core.spec import ReplicaSpec
 from serve.engine.pulse import Pulse
 from serve.engine.start_errors import in_our_words
 from weights.checkpoint.errors import OpeningRefused
+from weights.format.errors import IntegrityError, StoreError
 
 log = logging.getLogger(__name__)
 
 ENTRY = "serve.engine.main:main"
-_OF_THE_MACHINE = frozenset(
-    "OSError FileNotFoundError PermissionError TimeoutError MemoryError ConnectionError ConnectionRefusedError "
-    "ConnectionResetError BrokenPipeError VersionUnreadable IntegrityError StoreError".split()
-)
-"""Types of errors at an engine's start of which its settings are no cause."""
+_OF_THE_MACHINE = {kind.__name__ for kind in (OSError, MemoryError, StoreError, IntegrityError, VersionUnreadable)}
+"""Kinds of errors at an engine's start of which its settings are no cause."""
 
 
 class Replica:
@@ -83,41 +82,7 @@ class Replica:
         self._child, self._spec, self._state = child, spec, "starting"
         self._pulse, self._hung, self._last = None, "", None
         group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                ready = await child.next_event()
-                while ready is not None and ready["event"] not in ("ready", "fatal"):
-                    ready = await child.next_event()
-        except TimeoutError as error:
-            await child.kill_and_wait()
-            _remove_leftovers(self._spec)
-            self._state = "dead"
-            raise EngineStartFailed(
-                f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
-                f"its log {log_path} says more\n{tail(log_path)}"
-            ) from error
-        if ready is None or ready["event"] == "fatal":
-            await child.kill_and_wait()
-            _remove_leftovers(self._spec)
-            self._state = "dead"
-            cause = f": {ready['type']}: {ready['message']}" if ready else ""
-            if child.starved:
-                raise EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
-            if ready and ready["type"] == OpeningRefused.__name__:
-                raise EngineStartFailed(ready["message"])
-            words = in_our_words(ready["message"] if ready else tail(log_path), spec.model)
-            refused = ready and not (
-                ready["type"] in _OF_THE_MACHINE
-                or is_of_a_device(ready["type"], ready["message"])
-                or not_ready(ready["message"])
-            )
-            failed = EngineRefused if refused else EngineStartFailed
-            if words is not None:
-                failed = EngineOutOfMemory if words.memory else failed
-                raise failed(f"{words.text}\n{cause.removeprefix(': ')}; its log {log_path} says more")
-            raise failed(
-                f"engine {spec.replica_id} ended during start{cause}; its log {log_path} says more\n{tail(log_path)}"
-            )
+        ready = await self._started(child, spec)
         self._state = "ready"
         self._pulse = Pulse(
             lambda: child.call("pulse"),
@@ -128,6 +93,28 @@ class Replica:
         self._watching = asyncio.create_task(self._end_if_hung(child, self._pulse), name=f"pulse of {child.name}")
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
+
+    async def _started(self, child: Child, spec: ReplicaSpec) -> dict[str, Any]:
+        """What the engine says once it serves. Raises EngineStartFailed, with nothing of the engine left."""
+        late = False
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                event = await child.next_event()
+                while event is not None and event["event"] not in ("ready", "fatal"):
+                    event = await child.next_event()
+        except TimeoutError:
+            event, late = None, True
+        if event is not None and event["event"] == "ready":
+            return event
+        await child.kill_and_wait()
+        _remove_leftovers(spec)
+        self._state = "dead"
+        if late:
+            raise EngineStartFailed(
+                f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
+                f"its log {child.log_path} says more\n{tail(child.log_path)}"
+            )
+        raise _start_failed(spec, child, event)
 
     async def life(self) -> dict[str, Any]:
         """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
@@ -283,6 +270,27 @@ class Replica:
             raise failed(f"{method}: {error}") from error
         except ChildTimeout as error:
             raise EngineFailed(f"{method}: {error}") from error
+
+
+def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None) -> ServeError:
+    """fatal: what the engine said when it ended, if it did."""
+    if child.starved:
+        return EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
+    if fatal and fatal["type"] == OpeningRefused.__name__:
+        return EngineStartFailed(fatal["message"])
+    words = in_our_words(fatal["message"] if fatal else tail(child.log_path), spec.model)
+    refused = fatal and not (
+        not _OF_THE_MACHINE.isdisjoint(fatal["kinds"])
+        or is_of_a_device(fatal["type"], fatal["message"])
+        or not_ready(fatal["message"])
+    )
+    failed = EngineRefused if refused else EngineStartFailed
+    cause = f"{fatal['type']}: {fatal['message']}" if fatal else ""
+    if words is not None:
+        failed = EngineOutOfMemory if words.memory else failed
+        return failed(f"{words.text}\n{cause}; its log {child.log_path} says more")
+    ended = f"engine {spec.replica_id} ended during start{': ' if cause else ''}{cause}"
+    return failed(f"{ended}; its log {child.log_path} says more\n{tail(child.log_path)}")
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:

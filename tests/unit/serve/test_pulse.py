@@ -248,15 +248,16 @@ async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(ref
 @pytest.mark.parametrize(
     ("kind", "message", "refused"),
     [
-        ("ValueError", "Unknown quantization method: mxfp5", True),
-        ("RuntimeError", "Engine core initialization failed", True),
-        ("FileNotFoundError", "/dev/shm/x", False),
-        ("OSError", "[Errno 28] No space left on device", False),
-        ("RuntimeError", "CUDA error: uncorrectable ECC error encountered", False),
+        (ValueError, "Unknown quantization method: mxfp5", True),
+        (RuntimeError, "Engine core initialization failed", True),
+        (FileNotFoundError, "/dev/shm/x", False),
+        (OSError, "[Errno 28] No space left on device", False),
+        (RuntimeError, "CUDA error: uncorrectable ECC error encountered", False),
         (None, "", False),
     ],
 )
 async def test_only_what_an_engine_says_of_itself_is_said_of_its_settings(refusal, kind, message, refused):
     """Where the host's disk was full, or a start was killed, a model's settings were taken back."""
-    error = await refusal({"event": "fatal", "type": kind, "message": message} if kind else None)
+    kinds = [one.__name__ for one in kind.__mro__] if kind else []
+    error = await refusal({"event": "fatal", "type": kinds[0], "kinds": kinds, "message": message} if kind else None)
     assert isinstance(error, EngineRefused) == refused
