@@ -24,17 +24,10 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.fields import check_fields
+from appliance.gateway.payload.item_shapes import check_items
+from appliance.gateway.payload.message_shapes import ANTHROPIC_ROLES, MESSAGE_ROLES, check_messages
 from appliance.gateway.payload.nesting import walk
-from appliance.gateway.payload.shapes import (
-    ANTHROPIC_ROLES,
-    MESSAGE_ROLES,
-    check_items,
-    check_messages,
-    check_others,
-    check_system,
-    check_tools,
-    same_kind,
-)
+from appliance.gateway.payload.shapes import check_others, check_system, check_tools, same_kind
 from appliance.gateway.payload.structure import check_structure
 from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
@@ -198,11 +191,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         checked.asked.unseen = True
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
-    inputs = data.get("input")
-    if route.task == "embed" and isinstance(inputs, list) and not isinstance(inputs[0], int):
-        checked.weight = -(-len(inputs) // _INPUTS_OF_ONE)
-    elif sequences > _SEQUENCES_OF_ONE and route.task != "embed":
-        checked.weight = -(-sequences // _SEQUENCES_OF_ONE)
+    checked.weight = _weight(route, data.get("input"), sequences)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
     elif route.name == CHAT and ("store" in data or "metadata" in data):
@@ -219,6 +208,14 @@ _STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens
 _INPUTS_OF_ONE: Final = 64
 # Answers that count as one request: an engine has something of each, however many wait.
 _SEQUENCES_OF_ONE: Final = 16
+
+
+def _weight(route: Route, inputs: Any, sequences: int) -> int:
+    if route.task != "embed":
+        return -(-sequences // _SEQUENCES_OF_ONE) if sequences > _SEQUENCES_OF_ONE else 1
+    several = isinstance(inputs, list) and not isinstance(inputs[0], int)
+    return -(-len(inputs) // _INPUTS_OF_ONE) if several else 1
+
 
 # A chat request with only numbers, these fields and messages needs no further checks.
 _PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
