@@ -35,41 +35,7 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("")
     async def create(request: Request, caller: Caller) -> dict[str, Any]:
-        file_id = new_id("file-")
-        again = idempotency.may_come_again(request, caller, ROUTE, db, context.config)
-        with context.quotas.receiving(caller, again=again) as took, storage.growing(context, file_id) as (incoming,):
-            upload = await multipart.receive(
-                request.stream(),
-                request.headers.get("content-type", ""),
-                incoming,
-                context.config.upload_bytes,
-                took,
-            )
-            purpose, keep_s = storage.checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
-            row = await storage.described(
-                context,
-                file_id,
-                incoming,
-                filename=upload.filename,
-                sha256=upload.sha256,
-                caller=caller,
-                purpose=purpose,
-                keep_s=keep_s,
-            )
-            attempt = idempotency.Attempt.of(
-                request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
-            )
-
-            def make() -> FileRow:
-                if again:
-                    context.quotas.check_arrived(caller)
-                storage.keep(context, row, incoming)
-                return row
-
-            with storage.with_row(context, file_id):
-                known = partial(files.find, db, viewer=caller.viewer, now_s=time.time())
-                kept, _ = idempotency.once(db, context.config, attempt, known, make)
-        return views.file_object(kept, caller)
+        return views.file_object(await _received(context, request, caller), caller)
 
     @router.get("")
     def list_files(
@@ -125,6 +91,46 @@ def routes(context: ControllerContext) -> APIRouter:
         return {"id": row.id, "object": "file", "deleted": True}
 
     return router
+
+
+async def _received(context: ControllerContext, request: Request, caller: Principal) -> FileRow:
+    """The file of an upload, or the one that an earlier attempt made. Raises BadRequest, and what disk and quotas
+    refuse."""
+    file_id = new_id("file-")
+    again = idempotency.may_come_again(request, caller, ROUTE, context.db, context.config)
+    with context.quotas.receiving(caller, again=again) as took, storage.growing(context, file_id) as (incoming,):
+        upload = await multipart.receive(
+            request.stream(),
+            request.headers.get("content-type", ""),
+            incoming,
+            context.config.upload_bytes,
+            took,
+        )
+        purpose, keep_s = storage.checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
+        row = await storage.described(
+            context,
+            file_id,
+            incoming,
+            filename=upload.filename,
+            sha256=upload.sha256,
+            caller=caller,
+            purpose=purpose,
+            keep_s=keep_s,
+        )
+        attempt = idempotency.Attempt.of(
+            request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
+        )
+
+        def make() -> FileRow:
+            if again:
+                context.quotas.check_arrived(caller)
+            storage.keep(context, row, incoming)
+            return row
+
+        with storage.with_row(context, file_id):
+            known = partial(files.find, context.db, viewer=caller.viewer, now_s=time.time())
+            kept, _ = idempotency.once(context.db, context.config, attempt, known, make)
+    return kept
 
 
 class _Content(FileResponse):

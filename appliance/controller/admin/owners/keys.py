@@ -171,53 +171,17 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
 
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
-        # A key for certain models is for using them; who may also train says so.
-        scopes = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
-        unknown = [scope for scope in scopes if scope not in keys.SCOPES]
-        if unknown:
-            raise InvalidValue(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.", "scopes")
-        if (owner := body.owner or body.name) in RESERVED_OWNERS:
-            raise InvalidValue(
-                f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
-            )
-        _refuse_unknown(context, body.models)
-        _refuse_past(body.expires_s)
-        limits = body.columns()
-        try:
-            with db.transaction():
-                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
-                record(
-                    context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner, **limits
-                )
-        except DuplicateRow as error:
-            raise Conflict(
-                f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
-                param="name",
-                code="key_exists",
-            ) from error
+        row, key = _make(context, caller, body)
         context.publish_keys()
         return views.key(row) | {"key": key}
 
     @router.patch("/keys/{id_or_name}")
     async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
-        row = _live(context, id_or_name)
-        _refuse_unknown(context, body.models, known=row.models or ())
-        _refuse_past(body.expires_s)
-        if row.subject and body.expires_s is not None:
-            raise InvalidValue(
-                f"{row.name} comes by the login provider, whose groups say who may still come: that key has no end.",
-                "expires_s",
-            )
-        limits = body.columns()
-        with db.transaction():
-            keys.update(db, row.id, **limits)
-            # Only where there are some: the row tells what was asked.
-            paused = {"jobs": ids} if (ids := pauses.pause_jobs_without_model(context)) else {}
-            record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
+        row, paused = _limit(context, caller, id_or_name, body)
         context.publish_keys()
         if paused:
             context.scheduler.nudge(f"{row.id} lost a model")
-        return views.key(keys.find(db, row.id) or row)
+        return views.key(row)
 
     @router.post("/keys/{id_or_name}/rotate")
     async def rotate(id_or_name: str, request: Request, caller: Caller) -> dict[str, Any]:
@@ -253,6 +217,53 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
             | {"stopped": stopped, "already_revoked": before.revoked_s is not None}
             | {"admin_keys": sum(ADMIN in one.scopes and not one.session for one in keys.list_live(db))}
         )
+
+
+def _make(context: ControllerContext, caller: Principal, body: KeyCreate) -> tuple[KeyRow, str]:
+    """The new key and its secret. Raises BadRequest, Conflict."""
+    # A key for certain models is for using them; who may also train says so.
+    scopes = body.scopes or (DEFAULT_SCOPES if body.models is None else [INFERENCE])
+    unknown = [scope for scope in scopes if scope not in keys.SCOPES]
+    if unknown:
+        raise InvalidValue(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.", "scopes")
+    if (owner := body.owner or body.name) in RESERVED_OWNERS:
+        raise InvalidValue(
+            f"The owner name {owner!r} is reserved; choose another name.", "owner" if body.owner else "name"
+        )
+    _refuse_unknown(context, body.models)
+    _refuse_past(body.expires_s)
+    limits = body.columns()
+    try:
+        with context.db.transaction():
+            row, key = keys.create(context.db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
+            record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner, **limits)
+    except DuplicateRow as error:
+        raise Conflict(
+            f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
+            param="name",
+            code="key_exists",
+        ) from error
+    return row, key
+
+
+def _limit(context: ControllerContext, caller: Principal, id_or_name: str, body: KeyLimits) -> tuple[KeyRow, bool]:
+    """The key as it is now, and whether jobs were paused, which have a model that it may not use. Raises NotFound,
+    BadRequest."""
+    row = _live(context, id_or_name)
+    _refuse_unknown(context, body.models, known=row.models or ())
+    _refuse_past(body.expires_s)
+    if row.subject and body.expires_s is not None:
+        raise InvalidValue(
+            f"{row.name} comes by the login provider, whose groups say who may still come: that key has no end.",
+            "expires_s",
+        )
+    limits = body.columns()
+    with context.db.transaction():
+        keys.update(context.db, row.id, **limits)
+        # Only where there are some: the row tells what was asked.
+        paused = {"jobs": ids} if (ids := pauses.pause_jobs_without_model(context)) else {}
+        record(context, caller, "key.limit", row.id, name=row.name, **limits, **paused)
+    return keys.find(context.db, row.id) or row, bool(paused)
 
 
 def _live(context: ControllerContext, id_or_name: str) -> KeyRow:
