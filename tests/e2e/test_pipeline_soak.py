@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ def ten_lines(folder: Path, eval_id: str, **other: str) -> str:
         text, found = re.subn(rf"^{re.escape(name)} = .*$", f"{name} = {value}", text, flags=re.M)
         assert found == 1, name
     return text
+
+
+def versions_by_job(shown: dict[str, Any]) -> list[int]:
+    """How many versions each job made, oldest job first."""
+    return list(Counter(one["source"] for one in shown["versions"]).values())
 
 
 def step_of(run: dict[str, Any], name: str) -> dict[str, Any]:
@@ -132,7 +138,8 @@ def test_a_box_retrains_on_the_days_data_and_keeps_it_only_if_better(box: WholeB
     assert "not shown to be better" in third["reason"]
     shown = box.ask("model", "show", "fraud")
     assert shown["active_version"] == v2 and shown["gates"][0]["verdict"] == "refused"
-    assert len(shown["versions"]) == 3 == len(box.ask("job", "list")["data"]), "each run made one job and one version"
+    assert len(box.ask("job", "list")["data"]) == 3, "each run made one job"
+    assert versions_by_job(shown) == [3, 3, 3], "each job made a version, and keeps those of its last three epochs"
     assert box.ask("model", "list")["data"][-1]["aliases"] == {
         "champion": v2,
         "challenger": shown["gates"][0]["version"],
