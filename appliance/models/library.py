@@ -31,7 +31,7 @@ from train.convert.gguf import is_gguf
 from weights.checkpoint.errors import NotACheckpoint, UnsafeLink
 from weights.checkpoint.folder import read_json
 from weights.format.errors import ManifestInvalid
-from weights.format.files import sync_directory
+from weights.format.files import sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
@@ -327,7 +327,7 @@ class ModelLibrary:
             version = f"v{number}"
             check(copies.seal_dir(staging, kind=kind, model=name, version=version, meta=meta))
             for file in staging.iterdir():
-                _sync(file)
+                sync(file)
             self._forget_numbers()
             replace_file(self._given(name), str(number).encode(), durable=True)
             try:
@@ -336,7 +336,7 @@ class ModelLibrary:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     continue  # this number was taken meanwhile, by a published fine-tune for instance
                 raise
-            sync_directory(family)
+            sync(family)
             made = self.show(name, version)
             twin = _twin(made)
             if twin is None:
@@ -549,14 +549,6 @@ def _transfer(source: Path, target: Path, *, move: bool) -> Iterator[int]:
         os.close(read_fd)
         if write_fd >= 0:
             os.close(write_fd)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _number_in(file: Path) -> int:

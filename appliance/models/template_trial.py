@@ -8,7 +8,6 @@ for a short conversation.
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from appliance.models.errors import ENDED, TemplateRefused, TrialEnded
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.bounds import Bounds
 
 CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
 MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
@@ -137,10 +136,7 @@ def _one(compiled: jinja2.Template, given: dict[str, Any]) -> dict[str, str | No
 
 
 def main() -> None:
-    dies_as(DiesAs.TRIAL)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    Bounds(CPU_S, MEMORY_BYTES).hold()
     print(json.dumps(_render(json.load(sys.stdin))))
 
 

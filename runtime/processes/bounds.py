@@ -18,7 +18,7 @@ class Bounds:
         """Bounds this process from now on. Where the host's memory is short, it dies before engines and ranks."""
         die_with_parent()
         dies_as(DiesAs.TRIAL)
-        resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s + 1))  # SIGXCPU, which no lack of memory sends
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))  # not AS: arrays are mapped
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

@@ -285,7 +285,6 @@ class Groups:
             return None
 
     async def parked(self, node: str) -> tuple[str, ...]:
-        """Jobs with parked ranks on this node."""
         there = await self._hosts_there()
         return tuple(sorted({status["parked"] for status in _on(node, there).values() if status["parked"]}))
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from runtime.processes.kernel import die_with_parent
-from runtime.processes.oom import DiesAs, dies_as
+from runtime.processes.bounds import Bounds
 
 CPU_S, MEMORY_BYTES = 60, 4 << 30
 """The vocabulary alone may take a second and a gigabyte."""
@@ -125,11 +123,7 @@ def _sought(tokenizer: Any) -> Iterator[str]:
 
 
 def main(path: str) -> None:
-    die_with_parent()
-    dies_as(DiesAs.TRIAL)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    Bounds(CPU_S, MEMORY_BYTES).hold()
     print(json.dumps({"refused": tried_folder(path) if Path(path).is_dir() else tried_file(path)}))
 
 

@@ -51,17 +51,6 @@ class BadRecord(Exception):
     """Why one record cannot be used; the text is shown beside its line number."""
 
 
-def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects of a parsed JSON text stand in each other at more levels than that."""
-    level = [value]
-    for _ in range(levels + 1):
-        level = [node for node in level if isinstance(node, dict | list)]
-        if not level:
-            return False
-        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
-    return True
-
-
 def shape_of(record: Any) -> str:
     """Shape of a record, from its keys. Raises BadRecord when it has none we know."""
     if not isinstance(record, dict):

@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
-from train.data.formats import BadRecord, is_deeper
+from train.data.formats import BadRecord
+from weights.format.foreign_json import is_deeper
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64

@@ -83,10 +83,8 @@ class ModelShape:
         width = number("intermediate_size")
         experts = number("num_local_experts", "num_experts", "n_routed_experts")
         shared = number("shared_expert_intermediate_size")
-        if experts:
-            ffn = number("num_experts_per_tok") * (number("moe_intermediate_size") or width) + shared
-        else:
-            ffn = width
+        active = number("num_experts_per_tok") * (number("moe_intermediate_size") or width) + shared
+        ffn = active if experts else width
         attention = 2 * (hidden + heads * head_dim) + 2 * (hidden + kv_heads * head_dim)
         dense = 3 * (hidden + width)
         if experts:

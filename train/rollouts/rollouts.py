@@ -170,7 +170,6 @@ class Rollouts:
         )
 
     def rows(self) -> list[tuple[int, Row]]:
-        """(number within the step, row) of the micro-batches of this rank."""
         samples, packs = self._samples, self._plan.packs_of_step(self._step)
         found: list[tuple[int, Row]] = []
         for prompt in range(self._grid.data_rank, len(packs), self._grid.data_size):

@@ -43,9 +43,9 @@ def write_file(directory_fd: int, name: str, data: bytes, *, durable: bool = Fal
             os.fsync(fd)
 
 
-def sync_directory(path: Path) -> None:
-    """Waits until the entries of directory `path` are on the medium."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Waits until the bytes of a file, or the entries of a directory, are on the medium."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -30,7 +30,7 @@ def loads(raw: bytes, *, most_values: int = MOST_VALUES, most_depth: int | None 
         found = json.loads(raw.decode(), **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if most_depth is not None and _is_deeper(found, most_depth):
+    if most_depth is not None and is_deeper(found, most_depth):
         raise ValueError(f"it is nested too deeply, in more than {most_depth} levels")
     return found
 
@@ -69,15 +69,12 @@ def size(config: Mapping[str, Any], *names: str) -> int:
     return found if 0 <= found <= MOST_SIZE else 0
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects of a parsed JSON text stand in each other at more levels than that."""
     level = [value]
-    for _ in range(most + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+    for _ in range(levels + 1):
+        level = [node for node in level if isinstance(node, dict | list)]
         if not level:
             return False
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
     return True

@@ -17,7 +17,7 @@ from typing import Any
 
 from weights.format.checksums import Running, checksum, compare
 from weights.format.errors import ChecksumMismatch, IntegrityError, InvalidName, NotSealed, TierExists
-from weights.format.files import open_regular, sync_directory, write_file
+from weights.format.files import open_regular, sync, write_file
 from weights.format.layout import Layout
 from weights.format.manifest import FileRecord, Manifest
 from weights.format.names import MANIFEST_FILE
@@ -73,7 +73,7 @@ def persist(stored: StoredVersion, dst_dir: Path | str, *, pace: Pace | None = N
             raise
         finally:
             lock.close()
-    sync_directory(dst_dir.parent)
+    sync(dst_dir.parent)
     unpin(stored)
     return TierCopy(dst_dir, manifest.nbytes, time.monotonic() - started_s, manifest)
 
@@ -137,7 +137,7 @@ def seal_dir(
         os.rename(temporary, MANIFEST_FILE, src_dir_fd=fd, dst_dir_fd=fd)
     finally:
         os.close(fd)
-    sync_directory(directory)
+    sync(directory)
     return manifest
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weights.format.errors import IntegrityError, InvalidLayout, TierExists, VersionNotFound
-from weights.format.files import sync_directory
+from weights.format.files import sync
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE, decode_name, encode_name
@@ -120,7 +120,7 @@ class DirectoryTier:
             os.rename(path, hidden)
         except FileNotFoundError:
             return False
-        sync_directory(path.parent)
+        sync(path.parent)
         shutil.rmtree(hidden)
         _remove_if_empty(path.parent)
         return True

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
-from weights.format.files import open_regular, sync_directory
+from weights.format.files import open_regular, sync
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAKE_ROOM = "free some, or keep fewer versions and snapshots"
@@ -96,7 +96,7 @@ class DirectoryObjects:
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
-            sync_directory(target.parent)
+            sync(target.parent)
 
     def get(self, key: str) -> bytes:
         path = self.root / key
@@ -145,7 +145,7 @@ class DirectoryObjects:
             folder = folder.parent
         for folder in reversed(missing):
             folder.mkdir(mode=0o700, exist_ok=True)
-            sync_directory(folder.parent)
+            sync(folder.parent)
 
     def _translated(self) -> AbstractContextManager[None]:
         return tier_errors(self.root)

@@ -19,7 +19,7 @@ import orjson
 from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.gateway.core.config import Limits
-from train.data.formats import is_deeper
+from weights.format.foreign_json import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 CONVERSING = ("/v1/chat/completions", "/v1/responses")

@@ -66,7 +66,6 @@ class DeepChecks:
             cordons.checks_are_over(db, tuple(left))
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """The newest result of each device, by id."""
         return box.get(self._db, RESULTS, {})
 
     async def check(

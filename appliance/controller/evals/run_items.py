@@ -17,7 +17,7 @@ from appliance.controller.http.bodies import check_values
 from appliance.controller.http.strict_body import meant
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.responses.entries import Entry
-from train.data.formats import is_deeper
+from weights.format.foreign_json import is_deeper
 
 _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
 _LOOKED_AT_BYTES = 8 << 20

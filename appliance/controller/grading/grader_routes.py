@@ -20,12 +20,12 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, InvalidValue
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller
-from train.data.formats import is_deeper
 from train.graders.graders import Grader, judges
 from train.graders.grading import Graded
 from train.graders.host import WorkerBroke
 from train.graders.hosts import GraderHosts
 from train.graders.templates import MAX_TEXT, Sample
+from weights.format.foreign_json import is_deeper
 
 ANSWER_WITHIN_S = 300.0
 MAX_RUNS_OF_AN_OWNER = 4

@@ -17,7 +17,7 @@ import orjson
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.payload.body_weight import check_weight
-from train.data.formats import is_deeper
+from weights.format.foreign_json import is_deeper
 
 KIB, MIB = 1 << 10, 1 << 20
 MAX_DEPTH = 160

@@ -136,7 +136,6 @@ class CompletionTranscript(Transcript):
         return data
 
     def forgo(self) -> None:
-        """From now on nothing of it is stored."""
         self.stores = False
         self._choices, self._partial, self.held = {}, b"", 0
 

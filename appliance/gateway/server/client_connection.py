@@ -273,7 +273,6 @@ class ClientConnection(Receiver):
             self.answer(status, content_type, body)
 
     def answer(self, status: int, content_type: bytes, body: bytes) -> None:
-        """Send a whole response of the gateway's own and finish the active request."""
         request = self.active_request
         assert request is not None
         request.status = status
@@ -297,7 +296,6 @@ class ClientConnection(Receiver):
         self.finished(keep_alive=True)
 
     def answer_error(self, error: HttpError) -> None:
-        """Send an error as the whole response and finish the active request."""
         request = self.active_request
         assert request is not None
         close = error.close or not self.will_keep_alive
@@ -308,7 +306,6 @@ class ClientConnection(Receiver):
         self.finished(keep_alive=not error.close)
 
     def abort_response(self) -> None:
-        """Abort a response that cannot be completed: the client sees a failed transfer, not a short one."""
         request = self.active_request
         assert request is not None
         self.active = self.active_request = None
@@ -322,7 +319,6 @@ class ClientConnection(Receiver):
         return request is not None and request.keep_alive and request.complete and not self._state.stopping
 
     def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
-        """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
         request = self.active_request
         assert request is not None
         now_s = now_s or monotonic()
@@ -436,7 +432,6 @@ class ClientConnection(Receiver):
     # -- time
 
     def tick(self, now_s: float) -> None:
-        """Called a few times a second: everything here that depends on time."""
         limits = self._state.limits
         if self.write_paused:
             stalled_s = now_s - self._stalled_since_s
@@ -478,10 +473,6 @@ class ClientConnection(Receiver):
                 self._close(read_rest=False)
 
     def keys_changed(self, callers: Mapping[str, Caller]) -> None:
-        """Apply a new table: end all requests of removed keys, complete or not. callers: by id.
-
-        Requests that have not begun are checked against their key's new row.
-        """
         for waiting in self._waiting:
             if isinstance(waiting, Request):
                 waiting.refusal = waiting.refusal or self._judged_anew(waiting, callers)
@@ -532,7 +523,6 @@ class ClientConnection(Receiver):
         return None
 
     def stop(self) -> None:
-        """Shut down: close idle connections now, others after their answer."""
         if self.active is None and self.parsing is None:
             self.close()
 

@@ -491,7 +491,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(library, so
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("appliance.models.library._sync" if step == "fsync" else f"os.{step}", full)
+        patched.setattr("appliance.models.library.sync" if step == "fsync" else f"os.{step}", full)
         with pytest.raises(NotEnoughDisk, match="appliance model rm"):
             library.import_path(source)
     assert nothing_there(tmp_path) and library.list() == []
