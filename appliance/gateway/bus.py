@@ -16,7 +16,7 @@ import orjson
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import Table, parsing
-from appliance.gateway.state.reports import Told, load_report
+from appliance.gateway.state.reports import Reported, load_report
 
 log = logging.getLogger("appliance.gateway")
 
@@ -33,7 +33,7 @@ class BusClient:
         self._on_table = on_table or (lambda: None)
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._told = Told()
+        self._reported = Reported()
         gateway.state.on_change = self.changed
 
     async def run(self) -> None:
@@ -49,7 +49,7 @@ class BusClient:
                     log.info("bus: the controller is unreachable (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
-                self._writer, self._told = writer, Told()
+                self._writer, self._reported = writer, Reported()
                 self._gateway.state.controller_away = False
                 try:
                     await self._read(reader)
@@ -119,7 +119,7 @@ class BusClient:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(load_report(self._gateway.state, self._told), option=orjson.OPT_APPEND_NEWLINE))
+        writer.write(orjson.dumps(load_report(self._gateway.state, self._reported), option=orjson.OPT_APPEND_NEWLINE))
         rows = self._gateway.state.spending.meter.take()
         if rows:
             message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}

@@ -22,7 +22,7 @@ from appliance.gateway.server.client_connection import ClientConnection
 from appliance.gateway.server.dispatch import Dispatch
 from appliance.gateway.server.tls_listener import newcomers_of, tls_listener
 from appliance.gateway.state.placeable import Placeable
-from appliance.gateway.state.reports import REFUSED_ROWS_TOLD, gauges
+from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, gauges
 from appliance.gateway.state.state import State
 from runtime.network.newcomers import Newcomers
 
@@ -138,7 +138,7 @@ class Gateway:
             new = [text for text in table.refused if text not in state.refused_rows]
             state.refused_rows = table.refused
             state.metrics.events["table_row_refused"] += len(new)
-            for text in new[:REFUSED_ROWS_TOLD]:
+            for text in new[:REFUSED_ROWS_REPORTED]:
                 log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             callers = {caller.id: caller for caller in table.keys.values()}

@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 from appliance.store.database import Database
 
-Told = Callable[[str, str | None, str | None], None]
+Listener = Callable[[str, str | None, str | None], None]
 _EVENTS = (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD"))
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What is told of a row of a table. id, owner: SQL in which ROW is the row; NULL where there is none."""
+    """What a listener gets of a row of a table. id, owner: SQL in which ROW is the row; NULL where there is none."""
 
     id: str = "NULL"
     owner: str = "NULL"
 
 
-def watch(db: Database, tables: Mapping[str, Watched], told: Told, name: str = "told") -> None:
-    """From now on `told(table, id, owner)` is called within each statement that writes rows of these tables, also one
-    whose transaction is rolled back after. It must not raise, nor use the database: a later turn of the loop may. name:
-    of who watches, one at a time."""
+def watch(db: Database, tables: Mapping[str, Watched], listener: Listener, name: str = "listener") -> None:
+    """From now on `listener(table, id, owner)` is called within each statement that writes rows of these tables, also
+    one whose transaction is rolled back after. It must not raise, nor use the database: a later turn of the loop may.
+    name: of who watches, one at a time."""
 
     def tell(table: str, row_id: str | None, owner: str | None) -> int:
-        told(table, row_id, owner)
+        listener(table, row_id, owner)
         return 0
 
     unwatch(db, tables, name)  # of an app that had this connection before
@@ -40,7 +40,7 @@ def watch(db: Database, tables: Mapping[str, Watched], told: Told, name: str = "
             )
 
 
-def unwatch(db: Database, tables: Mapping[str, Watched], name: str = "told") -> None:
+def unwatch(db: Database, tables: Mapping[str, Watched], name: str = "listener") -> None:
     for table in tables:
         for event, _ in _EVENTS:
             db.execute(f"DROP TRIGGER IF EXISTS temp.{name}_{table}_{event}")

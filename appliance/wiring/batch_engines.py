@@ -251,7 +251,7 @@ class SocketEngines:
         for name in (name for asker, models in self._wanted.items() if asker != SAMPLING for name in models):
             lines.setdefault(self._hosts(name), name)
         sampled = {self._hosts(name) for name in self._wanted.get(SAMPLING, ())}
-        asked, circumstances = share.asked(self._bus.load()), cache(self._circumstances)
+        asked, circumstances = share.models_with_requests(self._bus.load()), cache(self._circumstances)
 
         def demand(host: str, reported: Demand) -> Demand:
             name = lines.get(host)

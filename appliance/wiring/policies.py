@@ -1,5 +1,5 @@
 """Removes models in training that nobody samples from any more: adapters in shared memory under a private name, which
-ranks write for every step (train.rollouts.asked) and engines of their base keep loaded."""
+ranks write for every step (train.rollouts.policy) and engines of their base keep loaded."""
 
 from __future__ import annotations
 

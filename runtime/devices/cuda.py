@@ -18,7 +18,7 @@ import pynvml
 from runtime.devices import nvml_setup
 from runtime.devices.kind import DeviceKind, DevicesRefused, Found, PowerControl, Reading, Remark
 from runtime.devices.nvml_power import NvmlPower
-from runtime.devices.torch_cuda import TorchCuda, started, told_at_import
+from runtime.devices.torch_cuda import TorchCuda, device_at_import, started
 from runtime.devices.xids import fault_of
 
 LEAST_DRIVER = 580  # of CUDA 13, which the lock's torch and vLLM are built for; images/install.sh asks for it too
@@ -192,13 +192,13 @@ class Cuda(TorchCuda):
             "HUMMING_TMP_DIR": str(caches / "humming-tmp"),
         }
 
-    def told_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
+    def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
         # The kernels of gated delta nets (Qwen3.5) ask, and vLLM's front end imports them with the class of a model
         # that reads pictures before it forks its core (vllm/third_party/flash_linear_attention/ops/utils.py).
         if started():
             return nullcontext()
         capability, name = device()
-        return told_at_import(capability, name, SHARED_BYTES.get(capability, LEAST_SHARED_BYTES))
+        return device_at_import(capability, name, SHARED_BYTES.get(capability, LEAST_SHARED_BYTES))
 
     def engine_arguments(self) -> list[str]:
         # FlashInfer compiles its kernels by nvcc when an engine starts: minutes, and without nvcc the engine dies. If

@@ -242,7 +242,7 @@ class DeviceKind(ABC):
         """Variables that keep the collectives of engines and ranks to this network interface of the host."""
         return {}
 
-    def told_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
+    def device_at_import(self, device: Callable[[], tuple[tuple[int, int], str]]) -> AbstractContextManager[None]:
         """Return a context in which modules that ask for the device at import are told what it is without touching it,
         which a process that forks must not do. `device` returns its compute capability and name; it is not called in a
         process that has begun to compute."""

@@ -189,7 +189,7 @@ def started() -> bool:
 
 
 @contextmanager
-def told_at_import(capability: tuple[int, int], name: str, shared_bytes: int) -> Iterator[None]:
+def device_at_import(capability: tuple[int, int], name: str, shared_bytes: int) -> Iterator[None]:
     """While it is open, what asks torch.cuda or Triton which NVIDIA GPU is there is told so, and CUDA is not started.
     `shared_bytes`: of a block, at most."""
     import torch

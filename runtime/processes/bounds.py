@@ -22,9 +22,8 @@ class Bounds:
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))  # not AS: arrays are mapped
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def told(self, status: int, said: str = "") -> str:
-        """Says for people how a process ended that gave no answer. status: as subprocess has it. said: its last
-        words."""
+    def how_it_ended(self, status: int, last_words: str = "") -> str:
+        """Says for people how a process ended that gave no answer. status: as subprocess has it."""
         how = f"signal {-status}" if status < 0 else f"status {status}"
         limits = f"{self.cpu_s} s of CPU and {self.memory_bytes >> 30} GiB of memory"
-        return f"{limits} (it ended with {how}{': ' if said else ''}{said})"
+        return f"{limits} (it ended with {how}{': ' if last_words else ''}{last_words})"

@@ -40,7 +40,7 @@ class Reloads:
             return deployment
         return replace(deployment, anew=known.reason, wakes=known.version is not None)
 
-    def told(self, workload: Workload) -> Iterator[tuple[str, str]]:
+    def notes(self, workload: Workload) -> Iterator[tuple[str, str]]:
         """(model, sentence without a full stop) for users."""
         for deployment in map(self.shown, workload.deployments):
             if not deployment.wakes:

@@ -177,7 +177,7 @@ class SchedulerLoop:
                 {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
                 for t in self._troubles(plan_input)
             ],
-            "reloads": dict(self._state.reloads.told(self._workload)),
+            "reloads": dict(self._state.reloads.notes(self._workload)),
             "waits": [
                 waits_for(doing, now_s)
                 for runner in self._running.values()

@@ -187,12 +187,12 @@ class Nodes:
         ends = {name: known.config.certificate_ends_s for name, known in self._known.items()}
         return {name: ends_s for name, ends_s in ends.items() if ends_s is not None}
 
-    async def asked(self) -> list[dict[str, Any]]:
+    async def poll(self) -> list[dict[str, Any]]:
         """Each node, home first, as it answers now. answered_s: None if it does not. memory: as it last said."""
         names = sorted(self._known, key=lambda name: (name != self.home.name, name))
-        return list(await asyncio.gather(*map(self._asked_now, names)))
+        return list(await asyncio.gather(*map(self._poll_one, names)))
 
-    async def _asked_now(self, name: str) -> dict[str, Any]:
+    async def _poll_one(self, name: str) -> dict[str, Any]:
         known, began_s = self._known[name], time.monotonic()
         report = await self._reported(name)
         memory = report.memory if report is not None else known.memory
@@ -210,13 +210,13 @@ class Nodes:
 
     async def idle_bytes(self, name: str) -> tuple[int, int]:
         """See NodeCopies. Raises EffectFailed, as `trim_pool` and `evict` do."""
-        return tuple(await self._asked(name, "idle_bytes"))
+        return tuple(await self._of_agent(name, "idle_bytes"))
 
     async def trim_pool(self, name: str) -> int:
-        return await self._asked(name, "trim_pool")
+        return await self._of_agent(name, "trim_pool")
 
     async def evict(self, name: str, nbytes: int) -> int:
-        return await self._asked(name, "evict", nbytes)
+        return await self._of_agent(name, "evict", nbytes)
 
     async def forget(self, names: Collection[Name]) -> None:
         """Have the other nodes remove their copies of what was deleted at home. One that does not answer is named in
@@ -232,7 +232,7 @@ class Nodes:
             elif isinstance(answer, BaseException):
                 raise answer
 
-    async def _asked(self, name: str, method: str, *arguments: Any) -> Any:
+    async def _of_agent(self, name: str, method: str, *arguments: Any) -> Any:
         """The answer of a node's agent about its host's memory."""
         known = self._known.get(name)
         if known is None:

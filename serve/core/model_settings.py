@@ -156,10 +156,10 @@ class ModelSettings(BaseModel):
     @property
     def digest(self) -> str:
         """Names these settings; "" for none at all. Equal settings have equal names."""
-        said = self.said()
+        said = self.as_json()
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12] if said else ""
 
-    def said(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """What is set, as plain JSON."""
         body = self.model_dump(exclude_none=True)
         return {name: value for name, value in body.items() if value not in ({}, "")}

@@ -240,7 +240,7 @@ def _patch_on_device(kind: str) -> None:
         prefer_ready_made(type(current_platform), kind_of(kind))
     # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
     load = _LazyRegisteredModel.load_model_cls
-    _LazyRegisteredModel.load_model_cls = told_of_the_device(load, current_platform, kind_of(kind))
+    _LazyRegisteredModel.load_model_cls = with_device_at_import(load, current_platform, kind_of(kind))
 
 
 def _patch_on_host(kind: str, eager: bool) -> None:
@@ -293,13 +293,13 @@ def forget_devices(platform: type) -> None:
                 clear()
 
 
-def told_of_the_device(load: Callable[[Any], type], platform: Any, kind: DeviceKind) -> Callable[[Any], type]:
+def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: DeviceKind) -> Callable[[Any], type]:
     """`load`: imports the class of a model, whose modules may ask what the device is; `platform`: vLLM's, which knows
     without touching it."""
 
     @functools.wraps(load)
     def run(model: Any) -> type:
-        with kind.told_at_import(lambda: (tuple(platform.get_device_capability()), platform.get_device_name())):
+        with kind.device_at_import(lambda: (tuple(platform.get_device_capability()), platform.get_device_name())):
             return load(model)
 
     return run

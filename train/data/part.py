@@ -36,7 +36,7 @@ def write_apart(source: Path, target: Path, share: float, least: int) -> int:
     try:
         answer = json.loads(done.stdout)
     except ValueError:
-        raise NoPart(f"a part of the data could not be made with {BOUNDS.told(done.returncode)}") from None
+        raise NoPart(f"a part of the data could not be made with {BOUNDS.how_it_ended(done.returncode)}") from None
     if "error" in answer:
         raise NoPart(answer["error"])
     return int(answer["bytes"])

@@ -28,7 +28,7 @@ def differ_apart(student: Path, teacher: Path) -> str:
     try:
         return str(json.loads(done.stdout)["differs"])
     except ValueError:
-        return f"their tokenizers could not be compared with {BOUNDS.told(done.returncode)}"
+        return f"their tokenizers could not be compared with {BOUNDS.how_it_ended(done.returncode)}"
 
 
 def differ(student: Path, teacher: Path) -> str:

@@ -41,7 +41,7 @@ def answer_of(status: int, out: bytes, err: bytes) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(out)
     except ValueError:
         last_line = err.decode(errors="replace").strip().rpartition("\n")[2][:300]
-        raise CheckFailed(f"it could not be done with {BOUNDS.told(status, last_line)}") from None
+        raise CheckFailed(f"it could not be done with {BOUNDS.how_it_ended(status, last_line)}") from None
     if "error" not in answer:
         return answer
     raise (BadOption if answer.get("bad_option") else CheckFailed)(answer["error"])

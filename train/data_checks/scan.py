@@ -26,7 +26,7 @@ from train.data_checks.contamination import ValidationIndex
 from train.data_checks.languages import UNSURE, Languages
 from train.data_checks.listed_words import Toxic, of_file
 from train.data_checks.options import CHECKS, CheckOptions
-from train.data_checks.texts import Said, lacks_answer, said
+from train.data_checks.texts import Texts, lacks_answer, texts_of
 from train.data_checks.words import grams, words_of
 
 Convert = Callable[[Record, str], Record]
@@ -172,7 +172,7 @@ class Scan:
         canonical = orjson.dumps(made, option=orjson.OPT_SORT_KEYS)
         self._digests += hashlib.blake2b(canonical, digest_size=16).digest()
         self.tokens.append(self._tokens(index, place, made))
-        self._look_at(index, place, said(made))
+        self._look_at(index, place, texts_of(made))
 
     def _converted(self, source: Source, example: Example, index: int, place: SourceLine) -> Record | None:
         """Returns None for an example without an answer. Raises BadRecord."""
@@ -194,7 +194,7 @@ class Scan:
         self.flags[index] |= BIT[check]
         self.found[check].add(place, **detail)
 
-    def _look_at(self, index: int, place: SourceLine, text: Said) -> None:
+    def _look_at(self, index: int, place: SourceLine, text: Texts) -> None:
         does = self._options.does
         if does("encoding") and (odd := (_CONTROL if text.body.isascii() else _ODD).search(text.body)):
             kind = str(odd.lastgroup)
@@ -220,7 +220,7 @@ class Scan:
         does = self._options.does
         return does("near_duplicates") or does("toxic") or self._index is not None
 
-    def _language(self, index: int, place: SourceLine, text: Said) -> str | None:
+    def _language(self, index: int, place: SourceLine, text: Texts) -> str | None:
         """The language of an example; if it was not detected, that of most others."""
         if self._languages is None:
             return None
@@ -234,7 +234,7 @@ class Scan:
                 self._told.append((place, language))
         return language
 
-    def _personal_data(self, index: int, place: SourceLine, text: Said) -> None:
+    def _personal_data(self, index: int, place: SourceLine, text: Texts) -> None:
         found = self.found["personal_data"]
         for part in (text.body, text.system):
             for one in personal_data.find(part):
@@ -282,7 +282,7 @@ class Scan:
                     made = self._convert(record, shape_of(record))
                 except BadRecord:
                     continue  # the check of that file is what says so
-                index.add(example.line, words_of(said(made).body))
+                index.add(example.line, words_of(texts_of(made).body))
         index.close()
         return index
 
@@ -352,7 +352,7 @@ class Scan:
     def _grams(self, index: int) -> np.ndarray:
         found = self._kept_grams.get(index)
         if found is None:
-            found = grams(words_of(said(self.made(index)).body), likeness.GRAM)
+            found = grams(words_of(texts_of(self.made(index)).body), likeness.GRAM)
             if found.nbytes <= _KEPT_BYTES:
                 if len(self._kept_grams) == _MOST_KEPT:
                     del self._kept_grams[next(iter(self._kept_grams))]

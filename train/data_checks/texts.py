@@ -13,7 +13,7 @@ from train.data.formats import Record
 _NAMES = ("role", "from", "type", "id", "tool_call_id", "weight")
 
 
-class Said(NamedTuple):
+class Texts(NamedTuple):
     """body: all texts except system prompts, which many examples share. answer: the last text that is learnt. system:
     the system prompts, and what a grader sees."""
 
@@ -22,7 +22,7 @@ class Said(NamedTuple):
     system: str
 
 
-def said(made: Record) -> Said:
+def texts_of(made: Record) -> Texts:
     """The texts of an example as a method has converted it."""
     chats = made.get("sequences", (made,))
     body, system = [], []
@@ -34,7 +34,7 @@ def said(made: Record) -> Said:
     if made.get("item"):
         system.append(orjson.dumps(made["item"]).decode())
     last = chats[0]["messages"][-1]
-    return Said("\n".join(body), last["content"] if last["role"] == "assistant" else "", "\n".join(system))
+    return Texts("\n".join(body), last["content"] if last["role"] == "assistant" else "", "\n".join(system))
 
 
 def lacks_answer(record: Record, shape: str) -> bool:

@@ -379,7 +379,7 @@ def sources(grader: Grader) -> dict[str, str]:
     return {within.format(name): leaf.source for name, leaf in leaves(grader).items() if isinstance(leaf, Python)}
 
 
-def models_asked(kept: Mapping[str, Any]) -> set[str]:
+def judge_models(kept: Mapping[str, Any]) -> set[str]:
     """Names of the models that a stored grader asks; it is not parsed again."""
     parts = _by_name(kept["graders"]).values() if kept["type"] == "multi" else [kept]
     return {part["model"] for part in parts if part["type"] in _ASKING}

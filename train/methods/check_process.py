@@ -71,7 +71,7 @@ def check_apart(
                 "(`appliance down`, `appliance up`) and send the file again",
             )
             return report
-        report.add_error(1, f"the file could not be checked with {BOUNDS.told(done.returncode)}")
+        report.add_error(1, f"the file could not be checked with {BOUNDS.how_it_ended(done.returncode)}")
         return report
 
 

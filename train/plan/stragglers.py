@@ -33,15 +33,15 @@ class RankTimes:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=WINDOW)
-        self._told_at: dict[int, int] = {}  # rank -> the last step at which it was one
+        self._reported_at: dict[int, int] = {}  # rank -> the last step at which it was one
 
     def look(self, step: int, seconds: Sequence[float]) -> Straggler | None:
         """`step` is done, for which each rank computed so long by itself. Returns a straggler that is not told of yet,
         of several the slowest."""
         self._steps.append(tuple(seconds))
         found = [rank for rank in range(len(seconds)) if self._is_straggler(rank)]
-        new = [rank for rank in found if step - self._told_at.get(rank, step - WINDOW - 1) > WINDOW]
-        self._told_at |= dict.fromkeys(found, step)
+        new = [rank for rank in found if step - self._reported_at.get(rank, step - WINDOW - 1) > WINDOW]
+        self._reported_at |= dict.fromkeys(found, step)
         told = [Straggler(step, rank, self._usual([rank]), self._usual(self._others(rank))) for rank in new]
         return max(told, key=lambda one: one.seconds, default=None)
 

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 
 from train.control.progress import Events
-from train.rollouts.asked import Policy, shared, to_ask, told
 from train.rollouts.hearing import Hearing
+from train.rollouts.policy import Policy, shared, steps_to_request, take_answers
 from train.rollouts.sampler import Answers
 from train.rollouts.wanted import TRAINING, Wanted
 from train.state.fragments import Grid
 from weights.format.errors import StoreFull
 
-ASKED_TOKENS = 1 << 19
+REQUEST_TOKENS = 1 << 19
 """Tokens of the prompts and answers of one question to engines: the controller holds all of them, for all jobs, and a
 step may have thousands of answers of a hundred thousand tokens."""
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     version: str
     question: str
 
@@ -51,7 +51,7 @@ class EngineSamples:
         self.policy, self.staleness = policy, staleness
         self._hearing, self._grid, self._emit = hearing, grid, emit
         self._room, self._ends, self._vocabulary, self._device = room, ends, vocabulary, device
-        self._ahead: dict[int, _Asked] = {}
+        self._ahead: dict[int, _Request] = {}
         self._why = ""  # an engine did not answer, as it was last reported
 
     def ask_ahead(
@@ -65,7 +65,7 @@ class EngineSamples:
         """Collective: asks for the samples of steps that may have this one's weights. taken_up: this one's are there.
         whole: takes what is wanted of a step, its version and its answers on rank 0, if engines have given all of them,
         as soon as they have, on another thread."""
-        due = to_ask(step, self.staleness, total, {*self._ahead, *([step] if taken_up else [])})
+        due = steps_to_request(step, self.staleness, total, {*self._ahead, *([step] if taken_up else [])})
         try:
             version = self.policy.version(step)
         except StoreFull:  # raised on every rank; the call in the step's own turn reports it
@@ -73,9 +73,9 @@ class EngineSamples:
         for one in due:
             wanted = wanted_of(one)
             lines, *others = questions(wanted, self._room)
-            self._ahead[one] = question = _Asked(version, _name(wanted, version, lines))
+            self._ahead[one] = question = _Request(version, _name(wanted, version, lines))
             if self._grid.rank == 0:
-                then = self._told_whole(wanted, version, whole) if not others else None
+                then = self._take_whole(wanted, version, whole) if not others else None
                 self._hearing.ask(question.question, self._question(version, wanted, lines), then)
 
     def version_ahead(self, step: int) -> str | None:
@@ -100,19 +100,19 @@ class EngineSamples:
             if not answered:
                 return None
             if self._grid.rank == 0:
-                told(answer["samples"], made, self._vocabulary, step, version)
+                take_answers(answer["samples"], made, self._vocabulary, step, version)
                 why = answer["why"] or why
         if wanted.purpose == TRAINING:
             self._ahead.pop(step, None)
         self._say(why)
         return shared(made, self._device)
 
-    def _told_whole(
+    def _take_whole(
         self, wanted: Wanted, version: str, whole: Callable[[Wanted, str, Answers], None]
     ) -> Callable[[Any], None]:
         def then(answer: Any) -> None:
             made = Answers.empty(len(wanted), self._room, staleness=self.staleness)
-            told(answer["samples"], made, self._vocabulary, wanted.step, version)
+            take_answers(answer["samples"], made, self._vocabulary, wanted.step, version)
             if made.sizes.all():
                 whole(wanted, version, made)
 
@@ -142,9 +142,9 @@ class EngineSamples:
 
 
 def questions(wanted: Wanted, room: int) -> list[list[tuple[int, int, int]]]:
-    """The questions to engines, of ASKED_TOKENS each, the same on every rank: (place of the prompt's first answer,
+    """The questions to engines, of REQUEST_TOKENS each, the same on every rank: (place of the prompt's first answer,
     place of the first that is asked for, answers). room: tokens of an answer."""
-    most, left = max(1, ASKED_TOKENS // room), 0
+    most, left = max(1, REQUEST_TOKENS // room), 0
     found: list[list[tuple[int, int, int]]] = []
     for first in range(0, len(wanted), wanted.each):
         size = len(wanted.prompt(first))
@@ -152,7 +152,7 @@ def questions(wanted: Wanted, room: int) -> list[list[tuple[int, int, int]]]:
             n = min(most, first + wanted.each - place)
             if size + n * room > left or not found:
                 found.append([])
-                left = ASKED_TOKENS
+                left = REQUEST_TOKENS
             found[-1].append((first, place, n))
             left -= size + n * room
     return found

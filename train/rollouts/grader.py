@@ -13,7 +13,7 @@ import numpy as np
 from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
 
-ASKED_BYTES = 4 << 20
+REQUEST_BYTES = 4 << 20
 """The size of the items and answers of one question, unless one alone is larger: a question is one line of JSON."""
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _SAME = 1e-8
@@ -35,7 +35,7 @@ class Grader(Judge):
     ) -> list[dict[str, Any]]:
         if path not in self._lines:
             self._lines[path] = Path(path).read_bytes().splitlines()
-        lines, samples, room = self._lines[path], list[dict[str, Any]](), ASKED_BYTES
+        lines, samples, room = self._lines[path], list[dict[str, Any]](), REQUEST_BYTES
         tokenizer, ends = self._tokenizer(), self._ends()
         for pack, ids in zip(packs, answers, strict=False):
             text = tokenizer.decode(ids[:-1] if ids[-1] in ends else ids, skip_special_tokens=True)
@@ -61,7 +61,7 @@ class Grader(Judge):
         learnt = np.array([one is not None for one in advantages])
         return learnt.reshape(-1, group).any(axis=1).repeat(group)
 
-    def told(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
+    def step_metrics(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         rewards = verdict["rewards"]
         groups = advantages(rewards, group).reshape(-1, group)
         return {

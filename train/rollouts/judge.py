@@ -44,7 +44,7 @@ class Judge(ABC):
         """(answers,) bool: whose tokens the loss of a step is divided by."""
 
     @abstractmethod
-    def told(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
+    def step_metrics(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         """Figures of a step, for its event."""
 
     @abstractmethod

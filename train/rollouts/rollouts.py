@@ -36,11 +36,11 @@ from train.methods.method import Method
 from train.model.model import load_tokenizer
 from train.plan.errors import NothingGraded
 from train.plan.spec import TrainSpec
-from train.rollouts.asked import Policy, shared
 from train.rollouts.engine_samples import EngineSamples
 from train.rollouts.grader import Grader
 from train.rollouts.hearing import Hearing
 from train.rollouts.judge import Judge, Verdict
+from train.rollouts.policy import Policy, shared
 from train.rollouts.sampler import Answers, sample
 from train.rollouts.teacher import Teacher
 from train.rollouts.wanted import TRAINING, VALIDATION, Wanted
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from train.rollouts.form import Form
 
 FILE = "rollouts.npz"
-ASKED_AT_ONCE = 64
+REQUESTS_AT_ONCE = 64
 """The most samples in one question to a judge; fewer if their texts are long."""
 
 
@@ -180,17 +180,17 @@ class Rollouts:
                 found.append((prompt * samples.rows + number, self._row(tokens, members)))
         return found
 
-    def told(self) -> dict[str, Any]:
+    def step_metrics(self) -> dict[str, Any]:
         """The contents of the step's event, by OpenAI's names where those exist."""
         last = self._ids[np.arange(len(self._sizes)), self._sizes - 1]
         return {
-            **self._judge.told(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
+            **self._judge.step_metrics(self._verdict, self._sampled_of(range(len(self._sizes))), self._samples.group),
             "completion_tokens_mean": float(self._sizes.mean()),
             "cut_answers": float((~np.isin(last, self._ends)).mean()),
-            **(self._told_of_engines() if self._engines is not None else {}),
+            **(self._engine_metrics() if self._engines is not None else {}),
         }
 
-    def _told_of_engines(self) -> dict[str, float]:
+    def _engine_metrics(self) -> dict[str, float]:
         behind = 1 + np.arange(self._older.shape[1])
         return {
             "engine_samples": self._engine_share,
@@ -318,7 +318,7 @@ class Rollouts:
 
     def _to_judge(self, path: str, wanted: Wanted, made: Answers, start: int) -> dict[str, Any]:
         """The question about the answers from the place `start` on, as many as it has room for."""
-        part = range(start, min(start + ASKED_AT_ONCE, len(wanted)))
+        part = range(start, min(start + REQUESTS_AT_ONCE, len(wanted)))
         answers = (made.ids[place, : int(made.sizes[place])].tolist() for place in part)
         samples = self._judge.samples(path, wanted.tokens, wanted.packs[part.start : part.stop], answers)
         return {"kind": self._judge.kind, "samples": samples}

@@ -11,7 +11,7 @@ import numpy as np
 from train.data.token_set import TokenSet
 from train.rollouts.judge import Judge, Verdict
 
-ASKED_TOKENS = 1 << 17
+REQUEST_TOKENS = 1 << 17
 """The tokens of the prompts and answers of one question, unless one alone is longer: the reply is one line of JSON,
 with some 20 bytes for each token of an answer."""
 
@@ -24,7 +24,7 @@ class Teacher(Judge):
     def samples(
         self, path: str, tokens: TokenSet, packs: np.ndarray, answers: Iterable[list[int]]
     ) -> list[dict[str, Any]]:
-        samples, room = list[dict[str, Any]](), ASKED_TOKENS
+        samples, room = list[dict[str, Any]](), REQUEST_TOKENS
         for pack, ids in zip(packs, answers, strict=False):
             (index,) = tokens.packs[pack]
             prompt = tokens.tokens_of(int(index)).tolist()
@@ -50,7 +50,7 @@ class Teacher(Judge):
     def counted(self, advantages: Sequence[np.ndarray | None], group: int) -> np.ndarray:
         return np.array([one is not None for one in advantages])
 
-    def told(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
+    def step_metrics(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:
         return {**self._measured(verdict, sampled), "teacher_errors": self.errors(verdict)}
 
     def validated(self, verdict: Verdict, sampled: Sequence[np.ndarray], group: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Feed(Protocol):
     def tokens(self) -> int:
         """How many tokens the step learns from, with those before them, over all ranks."""
 
-    def told(self) -> dict[str, Any]:
+    def step_metrics(self) -> dict[str, Any]:
         """Return further data of the step's event, the same on every rank."""
 
     def seconds(self) -> dict[str, float]:
@@ -61,7 +61,7 @@ class DataFeed:
     def tokens(self) -> int:
         return self._tokens.tokens_in(self._plan.learnt_in_step(self._step))
 
-    def told(self) -> dict[str, Any]:
+    def step_metrics(self) -> dict[str, Any]:
         return {}
 
     def seconds(self) -> dict[str, float]:

@@ -321,7 +321,7 @@ class Run:
                 "learning_rate": rate,
                 "tokens_per_s": tokens / timing["full_iteration"],
                 **agreed["metrics"],
-                **self.feed.told(),
+                **self.feed.step_metrics(),
             }
             self._board.write("train", self.step, metrics)
             self.emit(

@@ -32,7 +32,7 @@ class Cadence:
         self._measured = False
         self._last_s = clock()
         self._refused = False
-        self._said_dear = False
+        self._warned_dear = False
 
     def guess(self, bytes_per_rank: int) -> None:
         """Set the size of the first one, which determines when it is due at the earliest."""
@@ -63,9 +63,9 @@ class Cadence:
         weight = _NEWEST_WEIGHS if self._measured else 1.0
         self._cost_s, self._measured = weight * cost_s + (1 - weight) * self._cost_s, True
         self._refused = False
-        if self._fixed_s is not None or self._said_dear or every_s(self._cost_s) <= LOST_S:
+        if self._fixed_s is not None or self._warned_dear or every_s(self._cost_s) <= LOST_S:
             return ""
-        self._said_dear = True
+        self._warned_dear = True
         return (
             f"a snapshot costs {self._cost_s:.1f} s of training: one is taken every {self.interval_s:.0f} s, so "
             f"that they take {SHARE:.0%} of the time, and a sudden end loses up to that much work instead of "

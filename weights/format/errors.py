@@ -50,12 +50,12 @@ def error_as_json(error: WeightsError) -> dict[str, Any]:
     return {"type": type(error).__name__, "args": list(error.args), "fields": error.__dict__}
 
 
-def error_from_json(told: Any) -> WeightsError:
+def error_from_json(data: Any) -> WeightsError:
     """The inverse of `error_as_json`; a kind that this module does not have becomes WeightsError."""
-    kind = globals().get(told["type"])
+    kind = globals().get(data["type"])
     if not (isinstance(kind, type) and issubclass(kind, WeightsError)):
         kind = WeightsError
-    return _rebuilt(kind, tuple(told["args"]), told["fields"])
+    return _rebuilt(kind, tuple(data["args"]), data["fields"])
 
 
 class InvalidLayout(WeightsError, ValueError):

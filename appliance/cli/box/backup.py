@@ -59,7 +59,7 @@ def make(
     options = ["--keep", str(keep)] if keep is not None else []
     options += ["--secrets"] if secrets else []
     answer = in_process("make", place, config, data_dir, *options, key_file=key_file)
-    told(answer, output_format, "taken", f"{formats.size(answer['new_bytes'])} of it new")
+    show_result(answer, output_format, "taken", f"{formats.size(answer['new_bytes'])} of it new")
 
 
 @app.command(
@@ -107,7 +107,7 @@ def verify(
 ) -> None:
     """Read a whole backup to check that it can be restored."""
     answer = in_process("verify", place, config, data_dir, *named(name), key_file=key_file)
-    told(answer, output_format, "whole", "every checksum and the database are right")
+    show_result(answer, output_format, "whole", "every checksum and the database are right")
 
 
 @app.command(
@@ -134,7 +134,7 @@ def named(name: str | None) -> list[str]:
     return [] if name is None else ["--name", name]
 
 
-def told(answer: dict[str, Any], output_format: Format, done: str, more: str) -> None:
+def show_result(answer: dict[str, Any], output_format: Format, done: str, more: str) -> None:
     if output_format == "json":
         output.print_json(answer)
         return

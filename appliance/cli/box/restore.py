@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.cli import formats, output
-from appliance.cli.box.backup import KEY_FILE, NAME, PLACE, in_process, named, told
+from appliance.cli.box.backup import KEY_FILE, NAME, PLACE, in_process, named, show_result
 from appliance.cli.box.local import CONFIG
 from appliance.cli.command import DATA_DIR, OUTPUT, examples, group
 
@@ -33,7 +33,7 @@ def restore(
 ) -> None:
     """Bring a backup back, on this machine or another one."""
     answer = in_process("restore", place, config, data_dir, *named(name), key_file=key_file)
-    told(answer, output_format, "restored", "`appliance up` with this --data-dir starts the box")
+    show_result(answer, output_format, "restored", "`appliance up` with this --data-dir starts the box")
     if output_format != "json":
         for note in _came_back(answer):
             output.say(f"note: {note}")

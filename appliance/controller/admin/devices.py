@@ -77,7 +77,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/nodes")
     async def nodes() -> dict[str, Any]:
         """Asks each node: one that does not answer within a second has `answered_s` null."""
-        return {"object": "list", "data": await context.nodes.asked()}
+        return {"object": "list", "data": await context.nodes.poll()}
 
     @router.delete("/nodes/{name}")
     async def forget_node(name: str, caller: Caller) -> dict[str, Any]:

@@ -69,18 +69,18 @@ def slots(
     return given
 
 
-def may_wake(policy: str, jobs_want_devices: bool, others_asked: bool, free_devices: int) -> bool:
-    """Whether a model may be woken, or kept awake, for a batch. others_asked: another model has requests."""
+def may_wake(policy: str, jobs_want_devices: bool, others_have_requests: bool, free_devices: int) -> bool:
+    """Whether a model may be woken, or kept awake, for a batch. others_have_requests: another model has requests."""
     if policy == "train" or (policy == "auto" and jobs_want_devices):
         return False
-    return not others_asked or free_devices > 0
+    return not others_have_requests or free_devices > 0
 
 
-def may_wake_to_sample(policy: str, floor: int, others_asked: bool, free_devices: int) -> bool:
+def may_wake_to_sample(policy: str, floor: int, others_have_requests: bool, free_devices: int) -> bool:
     """Whether a model may be woken for the rollouts of a job that trains. floor: devices that serving keeps whatever
     training wants; a model asleep claims one of them, or one that nobody holds, where no other model has requests."""
     theirs = policy in ("serve", "split") or floor > 0
-    return free_devices > 0 or (theirs and not others_asked)
+    return free_devices > 0 or (theirs and not others_have_requests)
 
 
 def with_wish(demand: Demand, awake: bool, now_s: float) -> Demand:
@@ -91,7 +91,7 @@ def with_wish(demand: Demand, awake: bool, now_s: float) -> Demand:
     return replace(demand, held=demand.held + 1)
 
 
-def asked(load: Load) -> set[str]:
+def models_with_requests(load: Load) -> set[str]:
     """The models that have requests."""
     return {name for name, row in load.models.items() if row.inflight or row.held}
 

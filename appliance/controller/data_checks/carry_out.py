@@ -14,8 +14,8 @@ from anyio import to_thread
 
 from appliance.controller.access.model_access import usable_model
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
 from appliance.controller.data_checks.data_work import DataWork, check_request
+from appliance.controller.data_checks.requests import CheckRequest, PrepareRequest
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import BadRequest, KeyRevoked
 from appliance.controller.interfaces.principal import Principal, check_stands
@@ -28,7 +28,7 @@ from train.methods.methods import DEFAULT
 
 
 async def check_file(
-    context: ControllerContext, work: DataWork, row: FileRow, body: CheckAsked, caller: Principal
+    context: ControllerContext, work: DataWork, row: FileRow, body: CheckRequest, caller: Principal
 ) -> dict[str, Any]:
     """The report; it also becomes the file's own. Raises ApiError: for the request, for what is wrong with the file,
     and for one request too many."""
@@ -65,7 +65,7 @@ class Prepared:
 async def prepared_files(
     context: ControllerContext,
     work: DataWork,
-    body: PrepareAsked,
+    body: PrepareRequest,
     rows: list[FileRow],
     ids: list[str],
     caller: Principal,
@@ -89,7 +89,7 @@ async def prepared_files(
             lineage = await _run(work, rows[0].owner, check_request(context, rows, options, **more))
         del lineage["report"]
         lineage["id"] = ids[0]
-        lineage["check"] = body.model_dump(include=set(CheckAsked.model_fields), exclude_defaults=True)
+        lineage["check"] = body.model_dump(include=set(CheckRequest.model_fields), exclude_defaults=True)
         lineage["asked"]["mix"] = [[one.file, one.share] for one in body.mix]
         for number, one in enumerate(lineage["made"]):
             one |= {"file": ids[number], "id": ids[number], "filename": _name(rows[0].filename, number)}
@@ -131,7 +131,7 @@ async def _run(work: DataWork, owner: str, request: dict[str, Any]) -> dict[str,
         raise BadRequest(f"{error}.", code="invalid_training_file") from error
 
 
-async def _options(context: ControllerContext, body: CheckAsked, caller: Principal, folder: Path) -> dict[str, Any]:
+async def _options(context: ControllerContext, body: CheckRequest, caller: Principal, folder: Path) -> dict[str, Any]:
     """Options of a check as its process takes them. Raises BadRequest, NotFound."""
     options: dict[str, Any] = body.model_dump(include={"max_tokens", "like", "leave_out", "method"}, exclude_none=True)
     if body.model is not None:
@@ -156,7 +156,7 @@ async def _options(context: ControllerContext, body: CheckAsked, caller: Princip
 
 
 async def _epoch(
-    context: ControllerContext, body: CheckAsked, report: dict[str, Any], caller: Principal
+    context: ControllerContext, body: CheckRequest, report: dict[str, Any], caller: Principal
 ) -> dict[str, Any]:
     """{"epoch"}: what an epoch over all of it costs, at the speed that such jobs had on this box."""
     if body.model is None:

@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
 from appliance.controller.data_checks.carry_out import check_file, prepared_files
 from appliance.controller.data_checks.data_work import DataWork
+from appliance.controller.data_checks.requests import CheckRequest, PrepareRequest
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
 from appliance.controller.http.routers import make_router
@@ -30,7 +30,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
     db = context.db
 
     @router.post("/{file_id}/check")
-    async def check(file_id: str, body: CheckAsked, caller: Caller) -> dict[str, Any]:
+    async def check(file_id: str, body: CheckRequest, caller: Caller) -> dict[str, Any]:
         row = storage.known_file(context, file_id, caller)
         return await check_file(context, work, row, body, caller)
 
@@ -52,7 +52,7 @@ def routes(context: ControllerContext, work: DataWork) -> APIRouter:
         return row.lineage
 
     @router.post("/{file_id}/prepare")
-    async def prepare(file_id: str, body: PrepareAsked, request: Request, caller: Caller) -> dict[str, Any]:
+    async def prepare(file_id: str, body: PrepareRequest, request: Request, caller: Caller) -> dict[str, Any]:
         carried = Carried(db, context.config, Attempt.of(request, caller, ROUTE, [file_id, body.model_dump()]))
         if (done := carried.done()) is not None:
             return _told_again(context, done["ids"], caller)

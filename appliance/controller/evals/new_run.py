@@ -33,7 +33,7 @@ from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.rows import EvalRow, EvalRunRow
 from train.graders.errors import InvalidGrader
-from train.graders.graders import models_asked
+from train.graders.graders import judge_models
 from train.graders.hosts import GraderHosts
 
 
@@ -78,7 +78,7 @@ def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[s
 def check_judges(context: ControllerContext, of: EvalRow, caller: Principal, known: Collection[str] = ()) -> set[str]:
     """The models that its graders ask, each checked once: another key may have made the eval. known: models that need
     no further check. Raises Forbidden, NotFound."""
-    judges = set[str]().union(*map(models_asked, of.criteria)).difference(known)
+    judges = set[str]().union(*map(judge_models, of.criteria)).difference(known)
     for model in sorted(judges):
         check_may_ask(context.db, caller, model)
     return judges

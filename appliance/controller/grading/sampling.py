@@ -100,7 +100,7 @@ class RolloutSampling:
 
     async def sample(self, job_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """{"samples": [{"place" of the first, "ids", "log_probs", "spans"}], "why"}: the answers that engines gave to a
-        question of train.rollouts.asked, and why there are no more; "" if all are there. An answer is whole or left
+        question of train.rollouts.policy, and why there are no more; "" if all are there. An answer is whole or left
         out; its spans are [version, tokens] in order."""
         if self._deaths[job_id] >= MOST_DEATHS:
             return {"samples": [], "why": f"{MOST_DEATHS} engines ended while they sampled for it"}

@@ -341,7 +341,7 @@ class DeepCheckPort(Protocol):
 class NodePort(Protocol):
     """The nodes of the box, where a route asks them itself (`scheduler.ray.nodes.Nodes`)."""
 
-    async def asked(self) -> list[dict[str, Any]]:
+    async def poll(self) -> list[dict[str, Any]]:
         """Each node as it answers now, as the admin API shows it."""
 
 

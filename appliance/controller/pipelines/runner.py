@@ -19,9 +19,9 @@ from appliance.controller.access.model_access import caller_of
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.one_each import OneEach
-from appliance.controller.data_checks.asked import CheckAsked, PrepareAsked
 from appliance.controller.data_checks.carry_out import check_file, prepared_files
 from appliance.controller.data_checks.data_work import DataWork
+from appliance.controller.data_checks.requests import CheckRequest, PrepareRequest
 from appliance.controller.files import storage
 from appliance.controller.gates.runner import GateRunner
 from appliance.controller.interfaces.config import Bucket
@@ -301,7 +301,7 @@ class PipelineRunner:
 
     async def _check(self, run: PipelineRunRow, file: FileRow, step: Check, caller: Principal) -> None:
         """Raises ApiError, _Failed."""
-        body = CheckAsked(**step.model_dump(exclude={"at_most"}, exclude_none=True))
+        body = CheckRequest(**step.model_dump(exclude={"at_most"}, exclude_none=True))
         report = await check_file(self._context, self._data_work, file, body, caller)
         found, more = {name: int(one["count"]) for name, one in report["checks"].items()}, beyond(step, report)
         self._update_going(run.id, made={**run.made, "checked": found, "beyond": more}, reason="")
@@ -310,7 +310,7 @@ class PipelineRunner:
 
     async def _prepare(self, run: PipelineRunRow, file: FileRow, step: Prepare, caller: Principal) -> None:
         """Raises ApiError, OSError."""
-        body = PrepareAsked(**step.model_dump(exclude_none=True))
+        body = PrepareRequest(**step.model_dump(exclude_none=True))
         file_ids = {kind: new_id("file-") for kind in ("prepared", "validation")[: 1 if step.split is None else 2]}
         ids = list(file_ids.values())
         async with prepared_files(self._context, self._data_work, body, [file], ids, caller) as made:

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.data_checks.asked import Changes, HeldAgainst
+from appliance.controller.data_checks.requests import Changes, HeldAgainst
 from appliance.controller.files import storage
 from appliance.controller.gates.terms import checked
 from appliance.controller.http.strict_body import StrictBody

@@ -38,7 +38,7 @@ class PreviousResponse(ControllerCall):
         transcript = self.checked.transcript
         assert transcript is not None
         path = b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode()
-        conn.start(self, wire.asked_head(path, self.request, self.state.token))
+        conn.start(self, wire.get_head(path, self.request, self.state.token))
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         limit = self.state.limits.inference_body_bytes

@@ -38,7 +38,7 @@ class Scrape(ControllerCall):
         return 0.0
 
     def _send(self, conn: UpstreamConnection) -> None:
-        conn.start(self, wire.asked_head(CONTROLLER_PATH, self.request, self.state.token))
+        conn.start(self, wire.get_head(CONTROLLER_PATH, self.request, self.state.token))
 
     def _away(self) -> None:
         self._answer(b"")

@@ -104,7 +104,7 @@ def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b
     )
 
 
-def asked_head(path: bytes, request: Request, token: bytes) -> bytes:
+def get_head(path: bytes, request: Request, token: bytes) -> bytes:
     """A GET by the gateway to the controller on behalf of an admitted key."""
     return b"GET %b HTTP/1.1\r\nhost: appliance\r\n%b" % (path, _identity(request, token))
 

@@ -12,10 +12,10 @@ from appliance.gateway.state.state import State
 
 Gauge = tuple[str, str, dict[str, str], int | float]
 # Number of skipped table rows that a report lists one by one.
-REFUSED_ROWS_TOLD: Final = 10
+REFUSED_ROWS_REPORTED: Final = 10
 
 
-class Told:
+class Reported:
     """What the reports on one connection to the controller have said of models.
 
     The first says all that was asked, later ones what changed: ten thousand names, each asked once, took 0.07 s of the
@@ -26,7 +26,7 @@ class Told:
         self.table = -1
         self._names: set[str] = set()
         self._busy: set[str] = set()
-        # Since when each of these is told to have times of the last minute, the longest ago first.
+        # Since when each of these is reported to have times of the last minute, the longest ago first.
         self._recent: dict[str, float] = {}
 
     def changed(self, state: State, busy: set[str], now_s: float) -> set[str]:
@@ -34,17 +34,17 @@ class Told:
         found = state.metrics.take_touched() | busy | self._busy
         if self.table != state.tables_applied:
             self.table = state.tables_applied
-            found |= self._names ^ _asked(state)
+            found |= self._names ^ _used(state)
         while self._recent:
-            name, told_s = next(iter(self._recent.items()))
-            if now_s - told_s <= RECENT_S:
+            name, reported_s = next(iter(self._recent.items()))
+            if now_s - reported_s <= RECENT_S:
                 break
             del self._recent[name]
             found.add(name)
         self._busy = busy
         return found
 
-    def told(self, rows: dict[str, dict[str, Any] | None], now_s: float) -> None:
+    def note(self, rows: dict[str, dict[str, Any] | None], now_s: float) -> None:
         for name, row in rows.items():
             self._recent.pop(name, None)
             if row is None:
@@ -55,14 +55,14 @@ class Told:
                 self._recent[name] = now_s
 
 
-def _asked(state: State) -> set[str]:
+def _used(state: State) -> set[str]:
     """Models of the table that somebody has asked since this process began."""
     return {name for name in state.router.models if state.metrics.arrivals(name)[0]}
 
 
-def load_report(state: State, told: Told | None = None) -> dict[str, Any]:
-    """The load report of the bus, after what `told` says; without it, a whole one. A model that nobody has asked since
-    this process began has no row in it; one that has left the table has null.
+def load_report(state: State, reported: Reported | None = None) -> dict[str, Any]:
+    """The load report of the bus, after what was `reported`; without it, a whole one. A model that nobody has asked
+    since this process began has no row in it; one that has left the table has null.
 
     last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
     arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time.
@@ -81,8 +81,8 @@ def load_report(state: State, told: Told | None = None) -> dict[str, Any]:
             waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
             prompts[name] = prompts.get(name, 0) + conn.active.prompt_tokens
     busy = {*inflight, *state.holds.models()}
-    whole = told is None or told.table < 0
-    names = _asked(state) | busy if told is None else told.changed(state, busy, now)
+    whole = reported is None or reported.table < 0
+    names = _used(state) | busy if reported is None else reported.changed(state, busy, now)
     rows = {
         name: {
             "inflight": inflight.get(name, 0) - state.holds.held(name),
@@ -103,8 +103,8 @@ def load_report(state: State, told: Told | None = None) -> dict[str, Any]:
         else None
         for name in names
     }
-    if told is not None:
-        told.told(rows, now)
+    if reported is not None:
+        reported.note(rows, now)
     return {
         "type": "load",
         "generation": state.generation,
@@ -121,9 +121,9 @@ def load_report(state: State, told: Told | None = None) -> dict[str, Any]:
 
 def notes(state: State) -> list[str]:
     """Problems of this gateway for the box's status page."""
-    lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_TOLD]]
-    if len(state.refused_rows) > REFUSED_ROWS_TOLD:
-        lines.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_TOLD} more rows of its table")
+    lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_REPORTED]]
+    if len(state.refused_rows) > REFUSED_ROWS_REPORTED:
+        lines.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_REPORTED} more rows of its table")
     if state.certificate is not None:
         lines += state.certificate.notes(time.time())
     return lines

@@ -68,7 +68,7 @@ def move(db: Database, from_key: str, to_key: str) -> None:
         db.execute("DELETE FROM usage WHERE key_id = ?", [from_key])
 
 
-def last_asked(db: Database) -> dict[str, float]:
+def last_used(db: Database) -> dict[str, float]:
     """By key that has asked a model: when the last hour began in which it did."""
     newest = "SELECT id, (SELECT max(hour_s) FROM usage WHERE key_id = keys.id) AS hour_s FROM keys WHERE NOT session"
     return {row["id"]: float(row["hour_s"]) for row in db.execute(newest) if row["hour_s"] is not None}

@@ -18,7 +18,7 @@ from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.observe.metrics import RECENT_S
 from appliance.gateway.routing.table import ROWS_AT_ONCE
-from appliance.gateway.state.reports import Told, load_report
+from appliance.gateway.state.reports import Reported, load_report
 from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, chat, request_bytes
@@ -139,7 +139,7 @@ async def test_after_its_first_report_a_gateway_says_of_models_what_changed(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand names that were asked once are not in every report for ever."""
-    metrics, told = box.state.metrics, Told()
+    metrics, told = box.state.metrics, Reported()
     box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
     box.apply()
     for number in range(1000):

@@ -7,7 +7,7 @@ import torch
 import torch.cuda
 
 from runtime.devices.kinds import kind_of
-from serve.vllm.patches import told_of_the_device
+from serve.vllm.patches import with_device_at_import
 
 triton = pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ def test_kernels_that_ask_at_import_are_told_without_starting_cuda(monkeypatch, 
     started = []
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: started.append(True))
     before, driver = [getattr(torch.cuda, call) for call in ASKED], triton.runtime.driver._active
-    assert told_of_the_device(asking, platform, kind_of("cuda"))(None) == told
+    assert with_device_at_import(asking, platform, kind_of("cuda"))(None) == told
     assert not started
     assert [getattr(torch.cuda, call) for call in ASKED] == before
     assert triton.runtime.driver._active is driver
@@ -47,7 +47,7 @@ def test_the_gpu_is_asked_again_after_an_import_that_failed():
 
     before = torch.cuda.get_device_name
     with pytest.raises(ImportError, match="no such class"):
-        told_of_the_device(fails, H100, kind_of("cuda"))(None)
+        with_device_at_import(fails, H100, kind_of("cuda"))(None)
     assert torch.cuda.get_device_name is before
 
 
@@ -56,4 +56,4 @@ def test_where_nothing_is_told_the_platform_is_not_asked_either(monkeypatch, kin
     """A worker asks its own GPU; and vLLM's platform for ROCm would start it to answer."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: computes)
     before = torch.cuda.get_device_name
-    assert told_of_the_device(lambda model: torch.cuda.get_device_name, None, kind_of(kind))(None) is before
+    assert with_device_at_import(lambda model: torch.cuda.get_device_name, None, kind_of(kind))(None) is before

@@ -108,7 +108,7 @@ def test_equal_settings_have_one_name_and_none_has_none():
     assert ModelSettings().digest == "" == ModelSettings(engine_args={}).digest
     one, same = ModelSettings(engine_args={"block_size": "32"}), ModelSettings(engine_args={"--block-size": "32"})
     assert one.digest == same.digest != ModelSettings(engine_args={"block-size": "64"}).digest
-    assert ModelSettings.model_validate(one.said()) == one
+    assert ModelSettings.model_validate(one.as_json()) == one
     box = EngineConfig(max_num_seqs=64, max_model_len=100)
     assert ModelSettings(max_num_seqs=4).config(box) == EngineConfig(max_num_seqs=4, max_model_len=100)
     assert ModelSettings(engine_args={"max-num-batched-tokens": "512"}).batched_tokens == 512

@@ -140,7 +140,7 @@ def test_the_loss_of_a_row_is_the_log_ratio_of_its_tokens(tmp_path):
     loss.backward()
     expected = np.mean(np.concatenate(sampled) - np.concatenate(theirs))
     assert loss.item() == pytest.approx(expected, rel=1e-5)
-    told = Teacher().told(verdict, sampled, 3)
+    told = Teacher().step_metrics(verdict, sampled, 3)
     assert told == {
         "reverse_kl": pytest.approx(expected, rel=1e-6),
         "answer_reverse_kl": pytest.approx(expected * 13 / 3, rel=1e-6),
@@ -228,7 +228,7 @@ def test_what_a_teacher_says_nothing_of_is_left_out_and_nothing_at_all_ends_the_
 
 def test_no_question_has_more_tokens_than_one_may(tmp_path, folder, monkeypatch):
     def asked(name, most):
-        monkeypatch.setattr(teacher, "ASKED_TOKENS", most)
+        monkeypatch.setattr(teacher, "REQUEST_TOKENS", most)
         box, spec = Taught(folder), taught_spec(tmp_path, run_dir=str(tmp_path / name), job_id=name, options=SHORT)
         assert box.run(spec)["outcome"] == "succeeded"
         assert len({name for name, _ in box.questions}) == len(box.questions)

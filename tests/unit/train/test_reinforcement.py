@@ -33,7 +33,7 @@ from train.plan.spec import TrainSpec
 from train.rollouts import engine_samples, grader, sampler
 from train.rollouts.form import Form
 from train.rollouts.grader import advantages, calls_in, standard_error
-from train.rollouts.rollouts import ASKED_AT_ONCE, FILE, Rollouts
+from train.rollouts.rollouts import FILE, REQUESTS_AT_ONCE, Rollouts
 from train.rollouts.sampler import Answers, sample
 from train.run.prepare import prepare
 from weights.memory.store import WeightStore
@@ -567,7 +567,7 @@ def test_a_run_learns_what_is_rewarded(tmp_path):
     item = json.loads((tmp_path / "train.jsonl").read_bytes().splitlines()[0])["item"]
     assert item.keys() == {"answer"}
     train = [texts for name, texts in box.questions if name.startswith("train")]
-    assert len(train) == 24 and all(len(texts) == 32 <= ASKED_AT_ONCE for texts in train)
+    assert len(train) == 24 and all(len(texts) == 32 <= REQUESTS_AT_ONCE for texts in train)
     assert [event["version"] for event in box.of("published")] == ["step-24"]
 
 
@@ -587,7 +587,7 @@ def test_a_run_learns_within_a_form(tmp_path):
 
 def test_no_question_to_the_grader_has_more_bytes_than_one_may(tmp_path, monkeypatch):
     def texts(run, most):
-        monkeypatch.setattr(grader, "ASKED_BYTES", most)
+        monkeypatch.setattr(grader, "REQUEST_BYTES", most)
         box = Box(letters)
         spec = run_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"), n_epochs=1)
         assert box.run(spec)["outcome"] == "succeeded"
@@ -776,7 +776,7 @@ def test_samples_of_an_engine_are_kept_until_they_are_graded(tmp_path):
 
 def test_no_question_has_more_than_whoever_answers_it_can_hold(tmp_path, monkeypatch):
     def numbers(run, most):
-        monkeypatch.setattr(engine_samples, "ASKED_TOKENS", most)
+        monkeypatch.setattr(engine_samples, "REQUEST_TOKENS", most)
         spec = lora_spec(tmp_path, run_dir=str(tmp_path / run), shm_root=str(tmp_path / run / "store"))
         box = Box(letters, Engines(WeightStore(spec.shm_root, budget_bytes=None)))
         assert box.run(spec)["outcome"] == "succeeded"

@@ -24,7 +24,7 @@ from tests.unit.train.test_reinforcement import (
 from train.control.progress import ControlSignals
 from train.plan.errors import InvalidHyperparameter
 from train.rollouts import hearing
-from train.rollouts.asked import Policy, to_ask, told
+from train.rollouts.policy import Policy, steps_to_request, take_answers
 from train.rollouts.sampler import Answers
 from weights.format.errors import StoreFull
 from weights.memory.store import WeightStore
@@ -59,10 +59,10 @@ def test_engines_write_the_next_steps_while_one_is_learnt_from(tmp_path, stalene
 
 
 def test_what_is_asked_ahead_of_its_turn():
-    assert to_ask(3, 0, 9, ()) == [3]
-    assert to_ask(0, 2, 9, ()) == [0, 1, 2] and to_ask(1, 2, 9, {1, 2}) == [3]
-    assert to_ask(7, 2, 9, {7, 8}) == [] and to_ask(8, 4, 9, {8}) == []
-    assert to_ask(4, 2, 9, {4}) == [5, 6], "the samples of this one were kept, those of the next were not"
+    assert steps_to_request(3, 0, 9, ()) == [3]
+    assert steps_to_request(0, 2, 9, ()) == [0, 1, 2] and steps_to_request(1, 2, 9, {1, 2}) == [3]
+    assert steps_to_request(7, 2, 9, {7, 8}) == [] and steps_to_request(8, 4, 9, {8}) == []
+    assert steps_to_request(4, 2, 9, {4}) == [5, 6], "the samples of this one were kept, those of the next were not"
 
 
 class Slow(Box):
@@ -263,7 +263,7 @@ def test_an_answer_of_other_weights_than_may_be_is_none(spans):
     made = Answers.empty(2, 4, staleness=2)
     part = {"place": 0, "ids": [[5, 6, 7]] * 2, "log_probs": [[-1.0] * 3] * 2}
     right = [["step-1.ab", 1], ["step-2.ab", 1], ["step-3.ab", 1]]
-    told([{**part, "spans": [spans, right]}], made, 10, 3, "step-1.ab")
+    take_answers([{**part, "spans": [spans, right]}], made, 10, 3, "step-1.ab")
     assert made.sizes.tolist() == [0, 3] and made.older.tolist() == [[0, 0], [1, 1]]
 
 

@@ -96,9 +96,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                     param="set",
                     code="conflict",
                 )
-            if wanted.said() != before:
-                model_settings.add(db, name, wanted.said(), wanted.digest, name_of(context, caller), time.time())
-            record(context, caller, "model.settings", name, **wanted.said())
+            if wanted.as_json() != before:
+                model_settings.add(db, name, wanted.as_json(), wanted.digest, name_of(context, caller), time.time())
+            record(context, caller, "model.settings", name, **wanted.as_json())
         context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
         context.models_shared()  # the gateways' table holds the context
         context.scheduler.nudge(f"settings of {name}", name_of(context, caller))

@@ -161,7 +161,7 @@ def routes(context: ControllerContext, router: APIRouter, ends: KeyEnds, backgro
     def list_keys() -> dict[str, Any]:
         """`last_asked_s`: when the last hour began in which it asked a model, or the key if that was later; null: it
         never did, or its usage is deleted. Reads and scrapes are not counted."""
-        asked, rows = usage.last_asked(db), keys.list_all(db)
+        asked, rows = usage.last_used(db), keys.list_all(db)
         data = [
             {**views.key(row), "last_asked_s": max(asked[row.id], row.created_s) if row.id in asked else None}
             for row in rows

@@ -27,7 +27,7 @@ from weights.format.names import policy_name, step_of, version_name
 from weights.memory.store import WeightStore
 
 
-def to_ask(step: int, staleness: int, total: int, asked: Collection[int]) -> list[int]:
+def steps_to_request(step: int, staleness: int, total: int, asked: Collection[int]) -> list[int]:
     """Steps whose samples are asked for when `step` begins, from the weights that it begins with: its own, and as many
     of the next steps as may learn from earlier weights. So no sample is ever staler than that. Pure."""
     return [one for one in range(step, min(step + staleness + 1, total)) if one not in asked]
@@ -94,7 +94,7 @@ class Policy:
                     continue
 
 
-def told(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, step: int, version: str) -> Answers:
+def take_answers(samples: Sequence[dict[str, Any]], made: Answers, vocabulary: int, step: int, version: str) -> Answers:
     """Copies an engine's answer into `made`, on the host: {"place": of the first, "ids": [[...]], "log_probs": [[...]],
     "spans": [[[version, tokens], ...]]}; without spans, `version` wrote all of it. Leaves out answers to anything that
     was not asked for this step, and second answers of a place."""

@@ -33,7 +33,7 @@ class Changes(StrictBody):
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
 
 
-class CheckAsked(HeldAgainst):
+class CheckRequest(HeldAgainst):
     """words: a list of one's own."""
 
     model: Name | None = None
@@ -47,5 +47,5 @@ class Mixed(StrictBody):
     share: Share
 
 
-class PrepareAsked(CheckAsked, Changes):
+class PrepareRequest(CheckRequest, Changes):
     mix: Annotated[list[Mixed], Field(max_length=MOST_FILES)] = Field(default_factory=list)
