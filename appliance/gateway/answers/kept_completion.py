@@ -176,11 +176,12 @@ def kept_completion(data: dict[str, Any]) -> CompletionTranscript | None:
             )
         return None
     if metadata is not None:
-        _check_metadata(metadata)
+        check_metadata(metadata)
     return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
 
 
-def _check_metadata(metadata: Any) -> None:
+def check_metadata(metadata: Any) -> None:
+    """OpenAI's bounds in OpenAI's words."""
     if not isinstance(metadata, dict):
         raise _not("metadata", "an object", metadata)
     if len(metadata) > METADATA_PAIRS:

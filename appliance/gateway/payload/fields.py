@@ -229,7 +229,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
             "context_management access_programs personality image verbosity"
         ),
         "logprobs": PASSES,
-        "metadata": Items(16, 512),
+        "metadata": PASSES,  # answers.kept_completion.check_metadata
         "include": Items(32, 128),
         "tools": _NAMED_TOOLS,
         **_TEMPLATES,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import orjson
 
 from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
-from appliance.gateway.answers.kept_completion import kept_completion
+from appliance.gateway.answers.kept_completion import check_metadata, kept_completion
 from appliance.gateway.answers.transcript import Transcript, transcript_of
 from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors
@@ -194,6 +194,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     checked.weight = _weight(route, data.get("input"), sequences)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
+        if data.get("metadata") is not None:
+            check_metadata(data["metadata"])
     elif route.name == CHAT and ("store" in data or "metadata" in data):
         checked.transcript = kept_completion(data)
     return checked

@@ -182,6 +182,29 @@ def test_what_cannot_be_kept_is_refused_by_name(name: str, value: Any, param: st
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("metadata", "code"),
+    [
+        ({"a" * 100: "b"}, "string_above_max_length"),
+        ({"a": "b" * 513}, "string_above_max_length"),
+        ({str(number): "" for number in range(17)}, "object_above_max_properties"),
+        ({"a": 1}, "invalid_type"),
+        ("text", "invalid_type"),
+        ({"a" * 64: "b" * 512}, ""),
+        (None, ""),
+    ],
+)
+def test_a_response_has_the_same_bounds_of_metadata(metadata: Any, code: str) -> None:
+    """Names of 100 characters were taken."""
+    body = json.dumps({"model": "m", "input": "x", "metadata": metadata}).encode()
+    if not code:
+        check_body(EXACT[b"/v1/responses"], body, Limits())
+        return
+    with pytest.raises(HttpError) as caught:
+        check_body(EXACT[b"/v1/responses"], body, Limits())
+    assert (caught.value.status, caught.value.code) == (400, code)
+
+
 def test_metadata_without_store_is_refused_at_the_front() -> None:
     body = json.dumps(chat(metadata={"use": "test"})).encode()
     with pytest.raises(HttpError, match="only allowed when 'store' is enabled"):
