@@ -191,7 +191,7 @@ class CanaryRow:
 
     auto: promoted or rolled back without being asked to. watch_s: how long it is watched before it is promoted, and
     min_requests of each version. reason: why it ended. compared: what was known of both versions when it
-    ended.
+    ended. of_one_since_s: since when one owner's answers alone tell something bad of it.
     """
 
     model: str
@@ -206,6 +206,7 @@ class CanaryRow:
     reason: str = ""
     ended_s: float | None = None
     compared: dict[str, Any] | None = json_column(default=None)
+    of_one_since_s: float | None = None
 
     @property
     def name(self) -> str:

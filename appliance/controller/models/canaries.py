@@ -41,13 +41,10 @@ class Canaries:
         self._going = OneEach(context.background, "canary")
         self.tasks = self._going.tasks
         self._leaving: set[str] = set()  # ended canaries whose engines may still exist
-        self._of_one: dict[tuple[str, float], float] = {}  # since when one owner's answers alone tell something bad
 
     async def look(self, now_s: float) -> None:
         """A task for each canary, which ends it where it ends automatically; called every `canary_every_s`."""
-        running = canaries.list_running(self._context.db)
-        self._of_one = {key: self._of_one[key] for row in running if (key := _key(row)) in self._of_one}
-        for row in running:
+        for row in canaries.list_running(self._context.db):
             await self._going.begin(row.name, partial(self._end_of, row, now_s))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
@@ -66,8 +63,8 @@ class Canaries:
     async def _look_at(self, model: str, now_s: float) -> None:
         row, active = self._running(model), stored_model(self._context.db, model).active_version
         decision, caller = self.decision(row, now_s), caller_of(self._context.db, None)
-        if isinstance(decision, OfOne):
-            self._of_one.setdefault(_key(row), now_s)
+        if isinstance(decision, OfOne) and row.of_one_since_s is None:
+            canaries.note_of_one(self._context.db, model, now_s)
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.
@@ -106,7 +103,7 @@ class Canaries:
             )
         self._check_room(model, version)
         if running is not None:  # with other settings: the counts are kept
-            row = replace(row, created_s=running.created_s)
+            row = replace(row, created_s=running.created_s, of_one_since_s=running.of_one_since_s)
         canaries.put(db, row)
         self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
@@ -224,7 +221,7 @@ class Canaries:
             )
         canary, stable = self._sides(row)
         terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests, row.share)
-        return decide(canary, stable, terms, now_s, self._failed(row.name), self._of_one.get(_key(row)))
+        return decide(canary, stable, terms, now_s, self._failed(row.name), row.of_one_since_s)
 
     def _failed(self, name: str) -> str:
         """Why the canary's engines fail, once they have failed too often to be chance."""
@@ -246,7 +243,7 @@ class Canaries:
         }
 
     def _sides(self, row: CanaryRow) -> tuple[Side, Side]:
-        counted = self._context.load().canaries.get(_key(row), {})
+        counted = self._context.load().canaries.get((row.model, row.created_s), {})
 
         def side(version: str) -> Side:
             loss = self._valid_loss(row.model, version) if comparable else None
@@ -326,7 +323,3 @@ class Canaries:
                 f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
             )
         return row
-
-
-def _key(row: CanaryRow) -> tuple[str, float]:
-    return row.model, row.created_s

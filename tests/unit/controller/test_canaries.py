@@ -12,6 +12,7 @@ import pytest
 from appliance.controller.access import model_access
 from appliance.controller.bus.load import Load, Times, VersionLoad
 from appliance.controller.models.activation import Activations
+from appliance.controller.models.canaries import Canaries
 from appliance.gateway.routing.canary_comparison import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
@@ -160,6 +161,21 @@ async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto
     row = await look_later(served, 5)
     assert (row.state, row.reason) == ("rolled_back", "v2 failed 15 of 20 requests, v1 0 of 180")
     assert active(served) == "v1"
+
+
+async def test_how_long_one_owner_alone_finds_it_bad_outlasts_a_start_of_the_controller(served: Control):
+    """Each start began ten watch periods anew, and other settings did so too."""
+    await ask(served, "PUT", version="v2", auto=True)
+    of_one = VersionLoad(asked={"a": (30, 0), "b": (30, 0)}, refused={"m": 50})
+    counted(served, v2=of_one, v1=VersionLoad(asked={"a": (90, 0), "b": (90, 0), "m": (90, 0)}))
+    assert (await look_later(served, 601)).state == "running"
+    for number in range(1, 4):
+        before = served.app.state.canaries
+        served.app.state.canaries = Canaries(before._context, before._activations)
+        assert (await look_later(served, 601 + 1500 * number)).state == "running"
+        await ask(served, "PUT", version="v2", auto=True, share=0.1 * number)
+    row = await look_later(served, 601 + 6000)
+    assert row.state == "rolled_back" and "for 10 times as long" in row.reason
 
 
 async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(served: Control):
