@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
 from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
@@ -31,7 +31,7 @@ from appliance.gateway.core.errors import ConfigInvalid
 from appliance.power.settings import PowerSettings
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
-from weights.format.config import WeightsConfig, known_kind_of_url
+from weights.format.config import Location, WeightsConfig
 
 FILE_NAME = "appliance.toml"
 MIB = 2**20
@@ -161,14 +161,9 @@ class ObservabilitySettings(_Section):
     )
 
 
-class BackupSettings(_Section):
+class BackupSettings(Location, _Section):
     """Where `appliance backup make` puts backups, and how often the box takes one by itself."""
 
-    url: str | None = Field(None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
-    endpoint: str | None = Field(None, description="https address of the S3-compatible store; unset: Amazon's")
-    region: str | None = Field(None, description="region of the bucket; unset: us-east-1")
-    credentials_file: str | None = Field(None, description="AWS credentials file; unset: where boto3 looks")
-    credentials_profile: str | None = Field(None, description="section of the credentials file")
     key_file: str | None = Field(
         None,
         description="backups are encrypted with the key or the passphrase in this file, which only the box's user may "
@@ -178,8 +173,6 @@ class BackupSettings(_Section):
     every_hours: float = Field(
         0.0, ge=0.0, description="hours between two backups that a running box takes by itself; 0: only when asked"
     )
-
-    _known_kind = field_validator("url")(known_kind_of_url)
 
 
 class DoctorSettings(_Section):

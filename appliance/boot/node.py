@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from appliance.boot import ray_head
 from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch, far_back_s
@@ -149,12 +150,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
             return 1
         print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
         leaving, hurrying = asyncio.create_task(emptied(node_config, head)), asyncio.create_task(hurry.wait())
-        await asyncio.wait(
-            {leaving, hurrying, ended}, timeout=config.scheduler.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not leaving.done():
-            log.warning("what still runs here is ended with this node")
-            leaving.cancel()
+        await _left(leaving, {hurrying, ended}, config.scheduler.drain_timeout_s)
         return 0
     finally:
         rotating.cancel()
@@ -167,6 +163,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         ray_head.remove_files(paths)
         for folder in (paths.shm_root, paths.away_jobs):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _left(leaving: asyncio.Task[Any], sooner: set[asyncio.Task[Any]], limit_s: float) -> None:
+    await asyncio.wait({leaving, *sooner}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    if not leaving.done():
+        log.warning("what still runs here is ended with this node")
+        leaving.cancel()
 
 
 if __name__ == "__main__":

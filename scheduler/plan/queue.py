@@ -160,8 +160,7 @@ def allot(
     rooms = _Rooms(works_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
-    left = budget
-    ordered = order(jobs, now_s)
+    left, ordered = budget, order(jobs, now_s)
     reviews = [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
     for job in ordered:
         if job.keeps_devices(now_s):
@@ -190,8 +189,7 @@ def allot(
             rooms.give(job, size)
             ahead = ahead or job
         elif found and job.id in found:
-            least = _at_least(job)
-            waiting[job.id] = f"Needs {least} of one node; those left are not side by side."
+            waiting[job.id] = f"Needs {_at_least(job)} of one node; those left are not side by side."
         else:
             largest = rooms.most(job, works_on or {}, total)
             waiting[job.id] = _too_few(job, total, largest, budget, why) or (

@@ -78,20 +78,23 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
-        # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks
-        # the other routes that this enables.
-        args += ["--enable-scale-out"]
-        tooled = with_tools(spec.chat_template or chat_template)
-        shown = with_system_prompt(tooled, spec.system_prompt)
-        if shown != chat_template and "--chat-template" not in spec.extra_args:
-            args += ["--chat-template", str(shown)]
-        parser = tool_parser(model_config.get("model_type"), tooled) if spec.own_tool_parser else None
-        if parser is not None and "--tool-call-parser" not in spec.extra_args:
-            args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
-        thinks = reasoning_parser(model_config.get("model_type"), tooled) if spec.own_reasoning_parser else None
-        if thinks is not None:
-            args += ["--reasoning-parser", thinks]
+        args += _generation_arguments(spec, model_config.get("model_type"), chat_template)
     return [*args, *spec.extra_args]
+
+
+def _generation_arguments(spec: ReplicaSpec, model_type: Any, chat_template: str | None) -> list[str]:
+    # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks the
+    # other routes that this enables.
+    args = ["--enable-scale-out"]
+    tooled = with_tools(spec.chat_template or chat_template)
+    shown = with_system_prompt(tooled, spec.system_prompt)
+    if shown != chat_template and "--chat-template" not in spec.extra_args:
+        args += ["--chat-template", str(shown)]
+    parser = tool_parser(model_type, tooled) if spec.own_tool_parser else None
+    if parser is not None and "--tool-call-parser" not in spec.extra_args:
+        args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    thinks = reasoning_parser(model_type, tooled) if spec.own_reasoning_parser else None
+    return [*args, *(["--reasoning-parser", thinks] if thinks is not None else [])]
 
 
 def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:

@@ -58,26 +58,29 @@ class DiskTier(Packing):
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 
 
-def known_kind_of_url(url: str | None) -> str | None:
-    """Raises ValueError unless it is a place for objects."""
-    if url is not None and not (url.startswith("/") or url.startswith("s3://") and url[5:].strip("/")):
-        raise ValueError("expected an absolute path of a directory or s3://bucket/prefix")
-    return url
-
-
-class RemoteTier(Packing):
-    """A directory on a mount, or an S3-compatible store; versions and snapshots packed. Off without `url`."""
+class Location(_Strict):
+    """Where objects are kept: a directory on a mount, or an S3-compatible store."""
 
     url: str | None = Field(default=None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
     endpoint: str | None = Field(default=None, description="https address of the S3-compatible store; unset: Amazon's")
     region: str | None = Field(default=None, description="region of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(default=None, description="section of the credentials file")
+
+    @field_validator("url")
+    @classmethod
+    def _known_kind(cls, url: str | None) -> str | None:
+        if url is not None and not (url.startswith("/") or url.startswith("s3://") and url[5:].strip("/")):
+            raise ValueError("expected an absolute path of a directory or s3://bucket/prefix")
+        return url
+
+
+class RemoteTier(Location, Packing):
+    """A directory on a mount, or an S3-compatible store; versions and snapshots packed. Off without `url`."""
+
     rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to the remote")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
-
-    _known_kind = field_validator("url")(known_kind_of_url)
 
 
 class WeightsConfig(_Strict):

@@ -256,17 +256,32 @@ def _kind(model: dict[str, Any]) -> str:
 
 def _one(model: dict[str, Any]) -> Any:
     if _is_callable(model):
-        created, state = _since(model)
-        context = formats.count(model["max_model_len"])
-        return output.fields(
-            ("model", model["id"]),
-            ("of", model["owned_by"]),
-            ("context", f"{context} tokens"),
-            ("created", created),
-            ("state", state),
-        )
+        return _one_of_another(model)
+    last = model.get("canary")
+    return output.stack(
+        _about(model),
+        _versions(model),
+        _judged(model) if model.get("gates") else None,
+        canary_fields(last) if last else None,
+        output.notes((model.get("info") or {}).get("warnings", ())),
+    )
+
+
+def _one_of_another(model: dict[str, Any]) -> Any:
+    created, state = _since(model)
+    context = formats.count(model["max_model_len"])
+    return output.fields(
+        ("model", model["id"]),
+        ("of", model["owned_by"]),
+        ("context", f"{context} tokens"),
+        ("created", created),
+        ("state", state),
+    )
+
+
+def _about(model: dict[str, Any]) -> Any:
     adapter = model.get("adapter")
-    about = output.fields(
+    return output.fields(
         ("model", model["name"]),
         (
             "kind",
@@ -287,7 +302,10 @@ def _one(model: dict[str, Any]) -> Any:
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
         *([("versions by", note)] if (note := model.get("reload_note")) else []),
     )
-    versions = output.table(
+
+
+def _versions(model: dict[str, Any]) -> Any:
+    return output.table(
         ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),
         (
             (
@@ -302,8 +320,10 @@ def _one(model: dict[str, Any]) -> Any:
         ),
         empty="no versions",
     )
-    last = model.get("canary")
-    judged = output.table(
+
+
+def _judged(model: dict[str, Any]) -> Any:
+    return output.table(
         ("GATE", "VERSION", "AGAINST", "VERDICT", "ANSWERED", "REASON"),
         (
             (
@@ -315,10 +335,6 @@ def _one(model: dict[str, Any]) -> Any:
             for one in model.get("gates", ())
         ),
         empty="",
-    )
-    warnings = output.notes((model.get("info") or {}).get("warnings", ()))
-    return output.stack(
-        about, versions, judged if model.get("gates") else None, canary_fields(last) if last else None, warnings
     )
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from weights.format.config import Location
+
 Seconds = Annotated[float, Field(gt=0)]
 MIB, GIB = 2**20, 2**30
 
@@ -143,17 +145,10 @@ class OidcSettings(BaseModel):
         return self
 
 
-class Bucket(BaseModel):
-    """A bucket of an S3-compatible store that pipelines take data from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Bucket(Location):
+    """A bucket of an S3-compatible store that pipelines take data from. url: what lies below it is looked through."""
 
     url: str = Field(pattern=r"^s3://[^/]")
-    """s3://bucket/prefix; what lies below it is looked through."""
-    endpoint: str | None = None
-    region: str | None = None
-    credentials_file: str | None = None
-    credentials_profile: str | None = None
 
 
 class ControllerConfig(BaseModel):

@@ -175,8 +175,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             param="n",
         )
     _repeated_prompts(route, data, body_bytes)
-    ending = b""
-    written = 1 if not stream else _WRITTEN_AGAIN if route.name == RESPONSES else 0
+    ending, written = b"", 1 if not stream else _WRITTEN_AGAIN if route.name == RESPONSES else 0
     if written and ("logprobs" in data or "top_logprobs" in data or "include" in data):
         ending = _answer_logprobs(route, data, completion, sequences, written)
     continuation = continuation_of(route.name, data) if stream else None
