@@ -256,13 +256,16 @@ def _tokens(prompt: Any) -> int:
 
 def read_in_pieces(renderer: Any) -> None:
     """renderer: BaseRenderer. Reading a text stops as soon as its pieces have more tokens than a prompt may have, and
-    does not begin where its words are more."""
+    does not begin where its words are more. Of one that is to be cut no more is read than what has the tokens that are
+    left of it."""
     tokenize = renderer._tokenize_prompt
 
     @functools.wraps(tokenize)
     def _tokenize_prompt(self: Any, prompt: Any, params: Any) -> Any:
         text, most = prompt["prompt"], params.max_input_tokens
-        if most is None or params.truncate_prompt_tokens is not None:
+        if params.truncate_prompt_tokens is not None:
+            return tokenize(self, {**prompt, "prompt": _cut(text, params, self.get_tokenizer())}, params)
+        if most is None:
             return tokenize(self, prompt, params)
         tokenizer, piece = self.get_tokenizer(), max(most, _PIECE_CHARS)
         if len(text) > _WORDY_CHARS * most:
@@ -282,6 +285,21 @@ def read_in_pieces(renderer: Any) -> None:
         return tokenize(self, prompt, params)
 
     renderer._tokenize_prompt = _tokenize_prompt
+
+
+def _cut(text: str, params: Any, tokenizer: Any) -> str:
+    """A part of the text with more tokens than are left of it. serve.vllm.fairness.request_bounds has cut it by the
+    longest token of the vocabulary before, which may have 80 characters: most tokens have four."""
+    left = params.truncate_prompt_tokens
+    most = (left if left >= 0 else params.max_truncation_tokens or 0) + SPARE_TOKENS
+    piece, tokens = max(LONG_BYTES * most, _PIECE_CHARS), 0
+    of_the_end = (params.truncation_side or tokenizer.truncation_side) == "left"
+    for at in range(0, len(text) - piece, piece):
+        part = text[len(text) - at - piece : len(text) - at] if of_the_end else text[at : at + piece]
+        tokens += len(tokenizer(part, add_special_tokens=False)["input_ids"])
+        if tokens > most:
+            return text[len(text) - at - piece :] if of_the_end else text[: at + piece]
+    return text
 
 
 def words_of_a_token(tokenizer: Any) -> int:
