@@ -26,7 +26,8 @@ class Request:
     replica, model_version: its last placement, empty before; the version as the engine names it, once it answers.
     stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only if traces are
     exported. estimated_tokens: charged to its key's allowance; under_way: counted against its key's quota while it is
-    open; tokens: its cost as the engine reported it.
+    open; tokens: its cost as the engine reported it; refused_prompt, refused_completion: what engines had computed that
+    refused it, which is added to its cost at the end (Spending.account).
     rate_headers: the answer's headers about that allowance; more_headers: what else its head asks for
     (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, weight: as how
     many, streams: as a stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine
@@ -57,6 +58,8 @@ class Request:
     trace: bytes = b""
     estimated_tokens: int = 0
     under_way: int = 0
+    refused_prompt: int = 0
+    refused_completion: int = 0
     rate_headers: Pairs = ()
     more_headers: Pairs = ()
     head_only: bool = False

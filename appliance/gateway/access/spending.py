@@ -225,6 +225,9 @@ class Spending:
             self._rate.answered(request.model, tokens.completion, expected.sequences, took_s, tokens.longest)
             if request.streams and not expected.unseen:
                 self._rate.streamed(request.model, tokens.completion, request.stream_events)
+        # Last: it is no part of what the answer's engine tells, or takes.
+        tokens.prompt += request.refused_prompt
+        tokens.completion += request.refused_completion
         if request.estimated_tokens:
             use = request.use
             if use is not None and use.allowance is not None:

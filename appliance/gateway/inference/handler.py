@@ -257,8 +257,9 @@ class InferenceHandler(Placement):
             if error.retry_after_s is not None:
                 error.retry_after_s = min(error.retry_after_s, errors.MAX_RETRY_AFTER_S)
             if status < 500 and wire.COMPUTED in conn.headers:
-                tokens = self.request.tokens
-                tokens.prompt, tokens.completion = wire.computed(conn.headers[wire.COMPUTED])
+                prompt, written = wire.computed(conn.headers[wire.COMPUTED])
+                self.request.refused_prompt += prompt
+                self.request.refused_completion += written
         moved = status == 404 and error.message.startswith("The model ")
         if moved or _engine_dead(error):
             # A dying engine answers 500 before it ends; a 404 for a model in our table means that the engine has just
