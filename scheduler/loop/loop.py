@@ -52,8 +52,6 @@ _REST_S = 4e-5
 end one by one; a plan at each end would cost their number times n log n."""
 _SMALL = 100
 """Up to this many devices and jobs the loop does not pause between rounds."""
-LONG_START_S = 60.0
-"""After this long a start of ranks gives way as a running job would: as long as a step that was left before goes on."""
 
 
 class SchedulerLoop:
@@ -79,7 +77,7 @@ class SchedulerLoop:
         self._hysteresis: dict[str, Hysteresis] = {}
         self._transitions: dict[Holder, Transition] = {}
         self._drains: dict[Holder, Drain] = {}
-        self._pauses = JobPauses(self._config.job_pause_s)
+        self._pauses = JobPauses(self._config.job_pause_s, self._config.start_group_timeout_s)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
         self._interrupted: tuple[HandoverRecord, ...] = ()
@@ -381,24 +379,25 @@ class SchedulerLoop:
 
     def _cancel_starts(self, now_s: float) -> None:
         """Cancel starts of jobs that have ended or are paused, and long ones of jobs that would give up devices now if
-        they ran: how long their ranks prepare is a matter of their data. What they have prepared stays."""
+        they ran: how long their ranks prepare is a matter of their data. Of that, only tokens are kept."""
         jobs = {job.id: job for job in self._workload.jobs} if self._running else {}
-        long: dict[Holder, tuple[Runner, Lease]] = {}
+        long: dict[Holder, tuple[Runner, Lease, float]] = {}
         for runner in self._running.values():
             for doing in runner.starting:
                 job, lease = jobs.get(doing.step.target), doing.step.lease
                 if job is None or job.phase == "paused":
                     runner.cancel_start(doing.step.target, "the job does not run any more")
-                elif lease is not None and now_s - doing.since_s >= LONG_START_S:
-                    long[Holder("job", job.id)] = runner, lease
+                elif lease is not None and (took_s := now_s - doing.since_s) >= self._pauses.patience_s(job.id):
+                    long[Holder("job", job.id)] = runner, lease, took_s
         if not long:
             return
         moving = {holder: moving for holder, moving in self._transitions.items() if holder not in long}
         wanted = plan(self._plan_input(moving=moving), now_s, self._config)
         keeps = {group.job_id: set(group.devices) for group in wanted.groups}
-        for holder, (runner, lease) in long.items():
+        for holder, (runner, lease, took_s) in long.items():
             if not keeps.get(holder.id, set()).issuperset(lease.device_ids):
                 runner.cancel_start(holder.id, "its devices are wanted, and its ranks take long to prepare")
+                self._pauses.start_gave_way(holder.id, took_s)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)

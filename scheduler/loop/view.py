@@ -80,8 +80,8 @@ def _job(
         devices = moving.target or devices
     since_s = group.since_s if group else 0.0
     not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
-    pause_s = pauses.pause_s(job.id)
-    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy, job.pause_s) == (
+    pause_s, gave_way = pauses.pause_s(job.id), pauses.gave_way(job.id)
+    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy, job.pause_s, job.gave_way) == (
         phase,
         devices,
         since_s,
@@ -89,6 +89,7 @@ def _job(
         failed,
         busy,
         pause_s,
+        gave_way,
     ):
         return job  # most of a long queue: a copy would cost more than everything else here
     return replace(
@@ -100,6 +101,7 @@ def _job(
         failed=failed,
         busy=busy,
         pause_s=pause_s,
+        gave_way=gave_way,
     )
 
 
