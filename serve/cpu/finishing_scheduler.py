@@ -105,7 +105,7 @@ class FinishingScheduler(Scheduler):
         finishing = set(self.requests)
         if finishing:
             self._flip = Flip(old_version, self.salt, finishing, {answer_of(name) for name in finishing})
-        self.salt = secrets.token_hex(SALT_BYTES)
+        self.salt = f"{secrets.token_hex(SALT_BYTES)}:"  # no caller's has a colon (serve.vllm.owner_caches)
         return len(finishing)
 
     def finished(self) -> Future[dict[str, Any]]:

@@ -3,8 +3,9 @@
 vLLM has one cache of pictures for all requests, by what is in them, and xgrammar one of compiled rules: by the time of
 an answer one could tell that somebody else had sent the same picture, or asked for a form with the same part, before (a
 text of bounded length took 0.02 s instead of 0.9). The gateway gives requests a `cache_salt` by their owner, and none
-where the box is one team's (`prefix_cache_shared`). Those with the same salt share these caches, as they share the
-prefixes of prompts.
+where the box is one team's (`prefix_cache_shared`). Those with the same salt share what is kept of pictures, as they
+share the prefixes of prompts. Compiled forms are kept by the owner's part of it alone: with eight salts of its own, a
+client had everybody's dropped.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-OWNERS = 8
-"""For so many, those who asked last, compiled rules are kept; each has an equal part of the memory vLLM gives them."""
 _SALT: ContextVar[str] = ContextVar("cache_salt", default="")
+_COMPILER_BYTES = 8 << 10
+"""Of one that has compiled nothing, about."""
 
 
 def salt_pictures(renderer: Any, inputs: Any) -> None:
@@ -45,32 +46,55 @@ def compile_apart(manager: Any, backend: Any, compiler: Any) -> None:
 
     @functools.wraps(create)
     def _create_grammar(self: Any, request: Any) -> Any:
-        # On a CPU it begins with a salt of the version that serves.
-        _SALT.set((request.cache_salt or "").removeprefix(getattr(request, "shm_salt", "")))
+        _SALT.set(request.cache_salt or "")
         return create(self, request)
 
     @functools.wraps(compile_grammar)
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = copy.copy(self)
-        own.compiler = self.compiler.shm_of.owner(_SALT.get())
-        return compile_grammar(own, *args, **kwargs)
+        own, compilers = copy.copy(self), self.compiler.shm_of
+        own.compiler = compilers.of(_owner(_SALT.get()))
+        try:
+            return compile_grammar(own, *args, **kwargs)
+        finally:
+            compilers.trim()
 
     @functools.wraps(init)
     def made(self: Any, tokens: Any, *, cache_limit_bytes: int = -1, **more: Any) -> None:
         init(self, tokens, cache_limit_bytes=cache_limit_bytes, **more)
-        part = cache_limit_bytes // OWNERS
-        self.shm_of = _Compilers(lambda: compiler(tokens, cache_limit_bytes=part, **more))
+        make = functools.partial(compiler, tokens, cache_limit_bytes=cache_limit_bytes, **more)
+        self.shm_of = _Compilers(make, cache_limit_bytes)
 
     manager._create_grammar, backend.compile_grammar, compiler.__init__ = _create_grammar, compiled, made
 
 
-class _Compilers:
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._lock, self._of = make, threading.Lock(), dict[str, Any]()
+def _owner(salt: str) -> str:
+    """On a CPU a salt begins with one of the version that serves, and a colon (serve.cpu.finishing_scheduler); behind a
+    dot is what a client chose (appliance/gateway/routing/table.py). Empty where the gateway gives none."""
+    return salt.rpartition(":")[2].partition(".")[0]
 
-    def owner(self, salt: str) -> Any:
+
+class _Compilers:
+    """One for each owner. Their caches have `limit` bytes in all, about, as xgrammar's has; below 0 there is none."""
+
+    def __init__(self, make: Callable[[], Any], limit: int) -> None:
+        self._make, self._limit, self._lock, self._of = make, limit, threading.Lock(), dict[str, Any]()
+
+    def of(self, owner: str) -> Any:
         with self._lock:
-            found = self._of[salt] = self._of.pop(salt, None) or self._make()
-            if len(self._of) > OWNERS:
-                del self._of[next(iter(self._of))]
+            found = self._of[owner] = self._of.pop(owner, None) or self._make()
             return found
+
+    def trim(self) -> None:
+        """Each may hold the limit alone, where nobody else asks. Else whoever holds most loses it, among equals who has
+        not asked for longest: so nobody can have another's dropped who holds less."""
+        with self._lock:
+            if self._limit < 0:
+                return
+            # At its own limit a compiler has some bytes more, for which one alone would lose everything.
+            counted = {owner: one.get_cache_size_bytes() + _COMPILER_BYTES for owner, one in self._of.items()}
+            sizes = {owner: min(size, self._limit) for owner, size in counted.items()}
+            total = sum(sizes.values())
+            while total > self._limit:
+                most = max(sizes, key=sizes.__getitem__)
+                total -= sizes.pop(most)
+                del self._of[most]

@@ -291,8 +291,13 @@ def _sessions(where: str, rows: Any, caller: Caller) -> dict[str, Session]:
 
 
 def cache_salt(owner: str, own: str = "") -> str:
-    """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
-    return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further, behind a dot:
+    what is before it says who asks (serve.vllm.owner_caches)."""
+    return f"{_digest(owner)}.{_digest(own)}" if own else _digest(owner)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def salt_field(salt: bytes) -> bytes:

@@ -859,6 +859,7 @@ async def test_every_owner_has_a_salt_of_its_own_on_every_route(box: Box) -> Non
     assert len(one) == len(other) == 1 and one != other
     asked, asked_by_other = await salts("mine")
     assert len(asked | asked_by_other | one | other) == 4, "what a client asks for keeps apart still more"
+    assert {salt.partition(".")[0] for salt in asked} == one, "an engine keeps compiled forms by this part alone"
     pretending, _ = await salts(next(iter(other)))
     assert not pretending & other
     for digest in digests:
