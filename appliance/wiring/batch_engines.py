@@ -339,8 +339,5 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
         raise LineReturned(error.message, yielded=True)
     if error.status >= 500 and _DEAD in error.message:
         raise LineReturned(error.message, yielded=False)
-    body = orjson.loads(error.body())
-    prompt, written = wire.computed(response.headers.get(wire.COMPUTED.decode(), "").encode())
-    if error.status < 500 and written:
-        body["usage"] = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
-    return EngineAnswer(error.status, body)
+    computed = wire.computed(response.headers.get(wire.COMPUTED.decode(), "").encode())
+    return EngineAnswer(error.status, orjson.loads(error.body()), computed=computed if error.status < 500 else (0, 0))

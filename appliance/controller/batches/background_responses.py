@@ -402,8 +402,7 @@ class BackgroundResponses:
     def _charge(self, row: ResponseRow, model: str, answer: EngineAnswer, sent: Sent) -> None:
         key = keys.find(self._db, row.key_id) if row.key_id else None
         silent = sent if answer.silent else None
-        charge = Charge(row.id, answer.version, answer.status, answer.body, _tokens(row), silent=silent)
-        self._metering.charge(key, model, [charge])
+        self._metering.charge(key, model, [Charge(row.id, answer, _tokens(row), silent=silent)])
         self._metering.returned(row.key_id, row.id)
 
     def _take(self, row: ResponseRow, answer: EngineAnswer) -> None:

@@ -38,14 +38,11 @@ _OF_NO_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One line that an engine has answered. estimated: tokens charged to its key's allowance when it was sent.
-    took_s: 0 if unknown. sequences: answers that it asked for at once. silent: the line, if its engine has not answered
-    in time."""
+    """One line that has its answer. estimated: tokens charged to its key's allowance when it was sent. took_s: 0 if
+    unknown. sequences: answers that it asked for at once. silent: the line, if its engine has not answered in time."""
 
     custom_id: str
-    version: str
-    status: int
-    body: Any
+    answer: EngineAnswer
     estimated: int
     took_s: float = 0.0
     sequences: int = 1
@@ -140,18 +137,19 @@ class Metering:
         """Count answers as the gateways do: by key, model and version."""
         rows = []
         for charge in answered:
-            used = tokens_of(charge.body)
-            prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
-            if charge.silent is None and charge.status == 200:
-                longest = _longest(charge.body, completion) if charge.sequences > 1 else 0
-                self._rate.answered(model, completion, charge.sequences, charge.took_s, longest)
-            elif charge.silent is not None:
+            answer, (prompt, completion) = charge.answer, charge.answer.computed
+            if charge.silent is not None:
                 (row,) = self.left("", model, [charge.silent])
                 prompt, completion = row["prompt_tokens"], row["completion_tokens"]
+            elif answer.status == 200:
+                used = tokens_of(answer.body)
+                prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
+                longest = _longest(answer.body, completion) if charge.sequences > 1 else 0
+                self._rate.answered(model, completion, charge.sequences, charge.took_s, longest)
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
-            key_id, failed = key.id if key is not None else "", charge.status >= 500
-            rows.append(spent_by(key_id, model, charge.version, prompt, completion, failed=failed))
+            key_id, failed = key.id if key is not None else "", answer.status >= 500
+            rows.append(spent_by(key_id, model, answer.version, prompt, completion, failed=failed))
         self.pay(rows)
 
     def pay(self, rows: list[dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import error_object, shown
-from appliance.controller.interfaces.ports import LineReturned
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.controller.responses.items import salted
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, models
@@ -342,7 +342,6 @@ class BatchWork:
                 owner=self.owner,
                 alone=self._deaths.goes_alone(custom_id),
             )
-            status, body, version = answer.status, answer.body, answer.version
             silent = sent if answer.silent else None
         except LineReturned as error:
             if error.yielded or self._deaths.counted(custom_id):
@@ -353,8 +352,8 @@ class BatchWork:
                 else:
                     self.left.appendleft(number)
                 return
-            status, version, silent = 502, "", None
-            body = error_object(last_words(str(error)), "server_error", None, "engines_died")
+            silent = None
+            answer = EngineAnswer(502, error_object(last_words(str(error)), "server_error", None, "engines_died"))
         except Exception as error:  # noqa: BLE001 - the batch raises it
             self._bug = error
             return
@@ -365,8 +364,8 @@ class BatchWork:
             self._runner.returned(self)
         estimated = self._lines[number].size // BYTES_PER_TOKEN
         took_s, sequences = time.monotonic() - sent.at_s, asked_of(sent.url, sent.body, sent.size).sequences
-        self._charges.append(Charge(custom_id, version, status, body, estimated, took_s, sequences, silent))
-        self._answered(custom_id, request_id, status, body)
+        self._charges.append(Charge(custom_id, answer, estimated, took_s, sequences, silent))
+        self._answered(custom_id, request_id, answer.status, answer.body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:
         self._ready.append(

@@ -125,8 +125,7 @@ class ModelAnswers:
                     continue
                 return last_words(str(error))
             took_s, silent = time.monotonic() - sent.at_s, sent if answer.silent else None
-            charge = Charge("", answer.version, answer.status, answer.body, tokens, took_s, silent=silent)
-            self._metering.charge(key, model, [charge])
+            self._metering.charge(key, model, [Charge("", answer, tokens, took_s, silent=silent)])
             return answer
 
     async def _place(

@@ -190,8 +190,7 @@ async def test_a_line_that_is_refused_pays_for_what_was_computed_before(control:
     as_key(control)
 
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
-        used = {"prompt_tokens": 40, "completion_tokens": 300, "total_tokens": 340}
-        return EngineAnswer(400, {"error": {"message": "no", "code": None}, "usage": used}, "v1")
+        return EngineAnswer(400, {"error": {"message": "no", "code": None}}, "v1", computed=(40, 300))
 
     engines(control).rule = rule
     rate = control.app.state.batches.metering._rate
@@ -200,6 +199,8 @@ async def test_a_line_that_is_refused_pays_for_what_was_computed_before(control:
     assert batch.status == "completed" and batch.request_counts.failed == 2
     of_key = spent(control)["batcher"]
     assert (of_key.requests, of_key.errors, of_key.prompt_tokens, of_key.completion_tokens) == (2, 0, 80, 600)
+    bodies = [row["response"]["body"] for row in await content(control, batch.error_file_id)]
+    assert bodies == 2 * [{"error": {"message": "no", "code": None}}], "the results have nothing of it"
     assert rate.written("starter", 1, 10.0) == before, "it is no measure of how fast the model writes"
 
 
