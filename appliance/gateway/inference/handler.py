@@ -115,7 +115,7 @@ class InferenceHandler(Placement):
             self._relay(body, done)
             return
         named = conn.headers.get(wire.VERSION)
-        if named is not None and not self._is_adapter():
+        if named is not None and not self._may_be_adapter():
             # The engine knows the version of its first token; the table may lag behind a swap.
             self.request.model_version = named.decode("latin-1")
         status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
@@ -268,7 +268,7 @@ class InferenceHandler(Placement):
             if moved:
                 error = errors.unavailable(error.message, "model_not_ready", self.state.config.holds.retry_after_s)
             # A missing adapter is not a fault of the engine, which still serves its base and other adapters.
-            self._failed(error, died=not moved, blame=not (moved and self._is_adapter()))
+            self._failed(error, died=not moved, blame=not (moved and self._may_be_adapter()))
             return
         if status in (401, 403):
             error = errors.engine_failed()

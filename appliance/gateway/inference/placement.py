@@ -362,6 +362,7 @@ class Placement(Placeable):
             self.state.metrics.events["stream_error"] += 1
         self.answer.fail(error)
 
-    def _is_adapter(self) -> bool:
+    def _may_be_adapter(self) -> bool:
+        """True as well of a model that was deleted since: what an engine then says of its version is not about it."""
         model = self.state.router.models.get(self._attempt.row)
-        return model is not None and bool(model.adapter)
+        return model is None or bool(model.adapter)

@@ -99,6 +99,15 @@ async def test_the_version_named_is_the_engines_own(box: Box) -> None:
     response = await box.ask("POST", "/v1/chat/completions", chat("mine"))
     assert response.headers["x-appliance-model-version"] == "v1"
 
+    async def deleted_meanwhile(request: UpstreamRequest, reply: Reply) -> None:
+        del box.models["mine"]
+        box.apply()
+        await script(request, reply)
+
+    box.engines["e0"].script = deleted_meanwhile
+    response = await box.ask("POST", "/v1/chat/completions", chat("mine"))
+    assert response.headers["x-appliance-model-version"] == "v1"
+
 
 async def test_large_plain_answer_with_content_length_and_chunked(box: Box) -> None:
     big = b'{"x": "' + b"y" * 3_000_000 + b'"}'
