@@ -18,7 +18,7 @@ REQUIREMENTS = Path(__file__).resolve().parents[3] / "images" / "requirements"
 CUDA = (REQUIREMENTS / "cuda.txt").read_text()
 PYTHONS = ("3.11", "3.12", "3.13")
 # Pure Python, built by pip: without a wheel for any Python.
-BUILT_FROM_SOURCE = {"deepspeed"}
+BUILT_FROM_SOURCE = {"deepspeed", "rouge-score"}
 # Wheels known to share a file with the same content or without one: namespace packages.
 HARMLESS = re.compile(r"(^|/)(__init__\.py|LICENSE[^/]*|NOTICE[^/]*|README[^/]*)$")
 
