@@ -230,8 +230,10 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
     await upload_routes.keep_house(context, now_s)
     await session_keys.keep_house(context, now_s)
     page_sessions.keep_house(context, now_s)
-    if context.db.reserve is not None:
-        context.db.reserve.keep()
+    if (reserve := context.db.reserve) is not None:
+        reserve.keep()
+        if reserve.is_in_log:
+            await context.db.carry_over()
     before_s = now_s - context.config.idempotency_keep_s
     await little_by_little(partial(idempotency.forget_some, context.db, before_s))
     before_s = now_s - min(context.config.retry_window_s, context.config.idempotency_keep_s)

@@ -255,6 +255,7 @@ class Database:
         """Keep `size` bytes in reserve for a full disk from now on."""
         self.reserve = Reserve(self, size)
         self.reserve.keep(rows=size)
+        self.reserve.carry_over()
 
     def define(self, name: str, arguments: int, function: Callable[..., Any]) -> None:
         """A function for SQL, on threads that read too; an exception in it fails the statement."""

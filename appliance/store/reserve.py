@@ -3,6 +3,8 @@
 The space is rows of zeros. When they are deleted, only SQLite can use their pages again. The pages of a file beside the
 database would go back to the volume, and whatever filled it would take them too. The write-ahead log has its full
 length from the start and is overwritten from its beginning after each checkpoint, so it needs no new pages either.
+Pages that stand in the log alone have no place in the file: once the disk is full no checkpoint can carry them over, and
+the log grows to its end, after some 200 revoked keys.
 """
 
 from __future__ import annotations
@@ -45,6 +47,13 @@ class Reserve:
         """Whether the disk has no room for it now."""
         return self._rows > 0 and not self._held
 
+    @property
+    def is_in_log(self) -> bool:
+        """Whether the file is shorter than the database: some of its pages stand in the log alone."""
+        (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+        (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
+        return self._db.path.stat().st_size < pages * page_bytes
+
     def keep(self, *, rows: int = 1) -> None:
         """Make up to `rows` of the missing rows, if the disk has room for them. Deletes rows beyond a smaller
         setting."""
@@ -61,11 +70,23 @@ class Reserve:
             self._lengthen_log()
 
     def tend(self) -> None:
-        """Call it before each write: it releases the reserve if the disk is nearly full."""
+        """Call it before each write, outside a transaction: it releases the reserve if the disk is nearly full. While
+        there is still some room it carries over what stands in the log alone."""
         if self._held and not self._busy:
             free, low = self._free()
             if free < low:
                 self.release()
+            elif free < 4 * low:
+                self.carry_over()
+
+    def carry_over(self) -> None:
+        """Blocks while the log is carried over, if the file lacks pages."""
+        self._busy = True
+        try:
+            if self.is_in_log:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            self._busy = False
 
     def release(self) -> None:
         self._busy = True

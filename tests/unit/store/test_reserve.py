@@ -66,6 +66,27 @@ def test_a_statement_outside_a_transaction_releases_it_too_and_reading_does_not(
     assert db.reserve.held_bytes == 0
 
 
+def test_before_the_disk_is_full_the_file_has_all_pages(db: Database):
+    """Pages in the log alone could not be carried over on a full disk: the log filled up, and no key was revoked."""
+    volume = Volume(2**30)
+    db.reserve = Reserve(db, MIB, volume)
+    db.reserve.keep(rows=9)
+    assert db.reserve.is_in_log
+    volume.free = 3 * 2 * WAL_BYTES
+    db.execute("INSERT INTO box (name, value) VALUES ('one', 'write')")
+    assert db.reserve.held_bytes == MIB and not db.reserve.is_in_log
+
+
+async def test_a_round_of_housekeeping_carries_over_what_the_file_lacks(db: Database):
+    db.keep_reserve(MIB)
+    assert db.reserve is not None and not db.reserve.is_in_log
+    for n in range(30):
+        db.execute("INSERT INTO box (name, value) VALUES (?, ?)", [f"n{n}", "x" * 10_000])
+    assert db.reserve.is_in_log
+    await db.carry_over()
+    assert not db.reserve.is_in_log
+
+
 def test_a_smaller_setting_gives_back_and_a_restart_finds_it(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         db.keep_reserve(3 * MIB)
@@ -108,6 +129,8 @@ folder = Path(sys.argv[1])
 db = Database(folder / "appliance.db")
 db.keep_reserve(int(sys.argv[2]))
 ids = [keys.create(db, f"key-{n}", ["inference"])[0].id for n in range(200)]
+db.reserve.keep()  # as housekeeping does
+db.reserve.carry_over()
 with open(folder / "hog", "wb", buffering=0) as hog:
     try:
         while True:
