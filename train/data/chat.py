@@ -14,12 +14,18 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import orjson
 from transformers import PreTrainedTokenizerBase
 
 from train.data.formats import BadRecord
 from train.plan.errors import UnsupportedModel
 from weights.format.tool_template import with_tools
 
+# Without marks each answer is found in what the template writes of all that comes before it: for 8192 messages,
+# 0.4 MB, that took three minutes. A message takes 5 us each time, and so do 1,000 bytes of text, 250 of calls (as JSON)
+# and 50 of tools (as JSON that is indented, in Python): these many are 10 s of a processor.
+MOST_RENDERED = 1 << 21
+_MOST_NAMES_BYTES = 1 << 31  # of functions that are called, each found in the whole text: a second or two
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -61,11 +67,11 @@ class ChatEncoder:
         encoded = self._tokenise(text)
         starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
         ends = np.array([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
-        learnt = np.zeros(len(starts), bool)
+        within = np.zeros(len(text) + 1, bool)
         for start, end in spans:
-            # A token that begins before the span contains prompt text, and is not learnt.
-            learnt |= (starts >= start) & (starts < end) & (ends > starts)
-        return np.array(encoded["input_ids"], dtype=np.int32), learnt
+            within[start:end] = True
+        # A token that begins before a span contains prompt text, and is not learnt.
+        return np.array(encoded["input_ids"], dtype=np.int32), within[starts] & (ends > starts)
 
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
@@ -83,6 +89,7 @@ class ChatEncoder:
         _refuse_lost_reasoning(messages, text)
         if self._marks:
             return text, self._marked_spans(example["messages"], messages, tools, text)
+        refuse_costly(example)
         spans, cursor = [], 0
         for index, message in enumerate(example["messages"]):
             if message["role"] != "assistant":
@@ -163,14 +170,34 @@ class ChatEncoder:
             raise BadRecord(f"is refused by the model's chat template: {error}") from error
 
 
+def refuse_costly(example: dict[str, Any]) -> None:
+    """Raises BadRecord for an example in which to find the answers without marks takes more than some seconds."""
+    messages = example["messages"]
+    answers = sum(message["role"] == "assistant" for message in messages)
+    if answers <= 1:
+        return
+    size, tools = len(orjson.dumps(example)), len(orjson.dumps(example.get("tools")))
+    calls = len(orjson.dumps([message.get("tool_calls") for message in messages]))
+    if answers * (len(messages) + (size + 3 * calls + 19 * tools) / 1000) > MOST_RENDERED:
+        raise BadRecord(
+            f"has {answers} answers among {len(messages)} messages, in {size} bytes with its tools: to find them takes "
+            "too long with the model's chat template, which does not mark them; make several examples of it"
+        )
+
+
 def _refuse_lost_calls(messages: list[dict[str, Any]], text: str) -> None:
+    called: dict[str, int] = {}
     for number, message in enumerate(messages, 1):
         for call in message.get("tool_calls") or ():
-            if str(call["function"]["name"]) not in text:
-                raise BadRecord(
-                    f"calls {call['function']['name']!r} in message {number}, which the model's chat template does not "
-                    "write: nothing of the call would be learnt; give the model a chat template with tool calls"
-                )
+            called.setdefault(str(call["function"]["name"]), number)
+    if len(called) > 32 and len(called) * len(text) > _MOST_NAMES_BYTES:
+        raise BadRecord(f"calls {len(called)} functions in {len(text)} characters: make several examples of it")
+    for name, number in called.items():
+        if name not in text:
+            raise BadRecord(
+                f"calls {name!r} in message {number}, which the model's chat template does not "
+                "write: nothing of the call would be learnt; give the model a chat template with tool calls"
+            )
 
 
 def _refuse_lost_reasoning(messages: list[dict[str, Any]], text: str) -> None:

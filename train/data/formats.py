@@ -15,16 +15,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
 from weights.format.legacy_functions import LegacyRefused, has_call, tools_of, with_tool_call
 
 Record = dict[str, Any]
 # Templates may take the square of their number, and no context holds as many.
 MOST_MESSAGES = 8192
-# An answer is found in what the template writes of all that comes before it, a call in all of it: for 8192 messages,
-# 0.4 MB, that took three minutes, and with long tools ten. These many messages or bytes take 6 s.
-MOST_RENDERED_MESSAGES, MOST_RENDERED_BYTES = 1 << 20, 1 << 30
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_KEYS = set(
@@ -100,20 +95,7 @@ def check_chat(record: Record) -> Record:
     if all(m.get("weight") == 0 for m in checked if m["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0, so there is nothing to learn")
     _check_parallel_calls(record, checked)
-    chat = {"messages": checked, **tools_in(record)}
-    _check_answers(chat)
-    return chat
-
-
-def _check_answers(chat: Record) -> None:
-    """Raises BadRecord."""
-    messages = chat["messages"]
-    answers = sum(message["role"] == "assistant" for message in messages)
-    if answers * len(messages) > MOST_RENDERED_MESSAGES:
-        raise BadRecord(f"has {len(messages)} messages, {answers} of them answers: make several examples of it")
-    looked_for = answers + sum(len(message.get("tool_calls", ())) for message in messages)
-    if looked_for > 32 and (size := len(orjson.dumps(chat))) * looked_for > MOST_RENDERED_BYTES:
-        raise BadRecord(f"has {looked_for} answers and calls in {size} bytes: make several examples of it")
+    return {"messages": checked, **tools_in(record)}
 
 
 def check_messages(record: Record) -> list[Record]:

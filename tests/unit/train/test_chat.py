@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
-from train.data.chat import ChatEncoder, vocabulary_of
+from train.data.chat import ChatEncoder, _refuse_lost_calls, refuse_costly, vocabulary_of
 from train.data.formats import BadRecord, check_chat
 from train.plan.errors import UnsupportedModel
 
@@ -176,22 +176,41 @@ def test_an_example_has_so_many_messages():
         check_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
 
 
-def test_an_example_costs_no_more_to_find_its_answers_in_than_some_seconds():
-    def talk(pairs: int, text: str = "a", calls: int = 0) -> dict:
-        answer = {"role": "assistant", "content": text}
-        if calls:
-            answer["tool_calls"] = [{"function": {"name": "f"}}] * calls
-        return {"messages": [{"role": "user", "content": text}, answer] * pairs}
+def talk_of(pairs: int, text: str = "a", calls: int = 0, tools: int = 0) -> dict:
+    answer: dict = {"role": "assistant", "content": text}
+    if calls:
+        named = [{"name": f"f{n}", "arguments": "{}"} for n in range(calls)]
+        answer["tool_calls"] = [{"id": "c", "type": "function", "function": one} for one in named]
+    return {
+        "messages": [{"role": "user", "content": text}, answer] * pairs,
+        "tools": [{"type": "function", "function": {"name": "f", "description": "a" * tools}}],
+    }
 
-    check_chat(talk(700))
-    with pytest.raises(BadRecord, match="has 2000 messages, 1000 of them answers: make several examples of it"):
-        check_chat(talk(1000))
-    check_chat({"messages": [{"role": "user", "content": "a"}] * 8000 + talk(1)["messages"]})
-    check_chat(talk(100, "a" * 50_000))
-    with pytest.raises(BadRecord, match="has 200 answers and calls in .* bytes"):
-        check_chat(talk(200, "a" * 50_000))
-    with pytest.raises(BadRecord, match="has 20001 answers and calls in .* bytes"):
-        check_chat(talk(1, calls=20_000))
+
+def test_an_example_costs_no_more_to_find_its_answers_in_than_some_seconds():
+    for good in (
+        talk_of(725, "a" * 140),
+        talk_of(350, "a" * 2100),
+        talk_of(100, "a" * 50_000),
+        talk_of(1, calls=20_000),
+    ):
+        refuse_costly(check_chat(good))
+    refuse_costly(check_chat({"messages": [{"role": "user", "content": "a"}] * 8000 + talk_of(1)["messages"]}))
+    for bad in (talk_of(1100), talk_of(4096), talk_of(300, "a" * 50_000), talk_of(100, calls=800)):
+        with pytest.raises(BadRecord, match="answers among .* bytes with its tools: to find them takes too long"):
+            refuse_costly(check_chat(bad))
+    with pytest.raises(BadRecord, match="has 400 answers among 800 messages"):
+        ChatEncoder(tokenizer()).encode(check_chat(talk_of(400, tools=300_000)))
+
+
+def test_a_template_that_marks_the_answers_takes_an_example_with_any_number_of_them():
+    assert ChatEncoder(tokenizer(MARKED)).encode(check_chat(talk_of(1100)))[1].sum() == 2 * 1100
+
+
+def test_the_functions_that_are_called_cost_no_more_to_find_than_some_seconds():
+    with pytest.raises(BadRecord, match="calls 60000 functions in .* characters: make several examples of it"):
+        _refuse_lost_calls(talk_of(1, calls=60_000)["messages"], "f" * 50_000)
+    _refuse_lost_calls(talk_of(2000, calls=30)["messages"], " ".join(f"f{n}" for n in range(30)))
 
 
 @pytest.mark.parametrize("nested", [False, True])
