@@ -22,13 +22,16 @@ LONG_START_S = 60.0
 """After this long a start of ranks gives way as a running job would: as long as a step that was left before goes on.
 After each start of a job that gave way, the next one has twice as long: little of what a start does is kept, and one
 that always gave way would never be done."""
+_LONGEST_START_S = 4 * LONG_START_S
+"""But no longer than this: who asks a model waits for it meanwhile. A job that takes longer to start begins when nobody
+has asked for as long."""
 
 
 class JobPauses:
     """The pauses and starts of all jobs. setting_s: `job_pause_s`. longest_start_s: `start_group_timeout_s`."""
 
     def __init__(self, setting_s: float, longest_start_s: float):
-        self._rest_s, self._longest_start_s = setting_s - USUAL_S, longest_start_s
+        self._rest_s, self._longest_start_s = setting_s - USUAL_S, min(_LONGEST_START_S, longest_start_s)
         self._patience_s: dict[str, float] = {}
         self._gave_way: dict[str, str] = {}
         self._suspended_s: dict[str, float] = {}
