@@ -60,9 +60,10 @@ class Known:
 
 
 def waiting(engine: AsyncLLM) -> Counter[str]:
-    """Requests that wait for their owner's place (serve.api.fair_order), which the engine does not have yet: how many,
-    by the name of their adapter, "" for none. Whoever drains the engine waits for them too: one whose adapter was
-    unloaded meanwhile ended the engine, and one of an adapter was answered with another version's weights."""
+    """Requests that are read, or wait for their owner's place (serve.api.fair_order), which the engine does not have
+    yet: how many, by the name of their adapter once they have found it, "" before and for none. Whoever drains the
+    engine waits for them too: one whose adapter was unloaded meanwhile ended the engine, and one of an adapter was
+    answered with another version's weights."""
     found: Counter[str] = engine.__dict__.setdefault("shm_waiting", Counter())
     return found
 
@@ -70,8 +71,10 @@ def waiting(engine: AsyncLLM) -> Counter[str]:
 def is_gone(engine: AsyncLLM, adapter: LoRARequest | None) -> bool:
     """Whether the adapter of a request was unloaded since vLLM found it for the request, whose text it read meanwhile.
     A step would load it from its path again, which nobody leases any more and which may be removed."""
-    known: _KnownRequests | None = engine.__dict__.get("shm_adapters")
-    return adapter is not None and known is not None and known.get(adapter.lora_name) is not adapter
+    known: dict[str, Known] | None = engine.__dict__.get("shm_adapters")
+    if adapter is None or known is None:
+        return False
+    return (one := known.get(adapter.lora_name)) is None or one.request is not adapter
 
 
 class _KnownRequests(dict):
@@ -90,7 +93,7 @@ class EngineAdapters(LoRAResolver):
 
     `source`: the box's socket for adapters outside the `roots`, "" if the box has none. `fetch_timeout_s`: how long a
     request waits for an adapter. for_rollouts and owner say of the request whose task asks whether it is for rollouts,
-    and whose it is.
+    and whose it is; uses is told the adapter that it has found, by which `waiting` counts it from then on.
     """
 
     def __init__(
@@ -103,9 +106,10 @@ class EngineAdapters(LoRAResolver):
         fetch_timeout_s: float,
         for_rollouts: Callable[[], bool],
         owner: Callable[[], str],
+        uses: Callable[[str], None],
     ):
         self.closed = False
-        self._for_rollouts, self._owner = for_rollouts, owner
+        self._for_rollouts, self._owner, self._uses = for_rollouts, owner, uses
         self._llm, self._models, self._roots, self._resident = llm, models, tuple(map(Path, roots)), resident
         self._source, self._fetch_timeout_s = source, fetch_timeout_s
         self._known: dict[str, Known] = {}
@@ -115,7 +119,8 @@ class EngineAdapters(LoRAResolver):
         self._waiting: set[str] = set()
         add_lora = llm.add_lora
         llm.add_lora = lambda request: self._turns.load(add_lora(request))
-        self._requests = llm.__dict__["shm_adapters"] = _KnownRequests(self)
+        llm.__dict__["shm_adapters"] = self._known
+        self._requests = _KnownRequests(self)
         models.lora_requests = self._requests
         # Answers name the model that was asked for, without the version.
         models.model_name = self._shown_name
@@ -164,6 +169,7 @@ class EngineAdapters(LoRAResolver):
         if known is None or self.closed or not self._may_know(name):
             return False
         known.used_s = time.monotonic()
+        self._uses(name)
         return True
 
     async def forget_idle(self) -> None:

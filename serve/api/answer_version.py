@@ -28,7 +28,7 @@ OWNER_HEADER = b"x-appliance-owner"
 class Answer:
     """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
     key that asks, empty where only the box itself knows. place: among the requests of its owner that are read (Taken),
-    and waits: which counts it until it has begun (serve.api.fair_order); None where nobody waits. read, written: tokens
+    None where nobody waits; waits: which counts it until it has begun (serve.api.fair_order). read, written: tokens
     of its prompts that were computed, and of its choices."""
 
     version: str | None = None
@@ -57,6 +57,13 @@ def owner() -> str:
     """The owner who asks; empty outside of a request, and where only the box itself asks."""
     asked = current()
     return "" if asked is None else asked.owner
+
+
+def uses(adapter: str) -> None:
+    """The request whose task calls this has found the adapter that it names."""
+    asked = current()
+    if asked is not None and asked.waits is not None:
+        asked.waits.uses(adapter)
 
 
 class AnswerVersions:

@@ -13,8 +13,9 @@ as many as an engine writes together, and OF_AN_OWNER at least, are begun before
 many prompts is prepared, all of it at once, when all of its owner's before it have begun.
 
 On that loop requests are read and checked, too: behind two hundred of 1,000 messages each a neighbour's question waited
-31 s. So of one owner's requests only AT_THE_DOOR are read at once; one that waits for something else, such as an
-adapter, has none of these places meanwhile, or it would keep the others from being read.
+31 s. So of one owner's requests only those are read at once that have a place: of AT_THE_DOOR a large one takes eight,
+and a small one takes one (where each had one of four, an owner alone had a seventh fewer short answers). One that waits
+for something else, such as an adapter, has none meanwhile, or it would keep the others from being read.
 
 Before that, one thread of the frontend renders templates and tokenizes texts in the order in which they came, and vLLM
 tokenizes a text to its end before it says that it is too long: 660,000 letters took more than a second where 8,192
@@ -55,7 +56,8 @@ _WORDY_CHARS, _COUNTED_CHARS = 4, 16
 _WORD = re.compile(" [A-Za-z]")
 _LETTERS = "".join(f" {chr(first + at)}" for first in (65, 97) for at in range(26))
 _SPACES = str.maketrans("Ġ▁", "  ")
-OF_AN_OWNER, AT_THE_DOOR = 256, 4
+OF_AN_OWNER, AT_THE_DOOR = 256, 32
+_BYTES_OF_A_PLACE, _PLACES_AT_MOST = 4096, 8
 
 
 def apply() -> None:
@@ -82,13 +84,23 @@ class FrontDoor:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer = answer_version.current()
-        if answer is None or answer.owner in ("", ROLLOUTS):
+        if answer is None or scope["type"] != "http":  # "lifespan" lasts as long as the server
             await self.app(scope, receive, send)
             return
-        answer.waits, answer.place = Waits(waiting(self._engine), ""), self._rooms.of(answer.owner).take(1)
+        answer.waits = Waits(waiting(self._engine))
         with answer.waits:
+            if answer.owner in ("", ROLLOUTS):
+                await self.app(scope, receive, send)
+                return
+            answer.place = self._rooms.of(answer.owner).take(_places(scope))
             async with answer.place:
                 await self.app(scope, receive, send)
+
+
+def _places(scope: Any) -> int:
+    """How many of its owner's places at the door a request takes: by its size, since reading it takes as long."""
+    size = next((value for name, value in scope.get("headers", ()) if name == b"content-length"), b"")
+    return min(1 + int(size) // _BYTES_OF_A_PLACE, _PLACES_AT_MOST) if size.isdigit() else _PLACES_AT_MOST
 
 
 def _outside(resolve: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,12 +122,19 @@ def _outside(resolve: Callable[..., Any]) -> Callable[..., Any]:
 class Waits:
     """Counts one request among those of `number` that the engine does not have yet, from the beginning to `end`."""
 
-    def __init__(self, number: Counter[str], adapter: str) -> None:
+    def __init__(self, number: Counter[str], adapter: str = "") -> None:
         self._number, self._adapter, self._counted = number, adapter, False
 
     def __enter__(self) -> None:
         self._number[self._adapter] += 1
         self._counted = True
+
+    def uses(self, adapter: str) -> None:
+        """Counts it by this adapter from now on."""
+        if self._counted and adapter != self._adapter:
+            self.end()
+            self._adapter = adapter
+            self.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self.end()

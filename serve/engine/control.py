@@ -101,6 +101,7 @@ class EngineControl:
                 limits["adapter_fetch_timeout_s"],
                 _for_rollouts,
                 answer_version.owner,
+                answer_version.uses,
             )
             self._adapters.serve_on(spec.version_path)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from serve.adapters import adapters, load_turns
 from serve.adapters.adapters import EngineAdapters
+from serve.api import answer_version
 from weights.format.names import encode_name, policy_name
 from weights.tiers import copies
 
@@ -38,6 +39,7 @@ class Engine:
             1.0,
             lambda: self.for_rollouts,
             asker,
+            answer_version.uses,
         )
         self.adapters.serve_on(str(root / "versions" / "starter" / "v1"))
 
