@@ -232,7 +232,7 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
     page_sessions.keep_house(context, now_s)
     if (reserve := context.db.reserve) is not None:
         reserve.keep()
-        if reserve.is_in_log:
+        if reserve.in_log_bytes:
             await context.db.carry_over()
     before_s = now_s - context.config.idempotency_keep_s
     await little_by_little(partial(idempotency.forget_some, context.db, before_s))

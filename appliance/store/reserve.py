@@ -3,8 +3,8 @@
 The space is rows of zeros. When they are deleted, only SQLite can use their pages again. The pages of a file beside the
 database would go back to the volume, and whatever filled it would take them too. The write-ahead log has its full
 length from the start and is overwritten from its beginning after each checkpoint, so it needs no new pages either.
-Pages that stand in the log alone have no place in the file: once the disk is full no checkpoint can carry them over, and
-the log grows to its end, after some 200 revoked keys.
+Pages that stand in the log alone have no place in the file: once the disk is full no checkpoint can carry them over,
+and the log grows to its end, after some 200 revoked keys.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -48,11 +49,11 @@ class Reserve:
         return self._rows > 0 and not self._held
 
     @property
-    def is_in_log(self) -> bool:
-        """Whether the file is shorter than the database: some of its pages stand in the log alone."""
+    def in_log_bytes(self) -> int:
+        """What the file is shorter than the database: pages that stand in the log alone."""
         (pages,) = self._db.execute("PRAGMA page_count").fetchone()
         (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
-        return self._db.path.stat().st_size < pages * page_bytes
+        return max(0, pages * page_bytes - self._db.path.stat().st_size)
 
     def keep(self, *, rows: int = 1) -> None:
         """Make up to `rows` of the missing rows, if the disk has room for them. Deletes rows beyond a smaller
@@ -74,17 +75,19 @@ class Reserve:
         there is still some room it carries over what stands in the log alone."""
         if self._held and not self._busy:
             free, low = self._free()
-            if free < low:
+            if free < 4 * low and free < low + self.carry_over(at_most=free):
                 self.release()
-            elif free < 4 * low:
-                self.carry_over()
 
-    def carry_over(self) -> None:
-        """Blocks while the log is carried over, if the file lacks pages."""
+    def carry_over(self, *, at_most: int | None = None) -> int:
+        """Blocks while the log is carried over, if the file lacks pages, and no more bytes of them than that. On a full
+        disk it does nothing. Returns the bytes that the file lacked."""
         self._busy = True
         try:
-            if self.is_in_log:
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            missing = self.in_log_bytes
+            if missing and (at_most is None or missing <= at_most):
+                with suppress(sqlite3.OperationalError):
+                    self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            return missing
         finally:
             self._busy = False
 

@@ -71,20 +71,49 @@ def test_before_the_disk_is_full_the_file_has_all_pages(db: Database):
     volume = Volume(2**30)
     db.reserve = Reserve(db, MIB, volume)
     db.reserve.keep(rows=9)
-    assert db.reserve.is_in_log
+    assert db.reserve.in_log_bytes
     volume.free = 3 * 2 * WAL_BYTES
     db.execute("INSERT INTO box (name, value) VALUES ('one', 'write')")
-    assert db.reserve.held_bytes == MIB and not db.reserve.is_in_log
+    assert db.reserve.held_bytes == MIB and not db.reserve.in_log_bytes
+
+
+def test_where_the_missing_pages_would_fill_the_disk_the_reserve_is_released(db: Database):
+    volume = Volume(2**30)
+    db.reserve = Reserve(db, MIB, volume)
+    db.reserve.keep(rows=9)
+    missing = db.reserve.in_log_bytes
+    volume.free = 2 * WAL_BYTES + missing - 4096  # more than the mark, and not once they have their place
+    db.execute("INSERT INTO box (name, value) VALUES ('one', 'write')")
+    assert missing and db.reserve.held_bytes == 0
+
+
+def test_a_log_that_cannot_be_carried_over_fails_no_write_and_no_start(db: Database, monkeypatch: pytest.MonkeyPatch):
+    """A box whose disk was full did not start."""
+    real = db._connection
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def execute(self, sql: str, *rest: Any) -> Any:
+            if "wal_checkpoint" in sql:
+                raise sqlite3.OperationalError("database or disk is full")
+            return real.execute(sql, *rest)
+
+    monkeypatch.setattr(db, "_connection", Full())
+    db.keep_reserve(MIB)
+    assert db.reserve is not None and db.reserve.in_log_bytes
+    keys.create(db, "ann", ["admin"])
 
 
 async def test_a_round_of_housekeeping_carries_over_what_the_file_lacks(db: Database):
     db.keep_reserve(MIB)
-    assert db.reserve is not None and not db.reserve.is_in_log
+    assert db.reserve is not None and not db.reserve.in_log_bytes
     for n in range(30):
         db.execute("INSERT INTO box (name, value) VALUES (?, ?)", [f"n{n}", "x" * 10_000])
-    assert db.reserve.is_in_log
+    assert db.reserve.in_log_bytes
     await db.carry_over()
-    assert not db.reserve.is_in_log
+    assert not db.reserve.in_log_bytes
 
 
 def test_a_smaller_setting_gives_back_and_a_restart_finds_it(tmp_path: Path):
