@@ -117,6 +117,8 @@ class EngineAdapters(LoRAResolver):
         # vLLM loads what `resolve_lora` returns by the engine's own method.
         self._turns = LoadTurns(llm.output_processor.has_unfinished_requests)
         self._waiting: set[str] = set()
+        # No request finds these any more. To resolve one anew would take it from the requests that have found it.
+        self._unloading: set[str] = set()
         add_lora = llm.add_lora
         llm.add_lora = lambda request: self._turns.load(add_lora(request))
         llm.__dict__["shm_adapters"] = self._known
@@ -136,14 +138,14 @@ class EngineAdapters(LoRAResolver):
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         """vLLM calls this for an unknown name and loads the result. None: this engine has no such adapter."""
         await self.forget_idle()
-        if self.closed or not self._may_know(lora_name):
+        if not self._may_use(lora_name):
             return None
         model, _, version = lora_name.rpartition("@")
         found = await self._leased(model, version) if model else None
         if found is None:
             return None
         held, path = found
-        if self.closed:
+        if not self._may_use(lora_name):
             held.close()
             return None
         # vLLM overwrites this number with the next of its counter, once this returns.
@@ -166,7 +168,7 @@ class EngineAdapters(LoRAResolver):
     def touch(self, name: str) -> bool:
         """Record that a request uses the adapter; False if requests may not use it now."""
         known = self._known.get(name)
-        if known is None or self.closed or not self._may_know(name):
+        if known is None or not self._may_use(name):
             return False
         known.used_s = time.monotonic()
         self._uses(name)
@@ -186,13 +188,17 @@ class EngineAdapters(LoRAResolver):
     async def unload(self, name: str, timeout_s: float) -> bool:
         """Unload an adapter before its deletion, once its requests have ended; False if it was unknown.
 
-        The caller has already removed it from the routing table. Raises TimeoutError.
+        The caller has already removed it from the routing table, and late requests get "does not exist". Raises
+        TimeoutError, after which requests find it again.
         """
         if name not in self._known:
             return False
-        self._requests.pop(name, None)  # late requests get "does not exist"
-        await self._drained(timeout_s, name)
-        await self._forget(name)
+        self._unloading.add(name)
+        try:
+            await self._drained(timeout_s, name)
+            await self._forget(name)
+        finally:
+            self._unloading.discard(name)
         return True
 
     async def close(self, timeout_s: float) -> None:
@@ -214,8 +220,9 @@ class EngineAdapters(LoRAResolver):
         workers = await self._llm.collective_rpc("shm_adapters")
         return {"known": sorted(self._known), **workers[0]}
 
-    def _may_know(self, name: str) -> bool:
-        return policy_of(name) is None or self._for_rollouts()
+    def _may_use(self, name: str) -> bool:
+        """Whether the request whose task calls this may use the adapter now, if it exists."""
+        return not self.closed and name not in self._unloading and (policy_of(name) is None or self._for_rollouts())
 
     async def _leased(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
         found = await asyncio.to_thread(self._find, model, version)
@@ -257,7 +264,9 @@ class EngineAdapters(LoRAResolver):
                 await asyncio.sleep(POLL_S)
 
     async def _forget(self, name: str) -> None:
-        known = self._known.pop(name)
+        known = self._known.pop(name, None)
+        if known is None:  # somebody else unloaded it meanwhile
+            return
         self._requests.pop(name, None)
         await self._llm.remove_lora(known.request.lora_int_id)
         known.held.close()

@@ -161,3 +161,31 @@ async def test_an_adapter_that_waits_for_its_turn_does_not_come_to_other_weights
     assert set(engine.removed) <= {1, adapters.NO_NUMBER}
     engine.adapters.serve_on(str(tmp_path / "versions" / "starter" / "v1"))
     assert await engine.asked("ben-0@v1"), "the turn was given back"
+
+
+async def test_an_adapter_is_not_resolved_while_it_is_unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late request leased and loaded it again, and closed the lease of those that the unload waited for."""
+    engine, look, looks = Engine(tmp_path), asyncio.Event(), asyncio.Event()
+    engine.go.set()
+    found = await engine.asked(engine.made("ann-0"))
+    leased = engine.adapters._leased
+
+    async def slowly(model: str, version: str) -> Any:
+        there = await leased(model, version)
+        looks.set()
+        await look.wait()
+        return there
+
+    monkeypatch.setattr(engine.adapters, "_leased", slowly)
+    states = engine.output_processor.request_states
+    states["r"] = SimpleNamespace(lora_request=found)
+    late = asyncio.create_task(engine.asked("ann-0@v1"))
+    await looks.wait()
+    unloads = [asyncio.create_task(engine.adapters.unload("ann-0@v1", 60.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    look.set()
+    assert await late is None and await engine.asked("ann-0@v1") is None
+    assert engine.adapters._known["ann-0@v1"].request is found
+    states.clear()
+    assert await asyncio.gather(*unloads) == [True, True]
+    assert engine.removed == [1] and engine.loaded == ["ann-0"], "once"

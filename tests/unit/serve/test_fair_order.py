@@ -181,7 +181,8 @@ async def test_a_request_whose_adapter_is_unloaded_while_it_is_read_is_refused(t
 async def test_an_adapter_that_a_request_has_found_is_not_unloaded_before_its_text_is_read(
     tmp_path: Path, owner: str
 ) -> None:
-    """A stream was refused after its head was sent: its client got an error, which no other engine was asked about."""
+    """A stream was refused after its head was sent: its client got an error, which no other engine was asked about. So
+    it was when another request of the adapter came while the unload waited: that one took it from the first."""
     box, go, told = AdapterEngine(tmp_path), asyncio.Event(), list[Any]()
     box.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="priority", max_num_seqs=2))
     box.go.set()
@@ -206,12 +207,15 @@ async def test_an_adapter_that_a_request_has_found_is_not_unloaded_before_its_te
     for end in (box.adapters.unload("ad@v1", 0.01), box.adapters.close(0.01)):
         with pytest.raises(TimeoutError):
             await end
+        assert "ad@v1" in box.table.lora_requests, "and the engine has it as before"
     assert waiting(box) == {"ad@v1": 1}
     unloads = asyncio.create_task(box.adapters.unload("ad@v1", 60.0))
     await asyncio.sleep(0)
+    assert "ad@v1" not in box.table.lora_requests and await box.asked("ad@v1") is None, "before it has a head"
     go.set()
     await asked
-    assert await unloads and told == [1] and not waiting(box)
+    assert await unloads and told == [1] and not waiting(box) and box.removed == [lora.lora_int_id]
+    assert await box.asked("ad@v1")
 
 
 class Read:
