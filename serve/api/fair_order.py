@@ -308,10 +308,11 @@ def read_in_pieces(renderer: Any) -> None:
 
 def _cut(text: str, params: Any, tokenizer: Any) -> str:
     """A part of the text with more tokens than are left of it. serve.vllm.fairness.request_bounds has cut it by the
-    longest token of the vocabulary before, which may have 80 characters: most tokens have four."""
+    longest token of the vocabulary before, which may have 80 characters: most tokens have four, and an emoji has
+    three tokens or four."""
     left = params.truncate_prompt_tokens
     most = (left if left >= 0 else params.max_truncation_tokens or 0) + SPARE_TOKENS
-    piece, tokens = max(LONG_BYTES * most, _PIECE_CHARS), 0
+    piece, tokens = most // 2, 0
     of_the_end = (params.truncation_side or tokenizer.truncation_side) == "left"
     for at in range(0, len(text) - piece, piece):
         part = text[len(text) - at - piece : len(text) - at] if of_the_end else text[at : at + piece]

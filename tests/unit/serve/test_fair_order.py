@@ -428,13 +428,17 @@ def test_a_text_that_is_too_long_is_not_read_to_its_end() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("cut_to", [1, 2000, -1])
-def test_of_a_text_that_is_to_be_cut_little_is_read_though_some_tokens_are_long(cut_to: int, side: Any) -> None:
-    """By the longest token of a vocabulary, 81 characters, 200,000 tokens were made for 8,000."""
+@pytest.mark.parametrize("letters", ["abcdefghijklmnopqrstuvwxyz", "\U0001f680\U0001f681\U0001f682"])
+def test_of_a_text_that_is_to_be_cut_little_is_read_though_some_tokens_are_long(
+    cut_to: int, side: Any, letters: str
+) -> None:
+    """By the longest token of a vocabulary, 81 characters, 200,000 tokens were made for 8,000, and then, of emoji,
+    442,000."""
     read = list[int]()
 
     def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:
-        read.append(len(text))
-        return {"input_ids": [ord(letter) for letter in text]}
+        read.append(len(text.encode()))
+        return {"input_ids": [*text.encode()]}
 
     bounded = type("Bounded", (HfRenderer,), {})
     fair_order.read_in_pieces(bounded)
@@ -442,15 +446,15 @@ def test_of_a_text_that_is_to_be_cut_little_is_read_though_some_tokens_are_long(
     renderer.get_tokenizer = lambda: tokenizer
     renderer._wants_offsets = lambda *_: False
     params = TokenizeParams(max_total_tokens=3000, truncate_prompt_tokens=cut_to, truncation_side=side)
-    text = "".join(chr(97 + at % 26) for at in range(1_000_000))
+    text = letters * 20_000
     tokens = cut_to if cut_to > 0 else 3000
-    expected = [ord(letter) for letter in (text[-tokens:] if side == "left" else text[:tokens])]
+    expected = [*(text.encode()[-tokens:] if side == "left" else text.encode()[:tokens])]
     found = renderer._tokenize_prompt({"prompt": text}, params)["prompt_token_ids"]  # vLLM cuts it afterwards
     assert (found[-tokens:] if side == "left" else found[:tokens]) == expected
-    assert sum(read) <= 2 * 8 * (tokens + fair_order.SPARE_TOKENS)
+    assert sum(read) <= 2 * 2 * (tokens + fair_order.SPARE_TOKENS)
     read.clear()
     renderer._tokenize_prompt({"prompt": text[:500]}, params)
-    assert read == [500]
+    assert read == [len(text[:500].encode())]
 
 
 class Words:
