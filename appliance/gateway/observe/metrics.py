@@ -230,21 +230,23 @@ class Metrics:
             series.read += request.tokens.prompt
             series.found += request.tokens.found
             series.written += request.tokens.completion
-            if request.tokens.prompt and request.asked.prompt_tokens:
-                self._add_computed(request)
+            # What another engine had computed and refused says nothing of this one.
+            prompt = request.tokens.prompt - request.refused_prompt
+            if prompt and request.asked.prompt_tokens:
+                self._add_computed(request, prompt)
             if request.stream_events:
                 # One event may carry several tokens: use their number if the engine reported it.
-                tokens = request.tokens.completion or request.stream_events
+                tokens = request.tokens.completion - request.refused_completion or request.stream_events
                 if tokens > 1:
                     seconds = (now_s - request.first_byte_s) / (tokens - 1)
                     series.per_token.observe(seconds)
                     _remember(self._recent_tpot, request.model, now_s, seconds)
 
-    def _add_computed(self, request: Request) -> None:
+    def _add_computed(self, request: Request, prompt: int) -> None:
         sums = self._computed.get(request.model)
         if sums is None:
             sums = self._computed[request.model] = Computed()
-        sums.add(request.asked.prompt_tokens, max(request.tokens.prompt - request.tokens.found, 0))
+        sums.add(request.asked.prompt_tokens, max(prompt - request.tokens.found, 0))
 
     def _series(self, request: Request) -> Series:
         scopes = request.caller.scopes if request.caller is not None else frozenset()

@@ -203,6 +203,13 @@ async def test_what_the_canary_computed_and_refused_is_paid_for_beside_the_other
     assert answer.status == 200
     (row,) = (row for row in box.state.spending.meter.take() if row["model"] == "m")
     assert row["completion_tokens"] == 302 and row["prompt_tokens"] > 40, row
+    metrics = box.state.metrics
+    (series,) = (series for (_, version, _), series in metrics.models["m"].items() if version == "v1")
+    assert series.written == 302, "the counters have all that was computed"
+    took_s = series.duration.total - series.ttft.total
+    assert series.per_token.total == pytest.approx(took_s), "its second token took that, and not 301 of them"
+    part = metrics.computed_part("m")
+    assert part is not None and part <= 1
 
 
 async def test_what_the_canary_refuses_does_not_wait_for_the_other_versions_engine(start_box: Start) -> None:
