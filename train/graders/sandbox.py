@@ -37,6 +37,8 @@ FEW_THREADS, _LEAST_NICENESS = 4, 19
 seven of an engine, which then got half of its time."""
 _LOOK_S = 0.02
 _RESULT_BYTES = 16 << 10
+_CONFINED = b"\n"
+"""What the child writes before the code runs: what follows may be the code's, and is not believed about the box."""
 _DETAIL_CHARACTERS = 2000
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom", "/dev/null")
 
@@ -86,7 +88,7 @@ def run_python(
         raise _failed(f"grade() took longer than {time_s:g} s", TookTooLong)
     try:
         answer = json.loads(result)
-        if "refused" in answer:
+        if "refused" in answer and not result.startswith(_CONFINED):
             why = str(answer["refused"])
             raise GradingFailed(
                 why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why)
@@ -156,6 +158,7 @@ def _child(writing: int, source: str, sample: dict[str, Any], item: Any) -> None
     except BaseException as error:  # noqa: BLE001 - this process ends here
         os.write(3, json.dumps({"refused": f"python graders cannot be confined here: {error}"}).encode())
         os._exit(1)
+    os.write(3, _CONFINED)
     try:
         answer = _graded(source, sample, item)
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is told

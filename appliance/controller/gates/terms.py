@@ -52,7 +52,7 @@ async def check_data(
     """What a run on a suite's data would be refused for, besides what `checked` says; of an eval that is not there and
     of items that are in no file, it does. Said after the training, the version has cost its device-hours and is not
     judged. model: from which the version is made. Raises ApiError."""
-    _check_evals(context, given, "gate")
+    _check_evals(context, given, caller, "gate")
     seen = set[bytes]()
     for place, suite in enumerate(given.suites):
         of, param = evals.find(context.db, suite.eval_id, viewer=caller.viewer), f"gate.suites.{place}.data_source"
@@ -72,7 +72,7 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
         raise InvalidValue(
             f"'{param}.canary' has the terms of a canary, and '{param}.then' is '{given.then}'.", f"{param}.canary"
         )
-    _check_evals(context, given, param)
+    _check_evals(context, given, caller, param)
     looked = _Looked()
     suites = [
         _suite(context, suite, caller, f"{param}.suites.{place}", looked) for place, suite in enumerate(given.suites)
@@ -84,9 +84,10 @@ def checked(context: ControllerContext, given: GateRequest, caller: Principal, p
     return terms
 
 
-def _check_evals(context: ControllerContext, given: GateRequest, param: str) -> None:
+def _check_evals(context: ControllerContext, given: GateRequest, caller: Principal, param: str) -> None:
     """Checks the sizes before anything is read, on the controller's loop. Raises BadRequest."""
-    if (size := sum(evals.bytes_of(context.db, one.eval_id) for one in given.suites)) > MAX_EVALS_BYTES:
+    sizes = (evals.bytes_of(context.db, one.eval_id, viewer=caller.viewer) for one in given.suites)
+    if (size := sum(sizes)) > MAX_EVALS_BYTES:
         raise _too_long(f"has evals of {size} bytes; at most {MAX_EVALS_BYTES} are taken", f"{param}.suites")
 
 

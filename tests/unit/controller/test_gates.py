@@ -496,6 +496,16 @@ async def test_what_a_gate_says_and_the_evaluations_that_it_names_are_bounded_to
         await gated(control, asked)
 
 
+async def test_the_size_of_anothers_evaluation_is_in_no_bound(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """Named sixteen times, the bytes of it and that it is there were in the error."""
+    control.as_key("carol")
+    asked = await suite(control)
+    monkeypatch.setattr(terms, "MAX_EVALS_BYTES", 100)
+    control.as_key("dave")
+    with pytest.raises(openai.NotFoundError, match=asked["eval_id"]):
+        await gated(control, asked)
+
+
 async def test_the_newest_run_is_found_by_an_index(control: Control):
     """It read the data sources of all runs, ten thousand of an evaluation at a quarter of a megabyte."""
     sql = "EXPLAIN QUERY PLAN SELECT * FROM eval_runs INDEXED BY eval_runs_sampled WHERE eval_id = 'x' AND data_source"

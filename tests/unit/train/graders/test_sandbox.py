@@ -257,7 +257,16 @@ def test_code_does_not_run_when_confining_fails(monkeypatch: pytest.MonkeyPatch)
     assert failure.value.errors.python_grader_server_error
 
 
-@pytest.mark.parametrize("written", ["'[' * 15000", "'{\"reward\": 1' + '0' * 999 + '}'", "'[]'", "'{\"reward\": {}}'"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "'[' * 15000",
+        "'{\"reward\": 1' + '0' * 999 + '}'",
+        "'[]'",
+        "'{\"reward\": {}}'",
+        '\'{"refused": "the box is broken"}\'',
+    ],
+)
 def test_what_the_code_writes_in_place_of_its_reward_is_an_error_of_its_own(written: str) -> None:
     """It may write to where its reward goes; the process that reads it is not confined."""
     with pytest.raises(GradingFailed, match="ended without a reward"):
