@@ -53,7 +53,9 @@ def test_what_goes_wrong_on_the_thread_is_raised_by_finish():
     writing = Writing(None, fill, elements=2, meta={}, began=0.0, pace_s=0.0)
     with pytest.raises(RuntimeError, match="the segment is gone"):
         writing.finish()
-    assert not [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
 
 
 class Layers(torch.nn.Module):
