@@ -39,11 +39,6 @@ class Answer:
     read: int = 0
     written: int = 0
 
-    def is_read(self) -> None:
-        """It has been read and checked, or waits for something else."""
-        if self.place is not None:
-            self.place.give_back()
-
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
@@ -57,6 +52,13 @@ def owner() -> str:
     """The owner who asks; empty outside of a request, and where only the box itself asks."""
     asked = current()
     return "" if asked is None else asked.owner
+
+
+def is_read() -> None:
+    """The request whose task calls this has been read and checked, or waits for something else."""
+    asked = current()
+    if asked is not None and asked.place is not None:
+        asked.place.give_back()
 
 
 def uses(adapter: str) -> None:

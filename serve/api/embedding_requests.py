@@ -73,8 +73,7 @@ async def _room(number: int, of: int) -> AsyncIterator[None]:
     if of == 1:
         yield
         return
-    if (asked := answer_version.current()) is not None:
-        asked.is_read()
+    answer_version.is_read()
     async with _rooms.of(answer_version.owner()).take(number):
         yield
 

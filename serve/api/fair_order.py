@@ -111,7 +111,7 @@ def _outside(resolve: Callable[..., Any]) -> Callable[..., Any]:
         answer = answer_version.current()
         if answer is None or answer.place is None:
             return await resolve(self, name)
-        answer.is_read()
+        answer_version.is_read()
         found = await resolve(self, name)
         await answer.place.take()
         return found
@@ -177,8 +177,7 @@ _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(answer)
     def run(self: AsyncLLM, *args: Any, **kwargs: Any) -> Any:
-        if (asked := answer_version.current()) is not None:
-            asked.is_read()
+        answer_version.is_read()
         if self.vllm_config.scheduler_config.policy != "priority":  # a deployment's own arguments may say so
             return answer(self, *args, **kwargs)
         given = dict(zip(("prompt", "params"), args, strict=False)) | kwargs
@@ -207,8 +206,7 @@ def _prepared_in_turn(render: Callable[..., Any]) -> Callable[..., Any]:
     async def run(self: OpenAIServingCompletion, request: Any) -> Any:
         if not isinstance(request.prompt, list) or len(request.prompt) < 2 or isinstance(request.prompt[0], int):
             return await render(self, request)
-        if (asked := answer_version.current()) is not None:
-            asked.is_read()
+        answer_version.is_read()
         async with _room(self.engine_client, answer_version.owner()).take(1):
             return await render(self, request)
 

@@ -29,6 +29,22 @@ class Volume:
         return os.statvfs_result((4096, 4096, 10 * 2**30 // 4096, free, free, 0, 0, 0, 0, 255))
 
 
+def fill_up(db: Database, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """From now on SQLite has no room for this statement."""
+    real = db._connection
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def execute(self, sql: str, *rest: Any) -> Any:
+            if sql == refused:
+                raise sqlite3.OperationalError("database or disk is full")
+            return real.execute(sql, *rest)
+
+    monkeypatch.setattr(db, "_connection", Full())
+
+
 def pages(db: Database) -> int:
     return db.execute("PRAGMA page_count").fetchone()[0]
 
@@ -89,18 +105,7 @@ def test_where_the_missing_pages_would_fill_the_disk_the_reserve_is_released(db:
 
 def test_a_log_that_cannot_be_carried_over_fails_no_write_and_no_start(db: Database, monkeypatch: pytest.MonkeyPatch):
     """A box whose disk was full did not start."""
-    real = db._connection
-
-    class Full:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
-
-        def execute(self, sql: str, *rest: Any) -> Any:
-            if "wal_checkpoint" in sql:
-                raise sqlite3.OperationalError("database or disk is full")
-            return real.execute(sql, *rest)
-
-    monkeypatch.setattr(db, "_connection", Full())
+    fill_up(db, monkeypatch, "PRAGMA wal_checkpoint(PASSIVE)")
     db.keep_reserve(MIB)
     assert db.reserve is not None and db.reserve.in_log_bytes
     keys.create(db, "ann", ["admin"])
@@ -128,18 +133,7 @@ def test_a_smaller_setting_gives_back_and_a_restart_finds_it(tmp_path: Path):
 
 def test_a_commit_that_fails_leaves_no_transaction_open(db: Database, monkeypatch: pytest.MonkeyPatch):
     """Before, the next transaction could not begin: every write failed until the controller was started anew."""
-    real = db._connection
-
-    class Full:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(real, name)
-
-        def execute(self, sql: str, *rest: Any) -> Any:
-            if sql == "COMMIT":
-                raise sqlite3.OperationalError("database or disk is full")
-            return real.execute(sql, *rest)
-
-    monkeypatch.setattr(db, "_connection", Full())
+    fill_up(db, monkeypatch, "COMMIT")
     with pytest.raises(sqlite3.OperationalError), db.transaction():
         keys.create(db, "ann", ["admin"])
     monkeypatch.undo()
