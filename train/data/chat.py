@@ -1,23 +1,24 @@
-"""Converts a chat example to token ids and a loss mask, through the model's own chat template.
+"""Converts a chat example to rows of token ids and a loss mask, through the model's own chat template.
 
-The model learns the assistant's messages and the token that ends its turn, never the prompts. If the template marks
-them with {% generation %}, the marks decide. Otherwise the encoder renders the example up to each assistant message,
-with and without it, and the difference is the span (the method of OpenAI's and Axolotl's trainers).
+The model is trained on what it is to write (train.data.turns) and on nothing else: not on prompts, whatever they say.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
 import orjson
 from transformers import PreTrainedTokenizerBase
 
+from train.data import turns
 from train.data.formats import BadRecord
+from train.data.turns import Render, Row, TurnForm
 from train.plan.errors import UnsupportedModel
 from weights.format.tool_template import with_tools
 
@@ -25,8 +26,8 @@ from weights.format.tool_template import with_tools
 # 0.4 MB, that took three minutes. A message takes 5 us each time, and so do 1,000 bytes of text, 250 of calls (as JSON)
 # and 50 of tools (as JSON that is indented, in Python): these many are 10 s of a processor.
 MOST_RENDERED = 1 << 21
-_MOST_NAMES_BYTES = 1 << 31  # of functions that are called, each found in the whole text: a second or two
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Tokens = tuple[np.ndarray, np.ndarray]
+Made = TypeVar("Made")
 
 
 def vocabulary_of(model: str | Path) -> int | None:
@@ -56,93 +57,105 @@ class ChatEncoder:
                 "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
-        # The same that engines render requests with: a call that a template left out would be learnt from silently.
+        # The same template that engines render requests with.
         self._template = with_tools(template) if isinstance(template, str) else None
-        self._marks = _GENERATION.search(str(template)) is not None
 
-    def encode(self, example: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids (n,) int32, learnt (n,) bool). Raises BadRecord if the template refuses the example, or the model
-        does not know a token of it: on a GPU the rank would fail in words about some kernel."""
-        text, spans = self.spans(example)
-        encoded = self._tokenise(text)
-        starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-        ends = np.array([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
-        within = np.zeros(len(text) + 1, bool)
-        for start, end in spans:
-            within[start:end] = True
-        # A token that begins before a span contains prompt text, and is not learnt.
-        return np.array(encoded["input_ids"], dtype=np.int32), within[starts] & (ends > starts)
+    def encode(self, example: dict[str, Any]) -> list[Tokens]:
+        """Rows of (token ids (n,) int32, trained (n,) bool), one for all trained turns or one for each where the
+        template needs it (train.data.turns). Raises BadRecord if the template refuses the example or loses something of
+        it, or the model does not know a token of it: on a GPU the rank would fail in words about some kernel."""
+        found = self.rows(example)
+        tokens = [self._tokens(row) for row in found]
+        if any(one is None for one in tokens):  # an engine's prompt would end within a token of the row
+            tokens = [self._tokens(row) for row in self.rows(example, apart=True)]
+        return [one for one in tokens if one is not None]
+
+    def encode_whole(self, example: dict[str, Any]) -> Tokens:
+        """The example as one row. Raises BadRecord also where the template needs one for each turn."""
+        rows = self.encode(example)
+        if len(rows) > 1:
+            raise BadRecord(
+                "has an output of several turns, and the model's chat template writes the first ones otherwise once "
+                "others follow: give each output one turn of the assistant"
+            )
+        return rows[0]
 
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
-        messages = [_for_template(message) for message in example["messages"]]
-        text = self._render(messages, example.get("tools"), add_generation_prompt=True)
-        _refuse_lost_calls(messages, text)
+        tools = example.get("tools")
+        text = self._first(example, lambda render, messages: turns.prompt(render, messages, tools))
         return np.array(self._tokenise(text)["input_ids"], dtype=np.int32)
 
-    def spans(self, example: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text, and the (start, end) characters in it that are learnt."""
-        messages = [_for_template(message) for message in example["messages"]]
-        tools = example.get("tools")
-        text = self._render(messages, tools)
-        _refuse_lost_calls(messages, text)
-        _refuse_lost_reasoning(messages, text)
-        if self._marks:
-            return text, self._marked_spans(example["messages"], messages, tools, text)
+    def rows(self, example: dict[str, Any], *, apart: bool = False) -> list[Row]:
+        """The rendered rows of an example. Raises BadRecord."""
         refuse_costly(example)
-        spans, cursor = [], 0
-        for index, message in enumerate(example["messages"]):
-            if message["role"] != "assistant":
-                continue
-            start, end = self._span(text, messages, index, tools, cursor)
-            cursor = end
-            if message.get("weight", 1) != 0:
-                spans.append((start, end))
-        return text, spans
+        tools = example.get("tools")
+        return self._first(
+            example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
+        )
 
-    def _span(self, text: str, messages: list[dict], index: int, tools: Any, cursor: int) -> tuple[int, int]:
-        last = index == len(messages) - 1
-        before = self._try_render(messages[:index], tools, add_generation_prompt=True) if index else None
-        through = text if last else self._try_render(messages[: index + 1], tools)
-        aligned = before and through and text.startswith(before) and text.startswith(through)
-        if aligned and len(before) < len(through):
-            start, end = len(before), len(through)
-        else:
-            # The template renders a message differently once others follow (drops reasoning, moves tools), so the
-            # prefixes do not line up. The text still contains what the assistant said.
-            content = messages[index]["content"].strip()
-            start = text.find(content, cursor) if content else -1
-            if start < 0:
-                raise BadRecord(f"the chat template hides messages[{index}], so it cannot be learnt from")
-            end = start + len(content)
-        return start, self._turn_end(text, start, end)
+    @cached_property
+    def form(self) -> TurnForm:
+        """How the model's template begins and ends an answer."""
+        return turns.turn_form(partial(self._render, self._forms[0]), self._stops, self.tokenizer.eos_token)
 
-    def _turn_end(self, text: str, start: int, end: int) -> int:
-        # Learn the end-of-turn token, but not the newline that some templates put after it: no engine ever samples
-        # that.
-        stop = self.tokenizer.eos_token
-        if not stop:
-            return end
-        inside = text.rfind(stop, start, end)
-        if inside >= 0 and not text[inside + len(stop) : end].strip():
-            return inside + len(stop)
-        return end + len(stop) if text.startswith(stop, end) else end
+    @cached_property
+    def _forms(self) -> tuple[_MessageForm, ...]:
+        """The forms of a message to try, in this order."""
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": turns.PROBE}]
+        for parts in (False, True):
+            forms = tuple(
+                partial(_message_form, parts=parts, as_text=as_text, bare=bare)
+                for as_text in (False, True)
+                for bare in (False, True)
+            )
+            try:
+                if turns.PROBE in self._render(forms[0], probe):
+                    return forms
+            except BadRecord:
+                pass
+        return tuple(partial(form, parts=False) for form in forms)
 
-    def _marked_spans(self, given: list[dict], messages: list[dict], tools: Any, text: str) -> list[tuple[int, int]]:
-        marked = self._call(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        offsets = self._tokenise(text)["offset_mapping"]
-        mask = marked["assistant_masks"]
-        if len(mask) != len(offsets):
-            raise UnsupportedModel("the chat template's {% generation %} mask does not match its text")
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
-        spans = [(offsets[a][0], offsets[b - 1][1]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        answers = [message for message in given if message["role"] == "assistant"]
-        if any(message.get("weight", 1) == 0 for message in answers):
-            if len(spans) != len(answers):
-                marks = "the chat template's {% generation %} marks do not tell its assistant messages apart"
-                raise BadRecord(f"uses message weights, but {marks}")
-            spans = [span for span, message in zip(spans, answers, strict=True) if message.get("weight", 1) != 0]
-        return spans
+    def _tokens(self, row: Row) -> Tokens | None:
+        """The row's tokens; None for one of several turns where a token has both prompt and answer."""
+        encoded = self._tokenise(row.text)
+        ids = np.array(encoded["input_ids"], dtype=np.int32)
+        starts, ends = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        trained = np.zeros(len(ids), bool)
+        for start, end in row.spans:
+            if ((starts < start) & (ends > start)).any():
+                return self._tokens_apart(row) if len(row.spans) == 1 else None
+            trained |= (starts >= start) & (starts < end) & (ends > starts)
+        return ids, trained
+
+    def _tokens_apart(self, row: Row) -> Tokens:
+        """Prompt and answer as an engine has them: the prompt's tokens end where the prompt does."""
+        ((start, _),) = row.spans
+        prompt, answer = (self._tokenise(text)["input_ids"] for text in (row.text[:start], row.text[start:]))
+        ids = np.array([*prompt, *answer], dtype=np.int32)
+        return ids, np.arange(len(ids)) >= len(prompt)
+
+    def _stops(self, text: str) -> bool:
+        return any(token in text for token in self._stop_tokens)
+
+    @cached_property
+    def _stop_tokens(self) -> list[str]:
+        """Tokens of their own, at any of which an engine can end an answer."""
+        return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
+
+    def _first(self, example: dict[str, Any], made: Callable[[Render, list[dict[str, Any]]], Made]) -> Made:
+        """What `made` makes of the example's messages, each call's arguments parsed, in the first form of a message in
+        which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
+        messages = [_parsed(message) for message in example["messages"]]
+        forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
+        first: BadRecord | None = None
+        for form in forms:
+            try:
+                return made(partial(self._render, form), messages)
+            except BadRecord as bad:
+                first = first or bad
+        assert first is not None
+        raise first
 
     def _tokenise(self, text: str) -> Any:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -154,20 +167,20 @@ class ChatEncoder:
             )
         return encoded
 
-    def _try_render(self, messages: list[dict], tools: Any, **options: Any) -> str | None:
+    def _render(self, form: _MessageForm, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+        """Raises BadRecord."""
         try:
-            return self._render(messages, tools, **options)
-        except BadRecord:  # templates may insist on whole conversations
-            return None
-
-    def _render(self, messages: list[dict], tools: Any, **options: Any) -> str:
-        return self._call(messages, tools, tokenize=False, **options)
-
-    def _call(self, messages: list[dict], tools: Any, **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=self._template, **options)
+            text = self.tokenizer.apply_chat_template(
+                [form(message) for message in messages],
+                tools=tools,
+                chat_template=self._template,
+                tokenize=False,
+                **options,
+            )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise BadRecord(f"is refused by the model's chat template: {error}") from error
+        assert isinstance(text, str)
+        return text
 
 
 def refuse_costly(example: dict[str, Any]) -> None:
@@ -185,38 +198,35 @@ def refuse_costly(example: dict[str, Any]) -> None:
         )
 
 
-def _refuse_lost_calls(messages: list[dict[str, Any]], text: str) -> None:
-    called: dict[str, int] = {}
-    for number, message in enumerate(messages, 1):
-        for call in message.get("tool_calls") or ():
-            called.setdefault(str(call["function"]["name"]), number)
-    if len(called) > 32 and len(called) * len(text) > _MOST_NAMES_BYTES:
-        raise BadRecord(f"calls {len(called)} functions in {len(text)} characters: make several examples of it")
-    for name, number in called.items():
-        if name not in text:
-            raise BadRecord(
-                f"calls {name!r} in message {number}, which the model's chat template does not "
-                "write: nothing of the call would be learnt; give the model a chat template with tool calls"
-            )
-
-
-def _refuse_lost_reasoning(messages: list[dict[str, Any]], text: str) -> None:
-    """Looks at the last message alone: templates of reasoning models leave out what was thought before earlier
-    answers."""
-    thought = messages[-1].get("reasoning_content", "").strip()
-    if thought and thought not in text:
-        raise BadRecord(
-            f"has reasoning in message {len(messages)}, which the model's chat template does not write: nothing of it "
-            "would be learnt; leave it away, or give the model a chat template with reasoning"
-        )
-
-
-def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    result = {key: value for key, value in message.items() if key != "weight"}
+def _parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its calls' arguments as objects."""
+    result = dict(message)
     if calls := message.get("tool_calls"):
-        # Templates write arguments with tojson, which would quote a string twice.
         result["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
             for call in calls
         ]
     return result
+
+
+def _message_form(message: dict[str, Any], *, parts: bool, as_text: bool, bare: bool) -> dict[str, Any]:
+    """A message as a template takes it. parts: those of vision models read content as a list of parts. as_text: most
+    write a call's arguments with tojson, which would quote a text twice; DeepSeek's add them to a text. bare: some
+    write calls only of a message whose content is none."""
+    result = {key: value for key, value in message.items() if key != "weight"}
+    if parts:
+        result["content"] = [{"type": "text", "text": message["content"]}]
+    if thought := message.get("reasoning_content"):
+        result |= {"reasoning": thought, "thinking": thought}  # gpt-oss and LFM read the last one
+    if calls := message.get("tool_calls"):
+        if bare and not message["content"]:
+            result["content"] = None
+        if as_text:
+            result["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in calls
+            ]
+    return result
+
+
+_MessageForm = Callable[[dict[str, Any]], dict[str, Any]]

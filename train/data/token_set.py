@@ -1,9 +1,10 @@
 """Stores the training set as tokens on disk. All ranks tokenise it once together, each maps it, and resumes reuse it.
 
-An example is one sequence of tokens, or as many as the training method makes of it; they stay together. A set is a
-directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64, sequences + 1),
-facts.json (pad_id, n_dropped, n_truncated, digest) and packs-*.npz. The key covers all inputs, so a changed file,
-tokenizer or length creates a new set; an existing set needs no tokenizer.
+A record of the file gives one row or several (train.data.turns), each an example of the set: one sequence of tokens, or
+as many as the training method needs, which stay together. A set is a directory `<run_dir>/tokens/<key>/` with
+tokens.npy (int32), learnt.npy (bool), offsets.npy (int64, sequences + 1), facts.json (pad_id, n_records, n_dropped,
+n_truncated, digest) and packs-*.npz. The key covers all inputs, so a changed file, tokenizer or length creates a new
+set; an existing set needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import orjson
 
 from runtime.replace_file import replace_file
-from train.data.chat import ChatEncoder
+from train.data.chat import ChatEncoder, Tokens
 from train.data.formats import BadRecord, Record
 from train.data.packing import Row, build_row, plan_packs
 from train.plan.errors import InvalidTrainingData
@@ -30,16 +31,15 @@ from weights.format.names import TOKENIZER_FILES
 _RENDERED_BY = (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 _BLOCK_BYTES, _MOST_BLOCKS = 1 << 18, 2048  # of a file: a third of a second of one rank, or more where it is large
-FORMAT = 4
-Tokens = tuple[np.ndarray, np.ndarray]
-Encode = Callable[[ChatEncoder, Record], Sequence[Tokens]]
+FORMAT = 5
+Encode = Callable[[ChatEncoder, Record], Sequence[Sequence[Tokens]]]
 Cut = Callable[[Sequence[Tokens], int], Sequence[Tokens] | None]
 LayOut = Callable[..., Row]
 
 
-def encode_chat(encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
-    """A chat example as one sequence."""
-    return [encoder.encode(record)]
+def encode_chat(encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
+    """The rows of a chat example, of one sequence each."""
+    return [[tokens] for tokens in encoder.encode(record)]
 
 
 def cut(sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
@@ -85,7 +85,8 @@ class TokenSet:
         self._directory, self._packing, self._lay_out = directory, packing, lay_out
         self.reference: np.ndarray | None = None
         facts = orjson.loads((directory / "facts.json").read_bytes())
-        self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
+        self._pad_id, self.n_records = facts["pad_id"], facts["n_records"]
+        self.n_dropped, self.n_truncated = facts["n_dropped"], facts["n_truncated"]
         self.digest: str = facts["digest"]
         self._pack("-as-given" if packing and as_given else "", np.arange(self.n_examples), as_given)
 
@@ -256,24 +257,27 @@ def _lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _write_block(
-    block: Path, lines: Iterator[bytes], encode: Callable[[Record], Sequence[Tokens]], cut: Cut, max_length: int
+    block: Path,
+    lines: Iterator[bytes],
+    encode: Callable[[Record], Sequence[Sequence[Tokens]]],
+    cut: Cut,
+    max_length: int,
 ) -> None:
     tokens, learnt, lengths, errors = [], [], [], []
-    n_lines = n_dropped = n_truncated = 0
+    n_lines = n_records = n_dropped = n_truncated = 0
     for n_lines, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            whole = encode(orjson.loads(line))
-            kept = cut(whole, max_length)
+            rows = encode(orjson.loads(line))
+            kept = [row for row in (cut(whole, max_length) for whole in rows) if row is not None]
         except BadRecord as bad:
             errors.append((n_lines, str(bad)))
             continue
-        n_truncated += any(len(ids) > max_length for ids, _ in whole)
-        if kept is None:
-            n_dropped += 1
-            continue
-        for ids, mask in kept:
+        n_records += 1
+        n_truncated += sum(any(len(ids) > max_length for ids, _ in whole) for whole in rows)
+        n_dropped += len(rows) - len(kept)
+        for ids, mask in (sequence for row in kept for sequence in row):
             tokens.append(ids)
             learnt.append(mask)
             lengths.append(len(ids))
@@ -281,7 +285,7 @@ def _write_block(
         tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
         lengths=np.array(lengths, np.int64),
-        skipped=np.array([n_dropped, n_truncated]),
+        counts=np.array([n_records, n_dropped, n_truncated]),
         n_lines=np.array(n_lines),
         errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
     )
@@ -325,9 +329,10 @@ def _merge(kept: Path, directory: Path, count: int, pad_id: int) -> None:
         joined = np.concatenate([*_parts(kept, count, name)])
         digest.update(joined)
         np.save(partial / f"{name}.npy", joined)
-    n_dropped, n_truncated = np.sum([*_parts(kept, count, "skipped")], axis=0).tolist()
+    n_records, n_dropped, n_truncated = np.sum([*_parts(kept, count, "counts")], axis=0).tolist()
     facts = {
         "pad_id": pad_id,
+        "n_records": n_records,
         "n_dropped": n_dropped,
         "n_truncated": n_truncated,
         "digest": digest.hexdigest(),

@@ -125,9 +125,9 @@ class _Heard:
 
 
 def counter(method: Method, tokenizer: Path, cut_at: int | None) -> Count | None:
-    """Counts the tokens of each sequence of a converted record, through the chat template of the model in this
-    directory; with a length, after the method's cut. None for a model whose tokenizer or chat template cannot be used:
-    the ranks will say so in their own words."""
+    """Counts the tokens of each sequence of each row of a converted record, through the chat template of the model in
+    this directory; with a length, after the method's cut. None for a model whose tokenizer or chat template cannot be
+    used: the ranks will say so in their own words."""
     # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -145,11 +145,12 @@ def counter(method: Method, tokenizer: Path, cut_at: int | None) -> Count | None
     except (OSError, ValueError, UnsupportedModel, CheckpointRefused):
         return None
 
-    def count(record: Record) -> list[int]:
-        sequences = method.encode(encoder, record)
+    def count(record: Record) -> list[list[int]]:
+        rows = method.encode(encoder, record)
         if cut_at is not None:
-            method.cut(sequences, cut_at)
-        return [len(tokens) for tokens, _ in sequences]
+            for row in rows:
+                method.cut(row, cut_at)
+        return [[len(tokens) for tokens, _ in row] for row in rows]
 
     return count
 

@@ -6,7 +6,7 @@ Methods in the order of use, from the request to the loss:
     resolve          hyperparameters into fields of a TrainSpec
     refuses, convert records of the data file, as they are checked and written for the run
     rank_memory      what a rank takes
-    encode, cut, row a record into sequences of tokens, and those of many examples into one micro-batch
+    encode, cut, row a record into rows of sequences of tokens, and those of many examples into one micro-batch
     samples          of a method that learns from its own answers: how many it makes of each prompt
     objective, batch the module whose forward is the loss, and what it takes
     denominator      what the loss of a step is divided by
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from train.data.chat import ChatEncoder
+    from train.data.chat import ChatEncoder, Tokens
     from train.data.formats import Record
     from train.data.packing import Row
-    from train.data.token_set import Tokens, TokenSet
+    from train.data.token_set import TokenSet
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
 
@@ -144,12 +144,15 @@ class Method(ABC):
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
-    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
-        """(token ids (n,) int32, learnt (n,) bool) of each sequence of a converted record. Raises BadRecord."""
-        return [encoder.encode(chat) for chat in record.get("sequences", (record,))]
+    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
+        """The rows of a converted record, each of `sequences` pairs (token ids (n,) int32, trained (n,) bool). Raises
+        BadRecord."""
+        if "sequences" not in record:
+            return [[tokens] for tokens in encoder.encode(record)]
+        return [[encoder.encode_whole(chat) for chat in record["sequences"]]]
 
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
-        """An encoded record within `max_length` tokens for each sequence; None leaves it out. Raises BadRecord."""
+        """A row within `max_length` tokens for each sequence; None leaves it out. Raises BadRecord."""
         from train.data.token_set import cut
 
         return cut(sequences, max_length)

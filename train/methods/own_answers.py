@@ -19,9 +19,8 @@ from train.plan.estimate import ELEMENT_BYTES, SAMPLING_BYTES
 if TYPE_CHECKING:
     import torch
 
-    from train.data.chat import ChatEncoder
+    from train.data.chat import ChatEncoder, Tokens
     from train.data.packing import Row
-    from train.data.token_set import Tokens
     from train.plan.auto import DatasetStats, Given, ModelStats
     from train.plan.estimate import ModelShape, RankMemory
 
@@ -138,9 +137,9 @@ class OwnAnswers(Method, ABC):
 
     # -- in a rank ---------------------------------------------------------------------------------------------------
 
-    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
+    def encode(self, encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         ids = encoder.prompt(record)
-        return [(ids, ids < 0)]  # nothing is learnt of it
+        return [[(ids, ids < 0)]]  # nothing of it is trained
 
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens]:
         """Raises BadRecord instead of cutting: a prompt without its end is another one."""

@@ -13,9 +13,9 @@ from deepspeed import comm
 from transformers import PreTrainedModel
 
 from train.control.progress import ControlSignals, Events, Progress
-from train.data.chat import ChatEncoder, vocabulary_of
+from train.data.chat import ChatEncoder, Tokens, vocabulary_of
 from train.data.formats import Record
-from train.data.token_set import Encode, Tokens, TokenSet, open_token_set
+from train.data.token_set import Encode, TokenSet, open_token_set
 from train.methods.methods import method_of
 from train.model.model import keeps_state, load_model, load_tokenizer
 from train.plan.errors import UnsupportedModel
@@ -110,7 +110,7 @@ def moving(encode: Encode, progress: Progress) -> Encode:
     """`encode` with a heartbeat at each call, because tokenising a file of gigabytes takes longer than the limit for a
     hang."""
 
-    def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Tokens]:
+    def encoded(encoder: ChatEncoder, record: Record) -> Sequence[Sequence[Tokens]]:
         progress.enter("tokenising")
         return encode(encoder, record)
 
@@ -168,6 +168,12 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
             emit("message", level="warn", text=text)
         return
     text = f"{train.n_examples} examples, {train.n_tokens} tokens"
+    if (rows_made := train.n_examples + train.n_dropped) > train.n_records and method_of(spec.method).sequences == 1:
+        text = (
+            f"{train.n_records} examples became {rows_made} rows: the model's chat template writes earlier turns "
+            "otherwise than the last, so each turn is trained in the context in which the model is asked; "
+            f"{train.n_tokens} tokens"
+        )
     if spec.packing:
         fill = train.n_tokens / (rows * train.capacity)
         text += f", packed into {rows} sequences of {train.capacity} ({fill:.0%} full)"

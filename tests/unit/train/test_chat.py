@@ -1,151 +1,224 @@
-"""Which tokens of a conversation are learnt."""
+"""Which tokens of a conversation are trained."""
 
 import json
 
 import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
-from train.data.chat import ChatEncoder, _refuse_lost_calls, refuse_costly, vocabulary_of
+from train.data.chat import ChatEncoder, refuse_costly, vocabulary_of
 from train.data.formats import BadRecord, check_chat
 from train.plan.errors import UnsupportedModel
 
+QUESTION = {"role": "user", "content": "hello"}
 TALK = {
     "messages": [
         {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "hello"},
+        QUESTION,
         {"role": "assistant", "content": "hello, fox"},
         {"role": "user", "content": "bye"},
         {"role": "assistant", "content": "good bye"},
     ]
 }
+BEGIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    BEGIN + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}" + END
 )
-# Like reasoning models: only the last assistant message keeps its thought, so prefixes do not line up.
+# As Qwen 3's: the last answer alone has its thought, which is empty if it has none.
 FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}"
-    "<think>\n</think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    BEGIN + "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n"
+    "{% endif %}{{ m['content'] }}" + END
 )
-
-
-def learnt(encoder, example):
-    ids, mask = encoder.encode(example)
-    assert len(ids) == len(mask)
-    runs, run = [], []
-    for token, kept in zip(ids.tolist(), mask.tolist(), strict=True):
-        if kept:
-            run.append(token)
-        elif run:
-            runs.append(encoder.tokenizer.decode(run))
-            run = []
-    return runs + ([encoder.tokenizer.decode(run)] if run else [])
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_only_what_the_assistant_says_and_its_end_of_turn(template):
-    encoder = ChatEncoder(tokenizer(template))
-    assert learnt(encoder, TALK) == ["hello, fox<|im_end|>", "good bye<|im_end|>"]
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_weight_zero_is_not_learnt(template):
-    messages = [dict(m) for m in TALK["messages"]]
-    messages[2]["weight"] = 0
-    assert learnt(ChatEncoder(tokenizer(template)), {"messages": messages}) == ["good bye<|im_end|>"]
-
-
-def test_templates_that_render_history_otherwise():
-    encoder = ChatEncoder(tokenizer(FORGETFUL))
-    first, last = learnt(encoder, TALK)
-    assert first == "hello, fox<|im_end|>" and last.endswith("good bye<|im_end|>")
-
-
-# As Qwen3's: what was thought stands before the last answer alone.
-REASONING = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m.reasoning_content and loop.last %}"
-    "<think>\n{{ m.reasoning_content.strip('\n') }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n"
+# As the distilled R1's: the generation prompt opens a thought, which the template never writes.
+OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+# As Phi 3's: the conversation ends with another token than a turn.
+TWO_ENDS = BEGIN + "{{ m['content'] }}" + END + "{% if not add_generation_prompt %}<|pad|>{% endif %}"
+# As GLM's: a turn ends where the next one begins.
+NO_END = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As gpt-oss's: the last turn ends with another token than earlier ones.
+RETURNS = (
+    BEGIN + "{{ m['content'] }}{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+STRICT = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}" + END
+)
+NO_PROMPT = BEGIN + "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+GOOD, BYE = "hello, fox<|im_end|>", "good bye<|im_end|>"
+
+
+def encoder_of(template, *tokens):
+    words = tokenizer(template)
+    words.add_tokens(list(tokens), special_tokens=True)
+    return ChatEncoder(words)
+
+
+def rows_of(encoder, example):
+    """Of each row the whole text, and the texts that are trained."""
+    found = []
+    for ids, mask in encoder.encode(example):
+        assert len(ids) == len(mask)
+        runs, run = [], []
+        for token, trained in zip([*ids.tolist(), 0], [*mask.tolist(), False], strict=True):
+            if trained:
+                run.append(token)
+            elif run:
+                runs.append(encoder.tokenizer.decode(run))
+                run = []
+        found.append((encoder.tokenizer.decode(ids), runs))
+    return found
+
+
+def trained(encoder, example):
+    return [text for _, runs in rows_of(encoder, example) for text in runs]
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected", "n_rows"),
+    [
+        (CHATML, [], [GOOD, BYE], 1),
+        (MARKED, [], [GOOD, BYE], 1),
+        (STRICT, [], [GOOD, BYE], 1),
+        (PARTS, [], [GOOD, BYE], 1),
+        (OPENS, [], [GOOD, BYE], 2),
+        (NO_PROMPT, [], [GOOD, BYE], 2),
+        (TWO_ENDS, [], [GOOD, BYE], 1),
+        (FORGETFUL, [], [GOOD, "<think>\n\n</think>\n" + BYE], 1),
+        (RETURNS, ["<|return|>"], ["hello, fox<|return|>", "good bye<|return|>"], 2),
+        (NO_END, ["<|user|>", "<|assistant|>"], ["hello, fox<|user|>", "good bye<|user|>"], 1),
+        (NO_END, [], ["hello, fox<|user|><|im_end|>", "good bye<|user|><|im_end|>"], 2),
+    ],
+)
+def test_encode_trains_answers_and_their_ends_under_each_kind_of_template(template, tokens, expected, n_rows):
+    encoder = encoder_of(template, *tokens)
+    found = rows_of(encoder, TALK)
+    assert sorted(text for _, runs in found for text in runs) == sorted(expected)
+    assert len(found) == n_rows
+    for text, runs in found if template != STRICT else ():  # each in the context in which an engine is asked
+        prompt = encoder.tokenizer.decode(encoder.prompt({"messages": TALK["messages"][: 4 if BYE[:8] in text else 2]}))
+        assert text.startswith(prompt) and text[len(prompt) :] == runs[-1]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENS, RETURNS, NO_END])
+def test_encode_of_words_that_stand_in_the_question_trains_the_answer(template):
+    talk = [{"role": "user", "content": "Answer yes or no"}, {"role": "assistant", "content": "yes"}]
+    encoder = encoder_of(template, "<|return|>", "<|user|>")
+    for text in trained(encoder, {"messages": talk * 2}):
+        assert "Answer" not in text and "yes" in text
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, FORGETFUL, OPENS])
+def test_encode_with_weight_zero_leaves_the_answer_out(template):
+    messages = [dict(m) for m in TALK["messages"]]
+    messages[4]["weight"] = 0
+    assert trained(ChatEncoder(tokenizer(template)), {"messages": messages}) == [GOOD]
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-def test_what_was_thought_before_the_last_answer_is_learnt_with_it_or_refused(key):
-    """Where the template does not write it, it was lost without a word."""
+def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
     talk = {"messages": [dict(message) for message in TALK["messages"]]}
     for number in (2, 4):
         talk["messages"][number][key] = f"\nI think of it {number} times.\n"
     chat = check_chat(talk)
-    first, last = learnt(ChatEncoder(tokenizer(REASONING)), chat)
-    assert first == "hello, fox<|im_end|>"
-    assert last == "<think>\nI think of it 4 times.\n</think>\n\ngood bye<|im_end|>"
-    with pytest.raises(BadRecord, match="has reasoning in message 5, which the model's chat template does not write"):
+    encoder = ChatEncoder(tokenizer(FORGETFUL))
+    assert sorted(trained(encoder, chat)) == [
+        "<think>\n\nI think of it 2 times.\n\n</think>\nhello, fox<|im_end|>",
+        "<think>\n\nI think of it 4 times.\n\n</think>\ngood bye<|im_end|>",
+    ]
+    assert len(encoder.encode(chat)) == 2
+    with pytest.raises(BadRecord, match=r"reasoning in messages\[2\]"):
         ChatEncoder(tokenizer()).encode(chat)
-    del talk["messages"][4][key]
-    assert len(learnt(ChatEncoder(tokenizer()), check_chat(talk))) == 2
     both = {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}
-    with pytest.raises(BadRecord, match="two different texts"):
-        check_chat({"messages": [TALK["messages"][1], both]})
+    with pytest.raises(BadRecord, match="reasoning_content"):
+        check_chat({"messages": [QUESTION, both]})
 
 
-def test_templates_that_refuse_half_a_conversation():
-    strict = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
-    assert learnt(ChatEncoder(tokenizer(strict)), TALK) == ["hello, fox<|im_end|>", "good bye<|im_end|>"]
-
-
-def test_tool_calls_are_learnt_and_their_arguments_are_not_quoted_twice():
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    example = {
-        "messages": [
-            {"role": "user", "content": "add"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "2", "tool_call_id": "c"},
-            {"role": "assistant", "content": "it is 2"},
-        ]
-    }
-    said = learnt(ChatEncoder(tokenizer()), example)
-    assert said == ['<tool>{"name": "add", "arguments": {"a": 1}}</tool><|im_end|>', "it is 2<|im_end|>"]
-
-
-def test_what_cannot_be_learnt_from():
-    with pytest.raises(UnsupportedModel, match="no chat template"):
-        ChatEncoder(tokenizer(None))
-    with pytest.raises(BadRecord, match="refused by the model's chat template: no tools here"):
-        ChatEncoder(tokenizer("{{ raise_exception('no tools here') }}")).encode(TALK)
-    with pytest.raises(BadRecord, match="hides"):
-        ChatEncoder(tokenizer("{{ messages[0]['content'] }}")).encode(TALK)
-
-
-PLAIN = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] or '' }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLED = {
+    "messages": [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+        {"role": "assistant", "content": "it is 2"},
+    ]
+}
+# As DeepSeek's: adds arguments to a text, and writes a call only of a message whose content is none.
+ADDS = (
+    BEGIN + "{% if m['content'] is none %}{% for call in m['tool_calls'] %}{{ call['function']['name'] }} "
+    "{{ '' + call['function']['arguments'] }}{% endfor %}{% else %}{{ m['content'] }}{% endif %}" + END
 )
-TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": '{"q": "x"}'}}
 
 
-def test_a_template_without_tools_shows_and_learns_calls_all_the_same():
-    asked = [
-        {"role": "user", "content": "Look x up."},
-        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (CHATML, '<tool>{"name": "add", "arguments": {"a": 1}}</tool><|im_end|>'),
+        (ADDS, 'add {"a": 1}<|im_end|>'),
+        # A template that never mentions tools is shown them.
+        (
+            BEGIN + "{{ m['content'] or '' }}" + END,
+            '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        ),
+    ],
+)
+def test_encode_trains_calls_as_the_template_writes_them(template, call):
+    assert trained(ChatEncoder(tokenizer(template)), CALLED) == [call, "it is 2<|im_end|>"]
+
+
+def test_encode_of_two_results_under_a_template_of_alternating_roles():
+    alternates = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate') }}{% endif %}{% endfor %}" + BEGIN + "{{ m['content'] }}" + END
+    )
+    call, result = CALLED["messages"][1], CALLED["messages"][2]
+    messages = [QUESTION, {**call, "tool_calls": [CALL, CALL]}, result, result, CALLED["messages"][3]]
+    assert trained(ChatEncoder(tokenizer(alternates)), {"messages": messages})[-1] == "it is 2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "example", "reason"),
+    [
+        ("{{ raise_exception('no tools here') }}", TALK, "no tools here"),
+        ("{{ messages[0]['content'] }}", TALK, r"text in messages\[2\]|does not show where"),
+        ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
+        (
+            BEGIN + "{{ m['content'].split('</think>')[-1] }}" + END,
+            {"messages": [QUESTION, {"role": "assistant", "content": "<think>so</think>a"}]},
+            "reasoning",
+        ),
+    ],
+)
+def test_encode_refuses_what_the_template_does_not_write(template, example, reason):
+    with pytest.raises(BadRecord, match=reason):
+        ChatEncoder(tokenizer(template)).encode(example)
+
+
+def test_encoder_of_a_model_without_a_template_is_refused():
+    with pytest.raises(UnsupportedModel):
+        ChatEncoder(tokenizer(None))
+
+
+def test_encode_tokenizes_a_prompt_that_ends_within_a_token_as_an_engine_does():
+    """A token of both prompt and answer would leave the model in a context that no engine asks in."""
+    words = tokenizer(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    answer = {"role": "assistant", "content": "the quick brown fox"}
+    encoder = ChatEncoder(words)
+    asked = {"messages": [QUESTION, answer]}
+    ((ids, mask),) = encoder.encode(asked)
+    prompt = encoder.prompt({"messages": [QUESTION]})
+    assert ids[: len(prompt)].tolist() == prompt.tolist() and mask.tolist() == [
+        n >= len(prompt) for n in range(len(ids))
     ]
-    encoder = ChatEncoder(tokenizer(PLAIN))
-    text, spans = encoder.spans({"messages": asked, "tools": [{"type": "function", "function": {"name": "lookup"}}]})
-    (start, end), *rest = spans
-    assert not rest and '<tool_call>\n{"name": "lookup", "arguments": {"q": "x"}}\n</tool_call>' in text[start:end]
-    assert "<tools>" in text[:start]
-
-
-def test_a_call_that_the_template_drops_is_refused():
-    encoder = ChatEncoder(tokenizer("{# knows no tool_calls #}" + PLAIN))
-    asked = [
-        {"role": "user", "content": "Look x up."},
-        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
-    ]
-    with pytest.raises(BadRecord, match="calls 'lookup' in message 2.*does not write"):
-        encoder.encode({"messages": asked})
+    assert words.decode(ids[len(prompt) :]) == "the quick brown fox<|im_end|>"
 
 
 def test_rows_in_the_older_form_of_calls_become_tool_calls():
@@ -201,16 +274,6 @@ def test_an_example_costs_no_more_to_find_its_answers_in_than_some_seconds():
             refuse_costly(check_chat(bad))
     with pytest.raises(BadRecord, match="has 400 answers among 800 messages"):
         ChatEncoder(tokenizer()).encode(check_chat(talk_of(400, tools=300_000)))
-
-
-def test_a_template_that_marks_the_answers_takes_an_example_with_any_number_of_them():
-    assert ChatEncoder(tokenizer(MARKED)).encode(check_chat(talk_of(1100)))[1].sum() == 2 * 1100
-
-
-def test_the_functions_that_are_called_cost_no_more_to_find_than_some_seconds():
-    with pytest.raises(BadRecord, match="calls 60000 functions in .* characters: make several examples of it"):
-        _refuse_lost_calls(talk_of(1, calls=60_000)["messages"], "f" * 50_000)
-    _refuse_lost_calls(talk_of(2000, calls=30)["messages"], " ".join(f"f{n}" for n in range(30)))
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -191,7 +191,7 @@ def test_a_supervised_file_with_one_question_names_its_line(tmp_path):
 
 def test_a_prompt_is_encoded_up_to_where_the_assistant_answers(tmp_path):
     tokenizer = load_tokenizer(str(make_model_dir(tmp_path / "base")))
-    ((ids, learnt),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
+    (((ids, learnt),),) = REINFORCEMENT.encode(ChatEncoder(tokenizer), asked())
     assert tokenizer.decode(ids).endswith("2 and 2?<|im_end|>\n<|im_start|>assistant\n") and not learnt.any()
     with pytest.raises(BadRecord, match=f"has {len(ids)} tokens, and 5 are left"):
         REINFORCEMENT.cut([(ids, learnt)], 5)

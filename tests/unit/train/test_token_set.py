@@ -85,7 +85,7 @@ def test_prompts_of_which_nothing_is_learnt_are_opened_again_as_they_were(tmp_pa
 
 def letters(text):
     """A token for each letter and two more."""
-    return [(np.arange(len(text) + 2, dtype=np.int32), np.ones(len(text) + 2, bool))]
+    return [[(np.arange(len(text) + 2, dtype=np.int32), np.ones(len(text) + 2, bool))]]
 
 
 class World:

@@ -1,0 +1,243 @@
+"""What is trained under TRL's chat templates, beside the marks of its own training templates.
+
+TRL's wheel has the templates of common families, each with a twin that has `{% generation %}` around what its authors
+train. They differ from ours in known ways: marks may begin at the header of a turn, which the generation prompt already
+has, and they leave out thoughts that a template drops from earlier turns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.train_support.tiny import tokenizer
+from train.data.chat import ChatEncoder
+from train.data.formats import BadRecord
+
+(_ROOT,) = importlib.util.find_spec("trl").submodule_search_locations
+TEMPLATES = Path(_ROOT) / "chat_templates"
+FAMILIES = sorted(path.stem.removesuffix("_training") for path in TEMPLATES.glob("*_training.jinja"))
+# The token at which an engine of the family ends an answer, and a turn of calls where that is another one.
+ENDS = {
+    "cohere": ("<|END_OF_TURN_TOKEN|>",),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>",),
+    "deepseek": ("<｜end▁of▁sentence｜>",),
+    "diffusion_gemma": ("<turn|>", "<|tool_response>"),
+    "gemma": ("<end_of_turn>",),
+    "glm4moe": ("<|user|>", "<|observation|>"),
+    "gptoss": ("<|return|>", "<|call|>"),
+    "idefics3": ("<end_of_utterance>",),
+    "llama3": ("<|eot_id|>",),
+    "llava": ("</s>",),
+    "muse": ("<|eot|>",),
+    "phi3": ("<|end|>",),
+    "smolvlm": ("<end_of_utterance>",),
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "read_gauge",
+        "description": "Reads a gauge.",
+        "parameters": {
+            "type": "object",
+            "properties": {"line": {"type": "integer", "description": "a line"}},
+            "required": ["line"],
+        },
+    },
+}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def called(text, *lines, **more):
+    calls = [
+        {"id": f"call{n}", "type": "function", "function": {"name": "read_gauge", "arguments": json.dumps({"line": n})}}
+        for n in lines
+    ]
+    results = [
+        {"role": "tool", "content": f"bar: {n}0", "tool_call_id": f"call{n}", "name": "read_gauge"} for n in lines
+    ]
+    return [said(text, tool_calls=calls, **more), *results]
+
+
+CONVERSATIONS = {
+    "one": [user("How warm is it?"), said("It is twelve degrees.")],
+    "two": [user("How warm is it?"), said("It is twelve."), user("And now?"), said("Thirteen.")],
+    "short": [user("Answer yes or no, yes?"), said("yes"), user("Answer yes or no, no?"), said("no")],
+    "system": [{"role": "system", "content": "Say yes."}, user("Is it warm, yes?"), said("yes")],
+    "call": [user("Read line 3"), *called("", 3), said("30 bar")],
+    "call with words": [user("Read line 3"), *called("I look.", 3), said("30 bar")],
+    "two calls": [user("Read lines 3 and 4"), *called("", 3, 4), said("30 and 40 bar")],
+    "thought": [user("2 + 2?"), said("four", reasoning_content="Two and two.")],
+    "two thoughts": [
+        user("2 + 2?"),
+        said("four", reasoning_content="Two and two."),
+        user("3 + 3?"),
+        said("six", reasoning_content="Thrice two."),
+    ],
+    "thought and call": [
+        user("Read line 3"),
+        *called("", 3, reasoning_content="I look."),
+        said("30 bar", reasoning_content="The tool says 30."),
+    ],
+}
+# What a template cannot write, so that the example is refused with that reason.
+NO_THOUGHTS = {"thought", "two thoughts", "thought and call"}
+NO_CALLS = {"call", "call with words", "two calls", "thought and call"}
+REFUSED = {
+    **dict.fromkeys(("cohere", "cohere2", "gemma3", "llama3", "phi3", "phi3_5"), NO_THOUGHTS),
+    **dict.fromkeys(("qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl"), NO_THOUGHTS),
+    "gemma": NO_THOUGHTS | {"system"},
+    "deepseekv3": NO_THOUGHTS,
+    "deepseek_r1_distill": NO_THOUGHTS | {"call with words"},
+    "gptoss": {"two calls"},  # one call in a message
+    "muse_glimmer": {"call with words"},
+    "lfm2": NO_THOUGHTS | NO_CALLS,
+    "lfm2_v2": NO_THOUGHTS,
+    **dict.fromkeys(("idefics3", "llava_next", "smolvlm"), NO_THOUGHTS | NO_CALLS),
+}
+
+
+def source(family, *, twin=False):
+    return (TEMPLATES / f"{family}{'_training' if twin else ''}.jinja").read_text()
+
+
+def ends_of(family):
+    return next((ends for prefix, ends in ENDS.items() if family.startswith(prefix)), ("<|im_end|>",))
+
+
+@cache
+def encoder_of(family, own_tokens=True):
+    template = source(family)
+    words = tokenizer(template)
+    words.bos_token = "<|pad|>"
+    if own_tokens:
+        markers = set(
+            re.findall(r"<\|[^\s<>'\"]{1,40}\|>|<[^\s<>'\"]{1,40}\|>|<\|[^\s<>'\"]{1,40}>|<｜[^\s<>]+?｜>", template)
+        )
+        words.add_tokens(sorted(markers | set(ends_of(family))), special_tokens=True)
+        words.eos_token = ends_of(family)[0]
+    return ChatEncoder(words)
+
+
+def trained(encoder, messages):
+    """(prompt, what is trained after it) of each trained turn, in the order of the conversation."""
+    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
+    found = []
+    for ids, mask in encoder.encode({"messages": messages, **({"tools": tools} if tools else {})}):
+        start = 0
+        while start < len(ids):
+            if not mask[start]:
+                start += 1
+                continue
+            end = start
+            while end < len(ids) and mask[end]:
+                end += 1
+            found.append((encoder.tokenizer.decode(ids[:start]), encoder.tokenizer.decode(ids[start:end])))
+            start = end
+    return sorted(found, key=lambda one: len(one[0]))
+
+
+CASES = [(family, name) for family in FAMILIES for name in CONVERSATIONS if name not in REFUSED.get(family, ())]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_encode_under_a_public_template_trains_each_answer_and_its_end(family, name):
+    messages = CONVERSATIONS[name]
+    answers = [message for message in messages if message["role"] == "assistant"]
+    found = trained(encoder_of(family), messages)
+    assert len(found) == len(answers)
+    for (_, text), answer in zip(found, answers, strict=True):
+        calls = answer.get("tool_calls", [])
+        assert answer["content"] in text and answer.get("reasoning_content", "") in text
+        assert text.count("read_gauge") >= len(calls)
+        for call in calls:
+            assert str(json.loads(call["function"]["arguments"])["line"]) in text
+        end = ends_of(family)[-1 if calls else 0]
+        assert text.endswith(end) and text.count(end) == 1
+        for other in messages:  # nothing that others said
+            if other["role"] != "assistant":
+                assert other["content"] not in text
+
+
+def marked(family, messages):
+    """What is marked in the twin's rendering of the conversation, one text for each run of marks."""
+    words = encoder_of(family).tokenizer
+    rendered = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", ())
+        ]
+        if family == "deepseek_r1_distill":  # adds arguments to a text
+            calls = message.get("tool_calls", [])
+        one = {**message, **({"thinking": message["reasoning_content"]} if "reasoning_content" in message else {})}
+        if calls:
+            one |= {
+                "tool_calls": calls,
+                "content": message["content"] or (None if family.startswith("deepseek") else ""),
+            }
+        if family in {"idefics3", "llava_next", "smolvlm"}:
+            one["content"] = [{"type": "text", "text": message["content"]}]
+        rendered.append(one)
+    tools = [TOOL] if any("tool_calls" in message for message in messages) else None
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = words.apply_chat_template(rendered, tools=tools, chat_template=source(family, twin=True), **options)
+    runs = re.finditer("1+", "".join(map(str, found["assistant_masks"])))
+    return [words.decode(found["input_ids"][run.start() : run.end()]) for run in runs]
+
+
+_ENDS = re.compile(r"(\s*<[^\s<>]+>)+\s*$")
+# Their templates have no tools: engines and ranks are shown them in a way of our own.
+OWN_CALLS = {"cohere", "cohere2", "gemma", "gemma3", "llama3", "phi3", "phi3_5", "qwen2_5_vl"}
+# gpt-oss's drops what was said and thought before a call once it is answered, and so its twin does not mark it.
+DROPPED = {("gptoss", "call with words"), ("gptoss", "thought and call")}
+COMPARED = [case for case in CASES if case not in DROPPED and not (case[0] in OWN_CALLS and case[1] in NO_CALLS)]
+
+
+@pytest.mark.parametrize(("family", "name"), COMPARED)
+def test_encode_under_a_public_template_trains_what_its_marks_do(family, name):
+    messages = CONVERSATIONS[name]
+    theirs = "".join(marked(family, messages))
+    at = 0
+    for (_, ours), answer in zip(
+        trained(encoder_of(family), messages), [m for m in messages if m["role"] == "assistant"], strict=True
+    ):
+        thought = answer.get("reasoning_content", "")
+        body = _ENDS.sub("", ours)
+        if thought and thought not in theirs:  # dropped from an earlier turn
+            body = body[body.index(answer["content"] or "<", body.index(thought) + len(thought)) :]
+        # The same text, less an empty thought that one of both begins with.
+        text = next((body[n:] for n in range(len(body)) if theirs.find(body[n:], at) >= 0), "")
+        assert text and (answer["content"] or "read_gauge") in text
+        assert text == body or not re.sub(r"</?think>|\s", "", body[: -len(text)])
+        at = theirs.find(text, at) + len(text)
+
+
+@pytest.mark.parametrize(("family", "name"), [(f, n) for f, names in REFUSED.items() for n in sorted(names)])
+def test_encode_refuses_what_a_public_template_cannot_write(family, name):
+    with pytest.raises(BadRecord, match="template"):
+        trained(encoder_of(family), CONVERSATIONS[name])
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_encode_with_a_tokenizer_without_the_templates_tokens_ends_with_its_own(family, name):
+    """As of a base model that is given a chat template: an engine can stop only at the tokenizer's end."""
+    messages = CONVERSATIONS[name]
+    found = trained(encoder_of(family, own_tokens=False), messages)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    assert len(found) == len(answers)
+    for (_, text), answer in zip(found, answers, strict=True):
+        assert answer["content"] in text
+        assert text.endswith("<|im_end|>") and text.count("<|im_end|>") == 1

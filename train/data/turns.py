@@ -1,0 +1,290 @@
+"""Finds what the model is to write in a rendered conversation, under any chat template. Pure, on text.
+
+An engine is asked with the conversation up to a turn and the template's generation prompt; what the model is to write
+is the rest of that turn, up to and with the end of turn at which an engine stops. So a trained turn is always
+`prompt + written`, the prompt being the very text that an engine sees. Where the text of the whole conversation has
+both of every trained turn, one row holds them all. Where a template writes earlier turns otherwise than the last one
+(Qwen 3 drops their thoughts, gpt-oss ends them with another token), such a turn is a row of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from train.data.formats import BadRecord
+
+Messages = Sequence[dict[str, Any]]
+Render = Callable[..., str]
+"""(messages, tools, add_generation_prompt=False) to text. Raises BadRecord for what the template refuses."""
+
+PROBE = "Zq7xV"  # stands for an answer; no template has it
+_MARKER = re.compile(r"\s*(<[^\s<>]+>)")
+_THOUGHT_TAGS = re.compile(r"</?think>")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """text: what is tokenised. spans: (start, end) characters of it that are trained; text[:start] is the prompt."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnForm:
+    """How a template begins and ends an answer.
+
+    header: what it writes before an answer, which is no part of one where the generation prompt leaves it out. tail:
+    what it writes after the last answer. end: what is trained in its place: up to the first token that ends an answer,
+    or the marker of the next turn where the template has no tail (GLM's "<|user|>").
+    """
+
+    header: str
+    tail: str
+    end: str
+
+
+def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> TurnForm:
+    """The form of the template behind `render`. stops: whether a text has a token at which an engine can stop. eos: the
+    tokenizer's end of text, added where the template's own end is no such token: an engine would never stop."""
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    answer = {"role": "assistant", "content": PROBE}
+    text = _try(render, [*asked, answer])
+    if text is None:
+        asked = [{"role": "system", "content": "b"}, *asked]
+        text = _try(render, [*asked, answer])
+    if text is None or PROBE not in text:
+        return TurnForm("", "", eos or "")
+    before, _, tail = text.rpartition(PROBE)
+    question = _try(render, asked)
+    header = before[len(question) :] if question is not None and before.startswith(question) else ""
+    followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}]) or text).rpartition(PROBE)[2]
+    tail = tail.rstrip()
+    end = tail
+    if not followed.startswith(tail):  # what follows the end of the last turn alone, as Phi 3's <|endoftext|>
+        shorter = re.match(r"\s*\S+", tail)
+        if shorter and stops(shorter[0]):
+            end = shorter[0]
+    if not tail and (marker := _MARKER.match(followed)):
+        end = marker[1]
+    return TurnForm(header if header.strip() else "", tail, end if stops(end) else end + (eos or ""))
+
+
+def rows(
+    render: Render, messages: Messages, tools: Any, form: TurnForm, stops: Callable[[str], bool], *, apart: bool = False
+) -> list[Row]:
+    """The rows of a conversation: one for all trained turns where they line up, and one for each that does not. apart:
+    one for each trained turn in any case. Raises BadRecord where the template loses something of a trained turn."""
+    whole = render(messages, tools)
+    together: list[tuple[int, int]] = []
+    own: list[Row] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or message.get("weight", 1) == 0:
+            continue
+        prompt, written = _turn(render, messages, index, tools, form, stops)
+        if index == len(messages) - 1 and whole.startswith(prompt):
+            whole = prompt + written  # with its end of turn, which some templates leave to the next message
+        end = None if apart else _end_in(whole, prompt, written, message)
+        if end is None:
+            own.append(Row(prompt + written, ((len(prompt), len(prompt) + len(written)),)))
+        else:
+            together.append((len(prompt), end))
+    return own + ([Row(whole[: together[-1][1]], tuple(together))] if together else [])
+
+
+def prompt(render: Render, messages: Messages, tools: Any) -> str:
+    """What an engine is asked with after these messages. Raises BadRecord where the template leaves their calls out."""
+    text = render(messages, tools, add_generation_prompt=True)
+    if any(message.get("tool_calls") for message in messages):
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        if _try(render, bare, tools, add_generation_prompt=True) == text:
+            raise BadRecord("has calls, which the model's chat template does not write")
+    return text
+
+
+def _turn(
+    render: Render, messages: Messages, index: int, tools: Any, form: TurnForm, stops: Callable[[str], bool]
+) -> tuple[str, str]:
+    """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
+    before, message = messages[:index], messages[index]
+    through = render(messages[: index + 1], tools)
+    prompt = _try(render, before, tools, add_generation_prompt=True) if before else None
+    parting = _parting(prompt, through) if prompt is not None else 0
+    if prompt is not None and _speaks(prompt[parting:], before):
+        # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): begin after the
+        # longest end of the prompt that both have.
+        ending = _shared_ending(prompt, through)
+        parting = through.index(ending) + len(ending) if _speaks(ending, before) else 0
+    if prompt is None or not parting:  # the template refuses a conversation without its answer: two answers part there
+        parting = _answer_begins(render, before, tools, through)
+        prompt = through[:parting] if prompt is None else prompt
+    written = _ended(
+        render, messages[: index + 1], tools, through, through[parting:].removeprefix(form.header), form, stops
+    )
+    if lost := _lost(message, written):
+        raise BadRecord(
+            f"has {lost} in messages[{index}], which the model's chat template does not write, so that nothing of it "
+            "would be trained; remove it, or give the model a chat template that writes it"
+        )
+    return prompt, written
+
+
+def _ended(
+    render: Render,
+    through_messages: Messages,
+    tools: Any,
+    through: str,
+    written: str,
+    form: TurnForm,
+    stops: Callable[[str], bool],
+) -> str:
+    """`written` with exactly one end of turn."""
+    body = written.rstrip() if form.tail else written
+    if form.tail and body.endswith(form.tail):
+        return body.removesuffix(form.tail) + form.end
+    calls = through_messages[-1].get("tool_calls")
+    if not calls:
+        return body if form.tail and stops(body[-_LAST:]) else body.rstrip("\n") + form.end
+    if not form.tail:
+        result = {
+            "role": "tool",
+            "content": PROBE,
+            "tool_call_id": calls[-1].get("id", ""),
+            "name": name_of(calls[-1]),
+        }
+        after = _try(render, [*through_messages, result], tools)
+        marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
+        return body.rstrip("\n") + (marker[1] if marker and stops(marker[1]) else form.end)
+    return body if _closes(render, through_messages, tools, body, stops) else body + form.end
+
+
+_LAST = 64  # characters: no end of turn is longer
+
+
+def _closes(render: Render, messages: Messages, tools: Any, body: str, stops: Callable[[str], bool]) -> bool:
+    """Whether a turn of calls ends with an end of turn of its own (gpt-oss's <|call|>), not with the end of a call."""
+    last = re.search(r"<[^\s<>]+>$", body)
+    if last is None or not stops(last[0]):
+        return False
+    twice = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], messages[-1]["tool_calls"][-1]]}
+    doubled = _try(render, [*messages[:-1], twice], tools)
+    return doubled is None or doubled.count(last[0]) <= render(messages, tools).count(last[0])
+
+
+def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> int | None:
+    """Where in the text of the whole conversation the turn ends; None if it is written otherwise there."""
+    if not whole.startswith(prompt):
+        return None
+    if whole.startswith(written, len(prompt)):
+        return len(prompt) + len(written)
+    # Written without what only the last turn begins with: an empty thought. An engine is asked with the same prompt.
+    head = whole[len(prompt) : len(prompt) + 8]
+    at = written.find(head, 1) if head else -1
+    while at > 0:
+        rest = written[at:]
+        if whole.startswith(rest, len(prompt)):
+            return None if _lost(message, rest) else len(prompt) + len(rest)
+        at = written.find(head, at + 1)
+    return None
+
+
+def _answer_begins(render: Render, before: Messages, tools: Any, through: str) -> int:
+    """Where the text of an answer begins in `through`: two answers part there."""
+    other = _try(render, [*before, {"role": "assistant", "content": PROBE}], tools)
+    if other is None:
+        raise BadRecord("is rendered by the model's chat template in a way that does not show where an answer begins")
+    return min(_parting(other, through), other.rfind(PROBE))
+
+
+def _shared_ending(one: str, other: str) -> str:
+    """The longest end of `one` that is in `other`."""
+    least, most = 0, len(one)
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[-middle:] in other else (least, middle - 1)
+    return one[len(one) - least :]
+
+
+def _parting(one: str, other: str) -> int:
+    """Where two texts part, outside of a marker: "<think>" and "<tool_call>" part before the "<"."""
+    shared = os.path.commonprefix([one, other])
+    within = re.search(r"<[^\s<>]*$", shared)
+    return within.start() if within and len(shared) < min(len(one), len(other)) else len(shared)
+
+
+def _speaks(text: str, messages: Messages) -> bool:
+    """Whether `text` has the last words of what was said before: then it is more than a generation prompt."""
+    said = (messages[-1].get("content") or "").strip() if messages else ""
+    return bool(said) and said[-20:] in text
+
+
+def _lost(message: dict[str, Any], written: str) -> str | None:
+    """What of an assistant's message is not in what is written of it; None if all is."""
+    at = 0
+    for what, text in _texts(message):
+        found = next((end for form in _forms(text) if (end := _after(written, form, at)) >= 0), -1)
+        if found < 0:
+            return what
+        at = found
+    names = [name_of(call) for call in message.get("tool_calls") or ()]
+    for name in dict.fromkeys(names):
+        if written.count(name) < names.count(name):
+            return f"{names.count(name)} calls of {name!r}" if name in written else f"a call of {name!r}"
+    for call, name in zip(message.get("tool_calls") or (), names, strict=True):
+        for leaf in _leaves(call["function"]["arguments"]):
+            if not any(form in written for form in _forms(leaf)):
+                return f"the argument {leaf[:40]!r} of a call of {name!r}"
+    return None
+
+
+def _texts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if thought := (message.get("reasoning_content") or "").strip():
+        yield "reasoning", thought
+    pieces = _THOUGHT_TAGS.split(message.get("content") or "")
+    for number, piece in enumerate(pieces, 1):
+        if piece.strip():
+            yield ("text" if number == len(pieces) else "reasoning"), piece.strip()
+
+
+def _forms(text: str) -> Iterator[str]:
+    """The ways in which templates write a text."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+
+
+def _after(text: str, part: str, at: int) -> int:
+    """Where `part` ends in `text`, searched from `at`; -1 if it is not there."""
+    found = text.find(part, at)
+    return found + len(part) if found >= 0 else -1
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts, keys and whole numbers of a call's arguments; templates write other values in several ways."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield str(key)
+            yield from _leaves(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+
+
+def name_of(call: dict[str, Any]) -> str:
+    return str(call["function"]["name"])
+
+
+def _try(render: Render, messages: Messages, tools: Any = None, **options: Any) -> str | None:
+    try:
+        return render(messages, tools, **options)
+    except BadRecord:  # templates may insist on whole conversations
+        return None
