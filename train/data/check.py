@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from train.data.formats import BadRecord, Record, shape_of, to_chat
+from train.data.formats import BadFile, BadRecord, Record, left_out, shape_of, to_chat
 from train.data.lines import MAX_EXAMPLE_BYTES, examples, parse
 
 MAX_LISTED_ERRORS = 100
@@ -21,6 +21,8 @@ MAX_COUNTED_ERRORS = 10_000
 # Keys and roles in a reason come from the file and may be as long as an example.
 MAX_REASON_CHARACTERS = 300
 MIN_EXAMPLES = 10
+# Names of keys come from the file too.
+MAX_LEFT_OUT, _MAX_NAME = 30, 60
 # Examples whose tokens are counted, from the first on; those after them are estimated, corrected by what the first say.
 COUNTED_EXAMPLES = 2000
 
@@ -28,7 +30,7 @@ _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
 
 Convert = Callable[[Record, str], Record | None]
-Count = Callable[[Record], list[int]]
+Count = Callable[[Record], list[list[int]]]
 Refuses = Callable[[str], str | None]
 """`Method.refuses`."""
 Heard = Callable[[int, float], None]
@@ -39,11 +41,13 @@ Heard = Callable[[int, float], None]
 class DataReport:
     """What is in a data file; the longest example is measured by the longest of its sequences. `errors` has the first
     MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting stops at MAX_COUNTED_ERRORS. Tokens are counted or
-    estimated, see `check_training_file`; `example_tokens` has those of each of the first COUNTED_EXAMPLES examples.
-    `warnings` say what may be wrong, `notes` what was done."""
+    estimated, see `check_training_file`. n_rows: what is trained, more than the examples where the model's template
+    needs a row for each turn; `example_tokens` has the tokens of each of the first COUNTED_EXAMPLES rows.
+    `warnings` say what may be wrong, `notes` what was done. `left_out`: in how many examples each key was not read."""
 
     shape: str = "empty"
     n_examples: int = 0
+    n_rows: int = 0
     n_tokens_estimate: int = 0
     longest_example_tokens: int = 0
     example_tokens: list[int] = field(default_factory=list)
@@ -51,6 +55,7 @@ class DataReport:
     errors: list[tuple[int, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -79,7 +84,7 @@ def check_training_file(
     The shape of most of its records is the shape of the file, of those that the method takes if `refuses` says which; a
     record of another shape is an error. Only a file of several shapes is read twice. `convert`
     (train.methods: a method's, or that of all) makes what is written of a record, None if there is nothing to write.
-    `count` gives the tokens of each sequence of a converted record, for `counted` records, BadRecord if the
+    `count` gives the tokens of each sequence of each row of a converted record, for `counted` records, BadRecord if the
     model's chat template or the method refuses it; without it they are estimated. `heard` is called after each example.
     The chat file exists afterwards only if the report is `ok` and its records were converted. Raises OSError if the
     file is unreadable.
@@ -144,7 +149,7 @@ def _read(
                     written = _example(report, raw, output, convert, tokens, shapes)
                 except BadRecord as bad:
                     report.add_error(line, str(bad))
-                    if report.n_errors >= MAX_COUNTED_ERRORS:
+                    if isinstance(bad, BadFile) or report.n_errors >= MAX_COUNTED_ERRORS:
                         break
                 if heard is not None:
                     seen, read_bytes = seen + 1, read_bytes + (len(raw) if isinstance(raw, bytes) else 0)
@@ -170,22 +175,25 @@ class _Tokens:
 
     def __init__(self, count: Count | None, most: int):
         self._count, self._most = count, most
-        self._counted, self._tokens, self._estimated = 0, 0, 0
+        self._counted = self._rows = self._tokens = self._estimated = 0
 
-    def of(self, made: Record | None) -> list[int]:
-        """The tokens of each sequence of a converted record. Raises BadRecord."""
+    def of(self, made: Record | None) -> list[list[int]]:
+        """The tokens of each sequence of each row of a converted record. Raises BadRecord."""
         if made is None:
-            return [0]
+            return [[0]]
         estimates = [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
         if self._count is None:
-            return estimates
+            return [estimates]
         if self._counted == self._most:
-            return [int(estimate * self._tokens / max(1, self._estimated)) for estimate in estimates]
-        tokens = self._count(made)
+            of_each = max(1, round(self._rows / self._counted))
+            scale = self._tokens / max(1, self._estimated * of_each)
+            return [[int(estimate * scale) for estimate in estimates]] * of_each
+        rows = self._count(made)
         self._counted += 1
-        self._tokens += sum(tokens)
+        self._rows += len(rows)
+        self._tokens += sum(map(sum, rows))
         self._estimated += sum(estimates)
-        return tokens
+        return rows
 
 
 def _example(
@@ -204,15 +212,24 @@ def _example(
     report.shape = shapes.wanted or found
     shape = shapes.look(found)
     made = convert(record, shape)
-    sequences = tokens_of.of(made)
+    rows = tokens_of.of(made)
     if output and made is not None:
         output.write(orjson.dumps(made) + b"\n")
+    count_left_out(report.left_out, record, shape)
     report.n_examples += 1
-    report.n_tokens_estimate += sum(sequences)
-    if len(report.example_tokens) < COUNTED_EXAMPLES:
-        report.example_tokens.append(sum(sequences))
-    report.longest_example_tokens = max(report.longest_example_tokens, *sequences)
+    report.n_rows += len(rows)
+    report.n_tokens_estimate += sum(map(sum, rows))
+    report.example_tokens += map(sum, rows[: max(0, COUNTED_EXAMPLES - len(report.example_tokens))])
+    report.longest_example_tokens = max(report.longest_example_tokens, *map(max, rows))
     return made is not None
+
+
+def count_left_out(counts: dict[str, int], record: Record, shape: str) -> None:
+    """Adds the keys of a record that are not read; those beyond MAX_LEFT_OUT are counted together."""
+    for name in left_out(record, shape):
+        short = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
+        key = short if short in counts or len(counts) < MAX_LEFT_OUT else "others"
+        counts[key] = counts.get(key, 0) + 1
 
 
 def estimate_tokens(chat: dict[str, Any]) -> int:
@@ -230,3 +247,6 @@ def _summarise(report: DataReport) -> None:
         report.warnings.append(f"only {report.n_examples} examples; to learn from, at least {MIN_EXAMPLES} are wanted")
     if report.ok and report.shape not in ("chat", "preference", "prompt"):
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
+    if report.ok and report.left_out:
+        keys = ", ".join(f"{name} ({count})" for name, count in sorted(report.left_out.items()))
+        report.notes.append(f"left out, as nothing is learnt from these keys (of so many examples): {keys}")

@@ -1,321 +1,311 @@
-"""Recognises the formats of fine-tuning data and converts them to OpenAI's chat format. Pure; one record at a time.
+"""Recognises the shapes of fine-tuning data by their keys and converts them to OpenAI's chat format. Pure.
 
-chat              {"messages": [{"role", "content", "weight"?, "tool_calls"?, ...}], "tools"?}   (OpenAI)
-alpaca            {"instruction", "input"?, "output", "system"?, "history"?}     (stanford_alpaca)
-sharegpt          {"conversations": [{"from", "value"}], "system"?, "tools"?}    (ShareGPT, LLaMA-Factory)
-prompt_completion {"prompt", "completion"}                                       (OpenAI legacy, TRL)
-question_answer   {"question", "answer"}                                         (GSM8K)
-preference        pairs of outputs, converted by train.data.preferences
-prompt            as chat, but it ends with the user: converted by train.data.prompts
+SHAPES is the table: which keys choose a shape, which are read of it, and which make a record unusable. A converter gets
+the keys that its shape reads and no others; the rest is left out, and `left_out` names it for reports.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from weights.format.legacy_functions import LegacyRefused, has_call, tools_of, with_tool_call
-
-Record = dict[str, Any]
-# Templates may take the square of their number, and no context holds as many.
-MOST_MESSAGES = 8192
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_MESSAGE_KEYS = set(
-    "role content name weight tool_calls tool_call_id function_call refusal reasoning reasoning_content audio".split()
+from train.data import preferences
+from train.data.messages import (
+    MEDIA_REFUSES,
+    SYSTEM,
+    Refusals,
+    ends_with_user,
+    is_given,
+    is_off,
+    left_out_of_turns,
+    listed,
+    read_messages,
+    read_tools,
+    refuse,
+    with_system,
 )
-_CHAT_KEYS = {"messages", "tools", "parallel_tool_calls", "functions", "metadata"}
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-    "function_call": "function_call",
+from train.data.preferences import OUTPUTS, SIDES, Pair
+from train.data.records import BadFile, BadRecord, NoAnswer, Record, is_empty, kind_of, one_of
+
+__all__ = [
+    "SHAPES",
+    "BadFile",
+    "BadRecord",
+    "NoAnswer",
+    "Record",
+    "check_chat",
+    "left_out",
+    "shape_of",
+    "to_chat",
+    "to_pair",
+]
+
+_REQUEST = frozenset((*SYSTEM, "tools", "functions", "parallel_tool_calls"))
+_MORE = ("input", "context")
+_QUESTION = ("prompt", "question", "query", "instruction")
+_CONVERSATION = ("conversations", "conversation")
+_INPUT_READS = frozenset(("messages", "tools", "functions", "parallel_tool_calls"))
+_ASKED = _REQUEST | {*_MORE, "history"}
+
+_MARKS = frozenset(
+    "good bad chosen rejected accept accepted reject desirable undesirable preferred like dislike true false yes no "
+    "upvote downvote thumbs_up thumbs_down up down +1 -1 0 1".split()
+)
+
+
+def _is_mark(value: Any) -> bool:
+    """Whether a label tells good answers from bad ones; others name a class of texts."""
+    if isinstance(value, str):
+        return value.strip().lower() in _MARKS
+    return isinstance(value, (bool, int, float)) and value in (-1, 0, 1)
+
+
+def _is_set(value: Any) -> bool:
+    return is_given(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
+
+
+_UNPAIRED = (
+    "a mark of good and bad answers without pairs (as for KTO), which no method takes; keep the good answers without "
+    "the key, or make pairs for dpo: prompt, chosen, rejected"
+)
+_ONE_SIDE = "the answer not to give, which is learnt from pairs only: prompt, chosen, rejected, with the method dpo"
+_REFUSES: Refusals = {
+    **MEDIA_REFUSES,
+    "chat_template_kwargs": (_is_set, "chat templates get no arguments of a row; write them into the system message"),
+}
+_CHAT_REFUSES: Refusals = {
+    **_REFUSES,
+    **{
+        key: (_is_mark, _UNPAIRED)
+        for key in "label kto_tag kto_label is_chosen is_preferred is_good desirable preference feedback chosen".split()
+    },
+    **{key: (_is_set, _ONE_SIDE) for key in ("rejected", "rejected_response", "rejected_messages", OUTPUTS[1])},
+    **{key: (is_off, "so nothing of the row would be learnt; leave out the row") for key in ("weight", "train")},
 }
 
 
-class BadRecord(Exception):
-    """Why one record cannot be used; the text is shown beside its line number."""
+@dataclass(frozen=True)
+class Shape:
+    """name: in reports and for methods; several rows of the table may share one. has: keys that have to be there,
+    whatever is in them. needs: of each of these groups one key has to have a value. convert: the turns of a
+    conversation, or a Pair of them. reads: further keys that `convert` and the checks get. refuses: keys that make a
+    record unusable. when: what else chooses the shape."""
+
+    name: str
+    needs: tuple[tuple[str, ...], ...]
+    convert: Callable[[Record], Any]
+    reads: frozenset[str] = _REQUEST
+    refuses: Refusals = field(default_factory=lambda: _CHAT_REFUSES)
+    has: tuple[str, ...] = ()
+    when: Callable[[Record], bool] = lambda record: True
+    keys: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", self.reads.union(*self.needs))
+
+    def fits(self, record: Record) -> bool:
+        return (
+            all(key in record for key in self.has)
+            and all(any(is_given(record.get(key)) for key in group) for group in self.needs)
+            and self.when(record)
+        )
+
+    def is_meant(self, record: Record) -> bool:
+        """Whether a record has the keys, whatever is in them."""
+        return all(key in record for key in self.has) and all(
+            any(key in record for key in group) for group in self.needs
+        )
 
 
 def shape_of(record: Any) -> str:
-    """Shape of a record, from its keys. Raises BadRecord when it has none we know."""
-    if not isinstance(record, dict):
-        raise BadRecord(f"is a {_kind(record)}, expected a JSON object")
-    keys = record.keys()
-    if {"chosen", "rejected"} <= keys or {"preferred_output", "non_preferred_output"} <= keys:
-        return "preference"
-    if "messages" in keys:
-        return "prompt" if _ends_with_user(record["messages"]) else "chat"
-    if "conversations" in keys:
-        return "sharegpt"
-    if "instruction" in keys and "output" in keys:
-        return "alpaca"
-    if {"prompt", "completion"} <= keys:
-        return "prompt_completion"
-    if {"question", "answer"} <= keys:
-        return "question_answer"
-    raise BadRecord(
-        f"has the keys {sorted(map(str, keys))[:8]}; expected 'messages' (OpenAI chat), 'instruction' and 'output' "
-        "(alpaca), 'conversations' (ShareGPT), 'prompt' and 'completion', 'question' and 'answer', or for pairs "
-        "'input', 'preferred_output' and 'non_preferred_output' (OpenAI) or 'chosen' and 'rejected' (TRL, ShareGPT)"
-    )
-
-
-def _ends_with_user(messages: Any) -> bool:
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") == "user"
+    """Name of a record's shape, from its keys. Raises BadRecord when it has none we know."""
+    return _shape(record).name
 
 
 def to_chat(record: Record, shape: str) -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
-    if shape not in _CONVERT:
+    row = _shape(record)
+    if "preference" in (shape, row.name):
         raise BadRecord(f"has the shape {shape!r}, which is not a conversation")
-    return check_chat(_CONVERT[shape](record))
+    given = _read(row, record)
+    return _checked(with_system(row.convert(given), given), given, _name(given))
 
 
 def check_chat(record: Record) -> Record:
-    """The chat record with only what training reads; text parts joined. Raises BadRecord with the reason."""
-    unknown = record.keys() - _CHAT_KEYS
-    if unknown:
-        raise BadRecord(f"has the unknown key {sorted(map(str, unknown))[0]!r} next to 'messages'")
-    checked = check_messages(record)
-    if not any(m["role"] == "assistant" for m in checked):
+    """`to_chat` of a record of OpenAI's shape."""
+    return to_chat(record, "chat")
+
+
+def to_pair(record: Record) -> list[Record]:
+    """[with the preferred output, with the other] as checked chats, of which only the output is learnt. Raises
+    BadRecord."""
+    row = _shape(record)
+    given = _read(row, record)
+    pair: Pair = row.convert(given)
+    request = given["input"] if isinstance(given.get("input"), dict) else given
+    prompt = with_system(pair.prompt, given)
+    first = len(read_messages(prompt))
+    chats = [_checked([*prompt, *output], request) for output in pair.outputs]
+    if chats[0]["messages"] == chats[1]["messages"]:
+        raise BadRecord("both outputs are the same, so there is nothing to prefer")
+    for chat in chats:
+        if (last := chat["messages"][first - 1])["role"] == "assistant":
+            raise BadRecord(f"the prompt ends with a message from {last['role']!r}; expected the turn that is answered")
+        for index, message in enumerate(chat["messages"]):
+            if message["role"] == "assistant":
+                message["weight"] = int(index >= first)
+    return chats
+
+
+def left_out(record: Record, shape: str) -> set[str]:
+    """Names of the keys of a record that are not read, of its turns and calls too: `source`, `messages[].id`. All
+    further fields of a prompt are its item."""
+    row, names = _shape(record), set[str]()
+    if shape != "prompt":
+        names |= {key for key in record.keys() - row.keys if is_given(record[key])}
+    for key in row.keys & record.keys():
+        value = record[key]
+        if key == "input" and isinstance(value, dict):
+            names |= {f"input.{inner}" for inner in value.keys() - _INPUT_READS if is_given(value[inner])}
+            names.update(left_out_of_turns(value.get("messages"), "input.messages"))
+        elif key not in _REQUEST:
+            names.update(left_out_of_turns(listed(value), key))
+    return names
+
+
+def _read(row: Shape, record: Record) -> Record:
+    """What a shape reads of a record. Raises BadRecord for what it refuses."""
+    refuse(record, row.refuses)
+    return {key: value for key, value in record.items() if key in row.keys}
+
+
+def _shape(record: Any) -> Shape:
+    if not isinstance(record, dict):
+        raise BadRecord(f"is a {kind_of(record)}, expected a JSON object")
+    for row in SHAPES:
+        if row.fits(record):
+            return row
+    for row in SHAPES:
+        if row.is_meant(record):
+            return row
+    raise BadRecord(_no_shape(record))
+
+
+def _no_shape(record: Record) -> str:
+    keys = sorted(map(str, record))
+    nested = [key for key in keys if isinstance(record[key], list) and record[key] and _has_shape(record[key][0])]
+    if nested:
+        return f"is one object with the examples in {nested[0]!r}: jq -c '.{nested[0]}[]' FILE > train.jsonl"
+    return (
+        f"has the keys {keys[:8]}; expected 'messages' (OpenAI chat), 'conversations' (ShareGPT), 'instruction' and "
+        "'output' (alpaca), 'prompt' and 'completion', 'question' and 'answer', or for pairs 'chosen' and 'rejected'"
+    )
+
+
+def _has_shape(record: Any) -> bool:
+    return isinstance(record, dict) and any(row.fits(record) for row in SHAPES)
+
+
+def _name(record: Record) -> str:
+    return next((name for name in _CONVERSATION if record.get(name) is not None), "messages")
+
+
+def _checked(turns: Any, record: Record, name: str = "messages") -> Record:
+    """The chat record of turns and of the tools in `record`. Raises BadRecord."""
+    messages = read_messages(turns, name)
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
         raise BadRecord("has no assistant message, so there is nothing to learn")
-    if checked[-1]["role"] != "assistant":
-        raise BadRecord(f"the last message is from {checked[-1]['role']!r}; expected 'assistant'")
-    if all(m.get("weight") == 0 for m in checked if m["role"] == "assistant"):
-        raise BadRecord("every assistant message has weight 0, so there is nothing to learn")
-    _check_parallel_calls(record, checked)
-    return {"messages": checked, **tools_in(record)}
-
-
-def check_messages(record: Record) -> list[Record]:
-    """The messages of a record with only what training reads. Raises BadRecord with the reason."""
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRecord("'messages' must be a list with at least one message")
-    if len(messages) > MOST_MESSAGES:
-        raise BadRecord(f"has {len(messages)} messages, at most {MOST_MESSAGES} are allowed in one example")
-    return [_message(index, _with_tool_call(index, message)) for index, message in enumerate(messages)]
+    if messages[-1]["role"] != "assistant":
+        raise BadRecord(f"the last message is from {messages[-1]['role']!r}; expected 'assistant'")
+    if all(message.get("weight") == 0 for message in answers):
+        raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
+    _check_parallel_calls(record, messages)
+    return {"messages": messages, **read_tools(record)}
 
 
 def _check_parallel_calls(record: Record, messages: list[Record]) -> None:
     """Raises BadRecord: templates do not know of it, so that it is only kept by what is learnt."""
     allowed = record.get("parallel_tool_calls")
     if allowed is not None and not isinstance(allowed, bool):
-        raise BadRecord(f"'parallel_tool_calls' is a {_kind(allowed)}, expected true or false")
+        raise BadRecord(f"'parallel_tool_calls' is a {kind_of(allowed)}, expected true or false")
     for index, message in enumerate(messages):
         if allowed is False and message.get("weight") != 0 and len(calls := message.get("tool_calls", ())) > 1:
             raise BadRecord(f"messages[{index}] has {len(calls)} tool calls, and 'parallel_tool_calls' is false")
 
 
-def tools_in(record: Record) -> Record:
-    """{"tools"} of a record that has any, also by OpenAI's older name, else {}. Raises BadRecord with the reason."""
-    tools = record.get("tools")
-    if record.get("functions") is not None:
-        if tools is not None:
-            raise BadRecord("has both 'tools' and 'functions', which is OpenAI's older name of the same")
-        tools = tools_of(record["functions"])
-    return {} if tools is None else {"tools": _tools(tools)}
+# -- converters --------------------------------------------------------------------------------------------------------
 
 
-def _with_tool_call(index: int, message: Any) -> Any:
-    if not has_call(message):
-        return message
-    try:
-        return with_tool_call(index, message)
-    except LegacyRefused as error:
-        raise BadRecord(str(error)) from error
+def _asked(record: Record) -> list[Record]:
+    """The turns up to the question, of a text with more of it in another field, or a list of messages."""
+    asked, more = one_of(record, _QUESTION), one_of(record, _MORE)
+    if isinstance(asked, list):
+        if is_given(more):
+            raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
+        return [*_history(record), *asked]
+    for value in (asked, more):
+        if value is not None and not isinstance(value, str):
+            key = next(key for key in record if record[key] is value)
+            raise BadRecord(f"{key!r} must be a text or a list of messages, and is a {kind_of(value)}")
+    text = "\n".join(part for part in (asked, more) if part)
+    if not text.strip():
+        keys = [key for key in (*_QUESTION, *_MORE) if key in record]
+        raise BadRecord(f"has no prompt: nothing in {' and '.join(map(repr, keys))}")
+    return [*_history(record), {"role": "user", "content": text}]
 
 
-def _message(index: int, message: Any) -> Record:
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise BadRecord(f"{where} is a {_kind(message)}, expected an object")
-    unknown = message.keys() - _MESSAGE_KEYS
-    if unknown:
-        raise BadRecord(f"{where} has the unknown key {sorted(map(str, unknown))[0]!r}")
-    role = message.get("role")
-    if role not in ROLES:
-        raise BadRecord(f"{where}.role is {_short(role)}; expected one of {', '.join(ROLES)}")
-    result: Record = {"role": "system" if role == "developer" else role}
-    calls = message.get("tool_calls")
-    if calls is not None:
-        if role != "assistant":
-            raise BadRecord(f"{where}.tool_calls belongs to assistant messages only")
-        result["tool_calls"] = _tool_calls(where, calls)
-    content = _text(where, message.get("content"))
-    if content is None and not calls:
-        raise BadRecord(f"{where}.content is missing")
-    result["content"] = content or ""
-    if role == "assistant" and not calls and not result["content"].strip():
-        raise BadRecord(f"{where} is an assistant message without text")
-    if "weight" in message:
-        weight = message["weight"]
-        if role != "assistant" or isinstance(weight, bool) or weight not in (0, 1):
-            raise BadRecord(f"{where}.weight is {_short(weight)}; expected 0 or 1, on assistant messages only")
-        result["weight"] = int(weight)
-    if role == "tool":
-        if not isinstance(message.get("tool_call_id"), str):
-            raise BadRecord(f"{where} is from a tool and needs a 'tool_call_id' (string)")
-        result["tool_call_id"] = message["tool_call_id"]
-    # What a model thinks is `reasoning` in answers of vLLM; templates and others know it by its older name.
-    for key, kept in (("name", "name"), ("reasoning", "reasoning_content"), ("reasoning_content", "reasoning_content")):
-        if message.get(key) is not None:
-            if not isinstance(message[key], str):
-                raise BadRecord(f"{where}.{key} is a {_kind(message[key])}, expected a string")
-            if result.get(kept, message[key]) != message[key]:
-                raise BadRecord(f"{where} has two different texts as 'reasoning' and 'reasoning_content'")
-            result[kept] = message[key]
-    return result
-
-
-def _text(where: str, content: Any) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRecord(f"{where}.content is a {_kind(content)}, expected a string or a list of text parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRecord(f"{where}.content has a part of type {_short(kind)}; only text can be trained on")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _tool_calls(where: str, calls: Any) -> list[Record]:
-    if not isinstance(calls, list) or not calls:
-        raise BadRecord(f"{where}.tool_calls must be a list with at least one call")
-    checked = []
-    for number, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRecord(f"{where}.tool_calls[{number}] needs 'function' with a 'name'")
-        arguments = function.get("arguments", "{}")
-        if not isinstance(arguments, str):
-            raise BadRecord(f"{where}.tool_calls[{number}].function.arguments must be a string that holds JSON")
-        try:
-            json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"{where}.tool_calls[{number}].function.arguments is not JSON ({error})") from error
-        named = {"name": function["name"], "arguments": arguments}
-        checked.append({"id": str(call.get("id", f"call_{number}")), "type": "function", "function": named})
-    return checked
-
-
-def _tools(tools: Any) -> list[Record]:
-    if not isinstance(tools, list):
-        raise BadRecord(f"'tools' is a {_kind(tools)}, expected a list")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRecord(f"tools[{index}] needs 'type': 'function' and 'function' with a 'name'")
-    return tools
-
-
-def _alpaca(record: Record) -> Record:
-    for key in ("instruction", "input", "output", "system"):
-        if record.get(key) is not None and not isinstance(record[key], str):
-            raise BadRecord(f"{key!r} is a {_kind(record[key])}, expected a string")
-    messages: list[Record] = []
-    if record.get("system"):
-        messages.append({"role": "system", "content": record["system"]})
+def _history(record: Record) -> Iterator[Record]:
     for turn in record.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(side, str) for side in turn)):
             raise BadRecord("'history' must be a list of [question, answer] pairs")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    question = "\n".join(part for part in (record.get("instruction"), record.get("input")) if part)
-    if not question:
-        raise BadRecord("'instruction' and 'input' are both empty")
-    messages.append({"role": "user", "content": question})
-    return {"messages": [*messages, {"role": "assistant", "content": record.get("output")}]}
+        yield {"role": "user", "content": turn[0]}
+        yield {"role": "assistant", "content": turn[1]}
 
 
-def _sharegpt(record: Record) -> Record:
-    turns = record.get("conversations")
-    if not isinstance(turns, list) or not turns:
-        raise BadRecord("'conversations' must be a list with at least one turn")
-    messages: list[Record] = []
-    if record.get("system"):
-        messages.append({"role": "system", "content": record["system"]})
-    last_call = ""
-    for index, turn in enumerate(turns):
-        where = f"conversations[{index}]"
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise BadRecord(f"{where} needs 'from' and 'value' (strings)")
-        role = _SHAREGPT_ROLES.get(str(turn.get("from")))
-        if role is None:
-            expected = "human, gpt, system, function_call or observation"
-            raise BadRecord(f"{where}.from is {_short(turn.get('from'))}; expected {expected}")
-        if role == "function_call":
-            last_call = f"call_{index}"
-            call = _sharegpt_call(where, turn["value"], last_call)
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        elif role == "tool":
-            messages.append({"role": "tool", "content": turn["value"], "tool_call_id": last_call or "call_0"})
-        else:
-            messages.append({"role": role, "content": turn["value"]})
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"'tools' is not JSON ({error})") from error
-    if isinstance(tools, list):
-        tools = [t if isinstance(t, dict) and "function" in t else {"type": "function", "function": t} for t in tools]
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+def _answered(record: Record, answer: tuple[str, ...]) -> list[Record]:
+    value = one_of(record, answer)
+    if is_empty(value):
+        raise NoAnswer(f"{next(key for key in answer if key in record)!r} is empty")
+    if not isinstance(value, (str, list)):
+        raise BadRecord(f"{answer[0]!r} is a {kind_of(value)}, expected a string or a list of messages")
+    return [*_asked(record), *(value if isinstance(value, list) else [{"role": "assistant", "content": value}])]
 
 
-def _sharegpt_call(where: str, value: str, call_id: str) -> Record:
-    try:
-        call = json.loads(value)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(f"{where}.value must be JSON with 'name' and 'arguments'") from error
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _called(record: Record) -> list[Record]:
+    """The answers are calls, as a list or as JSON text."""
+    return [*_asked(record), {"role": "assistant", "tool_calls": record["answers"]}]
 
 
-def _pair(question_key: str, answer_key: str) -> Callable[[Record], Record]:
-    def convert(record: Record) -> Record:
-        messages: list[Record] = []
-        for key, role in ((question_key, "user"), (answer_key, "assistant")):
-            value = record[key]
-            if isinstance(value, str):
-                messages.append({"role": role, "content": value})
-            elif isinstance(value, list):
-                messages += value
-            else:
-                raise BadRecord(f"{key!r} is a {_kind(value)}, expected a string or a list of messages")
-        return {"messages": messages}
-
-    return convert
+def _conversation(record: Record) -> Any:
+    return one_of(record, ("messages", *_CONVERSATION))
 
 
-def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **more: Any) -> Shape:
+    return Shape(name, (question, answer), partial(_answered, answer=answer), _ASKED, **more)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _pair(convert: Callable[[Record], Pair], *needs: tuple[str, ...], **more: Any) -> Shape:
+    return Shape("preference", (SIDES, *needs), convert, refuses=_REFUSES, has=SIDES, **more)
 
 
-_CONVERT: dict[str, Callable[[Record], Record]] = {
-    "chat": lambda record: record,
-    "alpaca": _alpaca,
-    "sharegpt": _sharegpt,
-    "prompt_completion": _pair("prompt", "completion"),
-    "question_answer": _pair("question", "answer"),
-}
+SHAPES: tuple[Shape, ...] = (
+    Shape("preference", (("input",), OUTPUTS), preferences.of_openai, frozenset(), _REFUSES, has=OUTPUTS),
+    # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
+    # alike.
+    _pair(preferences.of_conversations, when=preferences.is_conversations),
+    _pair(lambda record: preferences.of_prompt(_asked(record), record), (*_QUESTION, "input"), reads=_ASKED),
+    _pair(lambda record: preferences.of_prompt(_conversation(record), record), (*_CONVERSATION, "messages")),
+    _pair(preferences.of_texts),
+    # The method decides what a conversation that ends with the user is: train.data.prompts.
+    Shape("prompt", (("messages",),), _conversation, when=lambda record: ends_with_user(record["messages"])),
+    Shape("chat", (("messages",),), _conversation),
+    Shape("sharegpt", (_CONVERSATION,), _conversation),
+    Shape("query_calls", (("query", "question", "instruction"), ("answers",), ("tools",)), _called, _ASKED),
+    _single("alpaca", ("instruction",), ("output", "response")),
+    _single("prompt_completion", ("prompt",), ("completion", "response")),
+    _single("question_answer", ("question", "query"), ("answer", "response")),
+    _single("input_output", ("input",), ("output",), when=lambda record: "instruction" not in record),
+)

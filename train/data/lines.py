@@ -1,8 +1,7 @@
 """Cuts a data file into its examples and parses each, in bounded memory.
 
 A hostile file costs no more than a good one: lines are read with a limit, JSON arrays are cut into their elements
-over a memory map, and every element is parsed alone by orjson, which is strict UTF-8 and strict JSON, and refuses
-nesting beyond 1024.
+over a memory map, and every element is parsed alone (train.data.records).
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-import orjson
-
-from train.data.formats import BadRecord
-from weights.format.foreign_json import is_deeper
+from train.data.foreign_files import refuse_foreign
+from train.data.records import MAX_DEPTH, BadFile, BadRecord, loads
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
-MAX_DEPTH = 64
 # In one record, also in its texts, some of which hold JSON that is parsed. Parsing holds up every other thread of the
 # process: 16 MiB of "[]," do so for 3 s and take 570 MiB.
 MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
@@ -26,9 +22,12 @@ MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
 # One match runs up to the next bracket outside a string. Possessive (Python 3.11): no backtracking, so the time is
 # linear in what is scanned, whatever the bytes are.
 _TO_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+([{}\[\]])', re.DOTALL)
-_LETTERS_BEYOND_ASCII = re.compile(rb"[\x80-\xff]{4}")
 _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
-_MARK = b"\xef\xbb\xbf"
+_FIRST = re.compile(rb"(?:\xef\xbb\xbf|[ \t\r\n])*+")
+_ONE_EACH = "jq -c . FILE > train.jsonl"
+_OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_call"})
+MARK = b"\xef\xbb\xbf"
+"""The byte order mark of UTF-8. Files that were joined have one in their middle."""
 
 
 class Example(NamedTuple):
@@ -40,58 +39,60 @@ class Example(NamedTuple):
 
 
 def parse(raw: bytes) -> Any:
-    """The JSON value of one example. Raises BadRecord with the reason."""
+    """The JSON value of one example; a conversation that is a bare list becomes a record. Raises BadRecord."""
     # Counting is cheap, parsing is not.
     brackets, commas = raw.count(b"{") + raw.count(b"["), raw.count(b",")
     for what, count, most in (("brackets", brackets, MAX_BRACKETS), ("commas", commas, MAX_COMMAS)):
         if count > most:
             raise BadRecord(f"has {count} {what}; the limit for one example is {most}")
-    try:
-        record = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise BadRecord(_why_no_json(raw, error)) from error
-    # Walking is not cheap either, but few records have enough brackets to be too deep.
-    if brackets > MAX_DEPTH and is_deeper(record, MAX_DEPTH):
-        raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
-    return record
+    record = loads(raw)
+    return {"messages": record} if isinstance(record, list) and record and all(map(_is_turn, record)) else record
 
 
-def _why_no_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
-    try:
-        raw.decode()
-    except UnicodeDecodeError as wrong:
-        byte = f"byte {wrong.start + 1} is 0x{raw[wrong.start]:02x}"
-        return f"is not UTF-8 ({byte}); save the file as UTF-8, or convert it: {_conversion(raw)}"
-    if raw.lstrip()[:1] not in (b"{", b"[", b'"'):
-        return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
-    # Its own words name a line of the example, which is the first of many lines to who reads them.
-    return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
-
-
-def _conversion(raw: bytes) -> str:
-    """The command that makes UTF-8 of it. Chinese that is read as Latin-1 would be valid, and learnt, as other letters;
-    no Western text has four letters with accents in a row."""
-    if _LETTERS_BEYOND_ASCII.search(raw):
-        try:
-            raw.decode("gb18030")
-        except UnicodeDecodeError:
-            return "iconv -f ENCODING -t utf-8, with the encoding that it was saved in"
-        return "iconv -f gb18030 -t utf-8, if it is Chinese; otherwise with the encoding that it was saved in"
-    return "iconv -f latin1 -t utf-8"
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and all(not names.isdisjoint(value) for names in _OF_A_TURN)
 
 
 def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Example]:
-    """Those of JSONL or of a JSON array; a BadRecord in place of what is too big."""
-    head = file.read(4096).removeprefix(_MARK)
+    """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
+    none of them."""
+    try:
+        refuse_foreign(file)
+        array = _is_array(file, limit)
+    except BadFile as bad:
+        yield Example(1, 0, bad)
+        return
+    yield from _array_elements(file, limit) if array else _lines(file, limit)
+
+
+def _is_array(file: BinaryIO, limit: int) -> bool:
+    """Whether the file is one array of examples, and not a list of turns on each line. Raises BadFile for values over
+    several lines."""
+    if file.seek(0, 2) == 0:
+        return False
     file.seek(0)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        yield Example(1, 0, BadRecord("the file is UTF-16; save it as UTF-8"))
-    elif head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")):
-        yield Example(1, 0, BadRecord("the file is compressed; upload it unpacked"))
-    elif head.lstrip().startswith(b"["):
-        yield from _array_elements(file, limit)
-    else:
-        yield from _lines(file, limit)
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = _FIRST.match(data).end()
+        if data[start : start + 1] == b"[":
+            inner = _FIRST.match(data, start + 1).end()
+            if not _is_turn(_value(data, inner, _element_end(data, inner, limit))):
+                return True
+        line_end = data.find(b"\n", start, start + limit)
+        if line_end < 0 or _value(data, start, line_end) is not None:
+            return False
+        end = _element_end(data, start, limit)
+        if isinstance(end, int) and end > line_end and _value(data, start, end) is not None:
+            raise BadFile(f"the file has objects over several lines; expected one example on each: {_ONE_EACH}")
+    return False
+
+
+def _value(data: mmap.mmap, start: int, end: int | BadRecord) -> Any:
+    """The object or list between these bytes; None if it is neither."""
+    try:
+        found = parse(data[start:end]) if isinstance(end, int) else None
+    except BadRecord:
+        return None
+    return found if isinstance(found, (dict, list)) else None
 
 
 def _lines(file: BinaryIO, limit: int) -> Iterator[Example]:
@@ -108,8 +109,8 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[Example]:
             end = start + size
             yield Example(number, start, BadRecord(f"is {size} bytes long; the limit for one example is {limit}"))
             continue
-        if number == 1 and raw.startswith(_MARK):
-            raw, start = raw.removeprefix(_MARK), len(_MARK)
+        while raw.startswith(MARK):
+            raw, start = raw[len(MARK) :], start + len(MARK)
         if raw.strip():
             yield Example(number, start, raw)
 

@@ -1,114 +1,125 @@
-"""Converts pairs of a preferred and a non-preferred output, in any of their formats, to two chats that share a prompt.
+"""Reads pairs of a preferred and a non-preferred output, in any of their shapes, as two conversations with one prompt.
 
-OpenAI     {"input": {"messages": [...], "tools"?, "parallel_tool_calls"?}, "preferred_output": [...],
-            "non_preferred_output": [...]}
-TRL        {"prompt", "chosen", "rejected"}: texts or lists of messages; without "prompt", or where a side is a whole
-           conversation, what both sides begin with is the prompt
-ShareGPT   {"conversations": [{"from", "value"}], "chosen": {"from", "value"}, "rejected": {...}, "system"?, "tools"?}
+train.data.formats chooses the shape; each function here reads the record of one, as it is left of all keys that the
+shape does not have.
 """
 
 from __future__ import annotations
 
 import os.path
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
-from train.data.formats import BadRecord, Record, check_chat, to_chat
+from train.data.messages import read_messages, turn_role
+from train.data.records import BadRecord, NoAnswer, Record, is_empty, kind_of
 
-_SIDES = ("chosen", "rejected")
-_OUTPUTS = ("preferred_output", "non_preferred_output")
-_INPUT_KEYS = {"messages", "tools", "parallel_tool_calls"}
-
-
-def pair(record: Record) -> list[Record]:
-    """[with the preferred output, with the other] as checked chats, of which only the output is learnt. Raises
-    BadRecord with the reason."""
-    if "conversations" in record:
-        prompt, outputs, tools = _sharegpt(record)
-    elif "preferred_output" in record:
-        prompt, outputs, tools = _openai(record)
-    else:
-        prompt, outputs, tools = _trl(record)
-    if not prompt:
-        raise BadRecord("has no prompt: nothing that both outputs answer")
-    for name, output in zip(_OUTPUTS if "preferred_output" in record else _SIDES, outputs, strict=True):
-        _check_output(name, output)
-    chats = [check_chat({"messages": [*prompt, *output], **tools}) for output in outputs]
-    if chats[0]["messages"] == chats[1]["messages"]:
-        raise BadRecord("both outputs are the same, so there is nothing to prefer")
-    for chat in chats:
-        if (last := chat["messages"][len(prompt) - 1])["role"] == "assistant":
-            raise BadRecord(f"the prompt ends with a message from {last['role']!r}; expected the turn that is answered")
-        for index, message in enumerate(chat["messages"]):
-            if message["role"] == "assistant":
-                message["weight"] = int(index >= len(prompt))
-    return chats
+SIDES = ("chosen", "rejected")
+OUTPUTS = ("preferred_output", "non_preferred_output")
+# As Anthropic's and OpenAssistant's texts have the turns of a conversation.
+_DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
+_OF_A_PROMPT = ("system", "developer", "user", "human")
 
 
-def _openai(record: Record) -> tuple[list[Any], list[Any], Record]:
+class Pair(NamedTuple):
+    """Messages of the prompt, and of both outputs, the preferred one first."""
+
+    prompt: list[Record]
+    outputs: list[list[Record]]
+
+
+def of_openai(record: Record) -> Pair:
+    """{"input": {"messages"}, "preferred_output": [...], "non_preferred_output": [...]}."""
     given = record.get("input")
     if not isinstance(given, dict) or not isinstance(given.get("messages"), list):
         raise BadRecord("'input' must be an object with 'messages', a list")
-    for where, unknown in (("input", given.keys() - _INPUT_KEYS), ("record", record.keys() - {"input", *_OUTPUTS})):
-        if unknown:
-            raise BadRecord(f"the {where} has the unknown key {sorted(map(str, unknown))[0]!r}")
-    return given["messages"], [record.get(name) for name in _OUTPUTS], _tools(given)
+    return _pair(given["messages"], [_turns(record.get(name), name) for name in OUTPUTS], OUTPUTS)
 
 
-def _trl(record: Record) -> tuple[list[Any], list[Any], Record]:
-    sides = [record.get(name) for name in _SIDES]
-    if not (all(isinstance(side, str) for side in sides) or all(isinstance(side, list) for side in sides)):
+def of_prompt(prompt: Any, record: Record) -> Pair:
+    """Two answers to the turns of a prompt: texts, turns or lists of messages. Raises BadRecord."""
+    if not isinstance(prompt, list):
+        raise BadRecord(f"the prompt is a {kind_of(prompt)}, expected a list of messages")
+    return _pair(prompt, _sides(record), SIDES)
+
+
+def of_conversations(record: Record) -> Pair:
+    """Two whole conversations, of which the turns that both begin with are the prompt."""
+    sides = _sides(record)
+    shared = _shared(*sides)
+    for name, side in zip(SIDES, sides, strict=True):
+        if any(turn_role(turn) in _OF_A_PROMPT for turn in side[shared:]):
+            raise BadRecord(f"the prompts differ: {name}[{shared}:] has more than what the assistant answers")
+    return _pair(sides[0][:shared], [side[shared:] for side in sides], SIDES)
+
+
+def of_texts(record: Record) -> Pair:
+    """Two texts: whole conversations of "Human:" and "Assistant:", or what they both begin with is the prompt."""
+    sides = [record.get(name) for name in SIDES]
+    dialogues = [_dialogue(side) for side in sides]
+    if all(dialogues):
+        return of_conversations(dict(zip(SIDES, dialogues, strict=True)))
+    for name, side in zip(SIDES, sides, strict=True):
+        if is_empty(side):
+            raise NoAnswer(f"{name!r} is empty")
+        if not isinstance(side, str):
+            raise BadRecord("has no prompt: nothing that both outputs answer")
+    shared = os.path.commonprefix(sides)
+    if any(side[len(shared) : len(shared) + 1].isalnum() for side in sides):
+        shared = re.sub(r"\w+\Z", "", shared)  # no prompt ends within a word
+    shared = shared.rstrip()
+    prompt = [{"role": "user", "content": shared}] if shared else []
+    return _pair(prompt, [[{"role": "assistant", "content": side[len(shared) :]}] for side in sides], SIDES)
+
+
+def is_conversations(record: Record) -> bool:
+    """Whether both sides are whole conversations. A list of messages as the prompt is only a repeat if they begin with
+    it."""
+    sides, prompt = [record.get(name) for name in SIDES], record.get("prompt")
+    if not all(isinstance(side, list) and any(turn_role(one) in _OF_A_PROMPT for one in side) for side in sides):
+        return False
+    return not isinstance(prompt, list) or all(side[: len(prompt)] == prompt for side in sides)
+
+
+def _shared(one: list[Any], other: list[Any]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _dialogue(text: Any) -> list[Record]:
+    """The turns of a text that begins with "Human:"; none if it does not."""
+    if not isinstance(text, str) or not text.lstrip().startswith("Human:"):
+        return []
+    parts = _DIALOGUE.split(text.strip())[1:]
+    return [{"from": who.lower().replace("assistant", "gpt"), "value": said.strip()} for who, said in _twos(parts)]
+
+
+def _twos(parts: list[str]) -> list[tuple[str, str]]:
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _sides(record: Record) -> list[list[Any]]:
+    sides = [record.get(name) for name in SIDES]
+    if {isinstance(side, str) for side in sides if not is_empty(side)} == {True, False}:
         raise BadRecord("'chosen' and 'rejected' must be both texts or both lists of messages")
-    prompt = record.get("prompt")
-    if prompt is not None and not isinstance(prompt, (str, list)):
-        raise BadRecord("'prompt' must be a text or a list of messages")
-    if isinstance(sides[0], str):
-        if prompt is None:
-            shared = len(os.path.commonprefix(sides).rstrip())
-            prompt, sides = sides[0][:shared], [side[shared:] for side in sides]
-        outputs: list[Any] = [[{"role": "assistant", "content": side}] for side in sides]
-    elif prompt is None or any(_role(message) not in ("assistant", "tool") for side in sides for message in side):
-        # Whole conversations: a text or messages beside them only repeat their beginning.
-        shared = next((n for n, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
-        for name, side in zip(_SIDES, sides, strict=True):
-            if any(_role(message) in ("user", "system", "developer") for message in side[shared:]):
-                raise BadRecord(f"the prompts differ: {name}[{shared}:] has more than what the assistant answers")
-        prompt, outputs = sides[0][:shared], [side[shared:] for side in sides]
-    else:
-        outputs = sides
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt.strip() else []
-    return prompt, outputs, _tools(record)
+    return [_turns(side, name) for name, side in zip(SIDES, sides, strict=True)]
 
 
-def _sharegpt(record: Record) -> tuple[list[Any], list[Any], Record]:
-    whole = []
-    for name in _SIDES:
-        side = record.get(name)
-        turn = {"from": "gpt", "value": side} if isinstance(side, str) else side
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or not turn["value"].strip():
-            raise BadRecord(f"{name!r} must be an answer: {{'from': 'gpt', 'value': text}} or a text")
-        turns = record["conversations"]
-        if not isinstance(turns, list):
-            raise BadRecord("'conversations' must be a list with at least one turn")
-        shared = {key: record[key] for key in ("system", "tools") if key in record}
-        whole.append(to_chat({**shared, "conversations": [*turns, turn]}, "sharegpt"))
-    return whole[0]["messages"][:-1], [chat["messages"][-1:] for chat in whole], _tools(whole[0])
+def _turns(output: Any, name: str) -> list[Any]:
+    if is_empty(output):
+        raise NoAnswer(f"{name!r} is empty")
+    if isinstance(output, str):
+        return [{"role": "assistant", "content": output}]
+    if isinstance(output, dict):
+        return [output]
+    if not isinstance(output, list):
+        raise BadRecord(f"{name!r} is a {kind_of(output)}, expected a text or a list of messages")
+    return output
 
 
-def _check_output(name: str, output: Any) -> None:
-    if not isinstance(output, list) or not output:
-        raise BadRecord(f"{name!r} must be a list with at least one message")
-    roles = [_role(message) for message in output]
-    for index, role in enumerate(roles):
-        if role not in ("assistant", "tool"):
-            raise BadRecord(f"{name}[{index}] is from {role!r}; expected 'assistant' or 'tool'")
-    if roles[0] != "assistant":
-        raise BadRecord(f"{name}[0] is from {roles[0]!r}; expected 'assistant'")
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _tools(given: Record) -> Record:
-    return {key: given[key] for key in ("tools", "parallel_tool_calls") if given.get(key) is not None}
+def _pair(prompt: list[Record], outputs: list[list[Any]], names: tuple[str, ...]) -> Pair:
+    if not prompt:
+        raise BadRecord("has no prompt: nothing that both outputs answer")
+    for name, output in zip(names, outputs, strict=True):
+        for index, message in enumerate(read_messages(output, name)):
+            if message["role"] not in ("assistant", "tool") or (index == 0 and message["role"] == "tool"):
+                raise BadRecord(f"{name}[{index}] is from {message['role']!r}; expected 'assistant'")
+    return Pair(prompt, outputs)

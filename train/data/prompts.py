@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import orjson
 
-from train.data.formats import BadRecord, Record, check_messages, tools_in
+from train.data.messages import MEDIA_REFUSES, read_messages, read_tools, refuse, with_system
+from train.data.records import BadRecord, Record
 
 MAX_ITEM_BYTES, MAX_ITEM_MARKS = 1 << 20, 1 << 14
 """Bytes of it as JSON, and how many brackets and commas it may have: whoever grades has 64 samples at once, each
@@ -19,7 +20,8 @@ _OF_THE_REQUEST = ("messages", "tools", "functions", "parallel_tool_calls")
 def prompt(record: Record) -> Record:
     """{"messages", "tools"?, "item"}: checked messages, and all further fields as `item`, which a grader sees with the
     messages. Raises BadRecord with the reason."""
-    messages = check_messages(record)
+    refuse(record, MEDIA_REFUSES)
+    messages = read_messages(with_system(record.get("messages"), record))
     if messages[-1]["role"] != "user":
         raise BadRecord(
             f"the last message is from {messages[-1]['role']!r}; expected 'user': the model answers while it trains, "
@@ -29,7 +31,7 @@ def prompt(record: Record) -> Record:
         raise BadRecord("has a message with a 'weight'; nothing is learnt from a prompt")
     item = {name: value for name, value in record.items() if name not in _OF_THE_REQUEST}
     _check_size({**item, "messages": messages})
-    return {"messages": messages, **tools_in(record), "item": item}
+    return {"messages": messages, **read_tools(record), "item": item}
 
 
 def _check_size(item: Record) -> None:

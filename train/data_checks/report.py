@@ -26,6 +26,7 @@ def report(scan: Scan, options: CheckOptions) -> dict[str, Any]:
         "usable": len(good) > 0 and not scan.found["bad_lines"].count and not scan.found["empty"].count,
         "checks": {name: _finding(scan, name) for name in made},
         "left_out": [name for name in CHECKS if name not in made],
+        "keys_left_out": dict(sorted(scan.left_out.items())),
         "languages": dict(scan.languages.most_common(20)),
         "tokens": {
             "total": int(tokens.sum(dtype=np.int64)),

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from train.data.check import Count, estimate_tokens
-from train.data.formats import BadRecord, Record, shape_of
+from train.data.check import Count, count_left_out, estimate_tokens
+from train.data.formats import BadRecord, NoAnswer, Record, shape_of
 from train.data.lines import Example, examples, parse
 from train.data_checks import likeness, personal_data
 from train.data_checks.contamination import ValidationIndex
 from train.data_checks.languages import UNSURE, Languages
 from train.data_checks.listed_words import Toxic, of_file
 from train.data_checks.options import CHECKS, CheckOptions
-from train.data_checks.texts import Texts, lacks_answer, texts_of
+from train.data_checks.texts import Texts, texts_of
 from train.data_checks.words import grams, words_of
 
 Convert = Callable[[Record, str], Record]
@@ -119,6 +119,7 @@ class Scan:
         self.of: dict[int, int] = {}
         self.found = {name: Findings() for name in CHECKS}
         self.languages: Counter[str] = Counter()
+        self.left_out: dict[str, int] = {}
         self.counted, self._counted_tokens, self._counted_estimate = 0, 0, 0
         self._told: list[tuple[SourceLine, str]] = []
         self.against_sha256: str | None = None
@@ -159,9 +160,12 @@ class Scan:
         self.length.append(0 if isinstance(example.raw, BadRecord) else len(example.raw))
         self.flags.append(0)
         try:
-            made = self._converted(source, example, index, place)
+            made = self._converted(source, example)
         except BadRecord as bad:
-            self._flag("bad_lines", index, place, reason=str(bad)[:300])
+            if isinstance(bad, NoAnswer) and self._options.does("empty"):
+                self._flag("empty", index, place)
+            else:
+                self._flag("bad_lines", index, place, reason=str(bad)[:300])
             made = None
         if made is None:
             self._digests += bytes(16)
@@ -174,21 +178,18 @@ class Scan:
         self.tokens.append(self._tokens(index, place, made))
         self._look_at(index, place, texts_of(made))
 
-    def _converted(self, source: Source, example: Example, index: int, place: SourceLine) -> Record | None:
-        """Returns None for an example without an answer. Raises BadRecord."""
-        if isinstance(example.raw, BadRecord):
-            raise example.raw
-        record = parse(example.raw)
+    def _converted(self, source: Source, example: Example) -> Record:
+        """Raises BadRecord; NoAnswer for an example without an answer."""
+        record = parse(_readable(example))
         shape = shape_of(record)
         if (source.shape, shape) == ("chat", "prompt"):
             shape = "chat"
         source.shape = source.shape or shape
         if shape != source.shape:
             raise BadRecord(f"has the shape {shape!r}; most of the file's first lines are {source.shape!r}")
-        if self._options.does("empty") and lacks_answer(record, shape):
-            self._flag("empty", index, place)
-            return None
-        return self._convert(record, shape)
+        made = self._convert(record, shape)
+        count_left_out(self.left_out, record, shape)
+        return made
 
     def _flag(self, check: str, index: int, place: SourceLine, **detail: Any) -> None:
         self.flags[index] |= BIT[check]

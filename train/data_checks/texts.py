@@ -37,40 +37,6 @@ def texts_of(made: Record) -> Texts:
     return Texts("\n".join(body), last["content"] if last["role"] == "assistant" else "", "\n".join(system))
 
 
-def lacks_answer(record: Record, shape: str) -> bool:
-    """Whether a text that a model would learn is empty. The record may be invalid otherwise."""
-    if shape == "chat":
-        messages = record.get("messages")
-        return isinstance(messages, list) and any(map(_silent, messages))
-    if shape == "sharegpt":
-        turns = record.get("conversations")
-        return isinstance(turns, list) and any(
-            isinstance(turn, dict) and turn.get("from") in ("gpt", "assistant", "model") and _blank(turn.get("value"))
-            for turn in turns
-        )
-    names = {
-        "alpaca": ("output",),
-        "prompt_completion": ("completion",),
-        "question_answer": ("answer",),
-        "preference": ("chosen", "rejected", "preferred_output", "non_preferred_output"),
-    }
-    return any(name in record and _blank(record[name]) for name in names.get(shape, ()))
-
-
-def _silent(message: Any) -> bool:
-    if not isinstance(message, dict) or message.get("role") != "assistant":
-        return False
-    return not message.get("tool_calls") and not message.get("function_call") and _blank(message.get("content"))
-
-
-def _blank(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_silent(one) or (isinstance(one, dict) and "text" in one and _blank(one["text"])) for one in value)
-    if isinstance(value, dict):
-        return _blank(value.get("value", value.get("content")))
-    return value is None or (isinstance(value, str) and not value.strip())
-
-
 def with_strings(value: Any, change: Callable[[str], str], name: str = "") -> Any:
     """A record with every text in it changed; names of roles and ids stay, and JSON in a text stays JSON."""
     if isinstance(value, dict):

@@ -6,14 +6,14 @@ from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from train.data.formats import BadRecord, Record
-from train.data.preferences import pair
+from train.data.formats import BadRecord, Record, to_pair
 from train.methods.method import Method
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from train.data.token_set import Tokens, TokenSet
+    from train.data.chat import Tokens
+    from train.data.token_set import TokenSet
 
 
 class Pairs(Method, ABC):
@@ -28,7 +28,7 @@ class Pairs(Method, ABC):
         return None
 
     def convert(self, record: Record, shape: str) -> Record | None:
-        return {"sequences": pair(record)} if self.refuses(shape) is None else None
+        return {"sequences": to_pair(record)} if self.refuses(shape) is None else None
 
     def cut(self, sequences: Sequence[Tokens], max_length: int) -> Sequence[Tokens] | None:
         """Raises BadRecord for a pair of which a cut leaves nothing to compare."""

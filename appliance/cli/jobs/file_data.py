@@ -319,6 +319,8 @@ def _about(report: dict[str, Any]) -> list[tuple[str, object]]:
         about.append(("", f"{lengths['edges'][0]:,} {lengths['curve']} {lengths['edges'][1]:,}"))
     if report["languages"]:
         about.append(("languages", ", ".join(f"{name} {n:,}" for name, n in list(report["languages"].items())[:6])))
+    if report.get("keys_left_out"):
+        about.append(("left out", ", ".join(f"{name} {n:,}" for name, n in report["keys_left_out"].items())))
     if epoch is not None:
         known = [f"{h:.2g} device hours ({name})" for name, h in epoch["device_hours"].items() if h is not None]
         about.append(("an epoch", ", ".join(known) or "of a speed that this box does not know yet"))
@@ -334,7 +336,10 @@ def _kinds(found: dict[str, Any]) -> str:
 
 
 def _first(name: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    rows = [(f"{one['line']}{_in(one, 'source')}", _TITLES[name], _told(one)) for one in found["first"][:_SHOWN]]
+    first = found["first"]
+    if name == "bad_lines":  # one cause of many lines is shown once
+        first = list({one["reason"]: one for one in reversed(first)}.values())[::-1]
+    rows = [(f"{one['line']}{_in(one, 'source')}", _TITLES[name], _told(one)) for one in first[:_SHOWN]]
     left = found["count"] - len(rows)
     return [*rows, ("…", _TITLES[name], f"and {left:,} more")] if left > 0 else rows
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from train.data.check import DataReport
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
 EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
-_LINES_SHOWN = 3
+_CAUSES_SHOWN = 3
 
 
 def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
@@ -148,12 +149,20 @@ def summary(report: DataReport, errors_url: str = "") -> str | None:
     """For `status_details`: the first bad lines with their reasons, or the warnings and notes; None if there are none.
     errors_url: where all of them stand, as `errors_object` shows them."""
     if not report.ok:
-        lines = "; ".join(f"line {line}: {reason}" for line, reason in report.errors[:_LINES_SHOWN])
-        left = report.n_errors - _LINES_SHOWN
+        # Many lines often have one cause: it is said once, with its first line.
+        causes = Counter(reason for _, reason in report.errors)
+        first = {reason: line for line, reason in reversed(report.errors)}
+        shown = sorted(causes, key=first.__getitem__)[:_CAUSES_SHOWN]
+        lines = "; ".join(f"line {first[reason]}{_and_more(causes[reason] - 1)}: {reason}" for reason in shown)
+        left = report.n_errors - sum(causes[reason] for reason in shown)
         where = f" (GET {errors_url})" if errors_url else ""
-        more = f"; and {left} more{where}" if left > 0 else ""
+        more = f"; and {left} more{where}" if left > 0 else where if report.n_errors > len(shown) else ""
         return f"{report.n_errors} bad example(s): {lines}{more}"
     return "; ".join([*report.warnings, *report.notes]) or None
+
+
+def _and_more(lines: int) -> str:
+    return f" and {lines} more" if lines else ""
 
 
 def errors_object(found: list[tuple[int, str]], total: int) -> dict[str, Any]:

@@ -243,15 +243,14 @@ async def test_a_file_in_another_shape_is_converted_and_that_is_no_warning(contr
     assert level["converted 12 examples from the question_answer shape to chat"] == "info"
 
 
-async def test_an_error_says_three_lines_and_where_all_stand(control: Control):
+async def test_error_of_bad_lines_says_each_cause_once_and_where_all_are_listed(control: Control):
     file_id = await control.upload(chat_lines(3) + b"oops\n" * 120)
     job_id = await control.job(training_file=file_id)
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
-    told = f"and 117 more (GET /v1/fine_tuning/jobs/{job_id}/errors)"
-    assert "120 bad example(s)" in job.error.message and told in job.error.message
-    assert "line 6" in job.error.message and "line 7" not in job.error.message
+    told = f"and 20 more (GET /v1/fine_tuning/jobs/{job_id}/errors)"
+    assert "120 bad example(s): line 4 and 99 more: " in job.error.message and told in job.error.message
     details = (await control.sdk.files.retrieve(file_id)).status_details
-    assert f"and 117 more (GET /v1/files/{file_id}/errors)" in details and "line 7" not in details
+    assert f"and 20 more (GET /v1/files/{file_id}/errors)" in details and "line 5" not in details
     for url in (f"/v1/fine_tuning/jobs/{job_id}/errors", f"/v1/files/{file_id}/errors"):
         found = (await control.http.get(url)).json()
         assert found["total"] == 120 and found["has_more"] and len(found["data"]) == 100

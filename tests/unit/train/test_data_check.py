@@ -57,7 +57,7 @@ def test_lists_lines_with_reasons(tmp_path):
         9: "shape 'alpaca'",
         10: "only text",
         11: "not valid JSON",
-        12: "'colour'",
+        12: "'messages' must be a list",
         13: "is a list",
     }
     assert lines.keys() == expected.keys()
@@ -129,7 +129,7 @@ def test_tools_survive_and_are_checked(tmp_path):
 
     call["function"]["arguments"] = "{a: 1}"
     report = check_training_file(write(tmp_path / "f", record))
-    assert "arguments is not JSON" in report.errors[0][1]
+    assert "arguments of 'add': is not valid JSON" in report.errors[0][1]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,21 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b"", "no examples"),
         (b"\n \n", "no examples"),
         (b"\xff\xfe{\x00}\x00", "UTF-16"),
-        (b"\x1f\x8b\x08\x00", "compressed"),
+        (b"\x1f\x8b\x08\x00", "gzip -dc FILE"),
+        (b"PAR1\x15\x04", "pd.read_parquet"),
+        (b"ARROW1\0\0", "pd.read_feather"),
+        (b"\xff\xff\xff\xff\x80\0", "datasets.Dataset.from_file"),
+        (b"\xfd7zXZ\0\0", "xz -dc FILE"),
+        (b"BZh91AY", "bzip2 -dc FILE"),
+        (b"\x28\xb5\x2f\xfd\0", "zstd -dc FILE"),
+        (b"PK\x03\x04 train.jsonl", "unzip -p FILE"),
+        (b"PK\x03\x04 xl/workbook.xml", "pd.read_excel"),
+        (b"SQLite format 3\0", "sqlite3 -json FILE"),
+        (b"\0" * 257 + b"ustar", "tar -xOf FILE"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html>", "HTML"),
+        ("[{}]".encode("utf-16-le"), "iconv -f utf-16le"),
+        (b"a\tb\n1\t2\n", "sep='\\t'"),
         (b"[" * 100_000 + b"]" * 100_000, "deeper than 64"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
         (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "not valid JSON"),
@@ -149,15 +163,25 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b'[{"a": 1}', "closing ]"),
         (b'[{"a": 1}] x', "after the closing ]"),
         (b"[1, 2]", "expected an object"),
-        (b'{"messages": "\xff"}', "not UTF-8 (byte 15 is 0xff); save the file as UTF-8"),
-        ('{"messages": "café"}'.encode("latin1"), "iconv -f latin1 -t utf-8"),
-        ('{"messages": "你是谁"}'.encode("gbk"), "iconv -f gb18030 -t utf-8, if it is Chinese"),
+        (b'{"messages": "\x81"}', "iconv -f ENCODING -t utf-8"),
+        ('{"messages": "“café”"}'.encode("cp1252"), "iconv -f windows-1252 -t utf-8"),
+        ('{"messages": "你是谁"}'.encode("gbk"), "iconv -f gb18030 -t utf-8 FILE > train.jsonl, if it is Chinese"),
         (
             '{"messages": "ありがとう"}'.encode("euc_jis_2004")[:-3] + b'\xff"}',
             "with the encoding that it was saved in",
         ),
-        (b"prompt,completion\na,b\n", "expected one example in braces on each line, not a table (CSV)"),
-        (b'{"messages": NaN}', "not valid JSON"),
+        (b"prompt,completion\na,b\n", "pd.read_csv('FILE')"),
+        (b"prompt\na\n", "expected one example in braces on each line, not a table (CSV)"),
+        (b'{"messages": Infinity}', "Infinity"),
+        (b"{'messages': [{'role': 'user'}]}", "as Python prints it"),
+        (b'{"messages": None}', "as Python prints it"),
+        ('{“messages”: 1}'.encode(), "curly quotes"),
+        (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
+        (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
+        (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
+        (b'{"prompt": "a\\u003a", "completion": "b", "completion": "c"}', "the key 'completion' twice"),
+        (b'{"messages": [{"role": "user", "content": "a", "content": "b:"}]}', "the key 'content' twice"),
+        (b'{"data": [{"prompt": "a", "completion": "b"}]}', "jq -c '.data[]'"),
         (b'{"messages": ' + b"9" * 900 + b"}", "not valid JSON"),
     ],
 )
@@ -209,7 +233,7 @@ def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, sa
         return parse(raw)
 
     monkeypatch.setattr("train.data.check.orjson.loads", only_small)
-    monkeypatch.setattr("train.data.formats.json.loads", only_small)
+    monkeypatch.setattr("train.data.records.json.loads", only_small)
     report = check_training_file(source)
     assert report.n_errors == 1 and f"{said}; the limit for one example is" in report.errors[0][1]
 
@@ -246,9 +270,10 @@ def test_of_a_file_of_several_shapes_the_lines_that_differ_are_wrong(tmp_path, o
 
 def test_a_reason_is_short_however_long_what_it_names_is(tmp_path):
     long = "k" * 1_000_000
-    source = write(tmp_path / "f", {long: 1}, {**GOOD, long: 1}, {"messages": [{long: 1}]})
+    source = write(tmp_path / "f", {long: 1}, {**GOOD, long: 1}, {"messages": [{"role": long}]})
     report = check_training_file(source)
-    assert report.n_errors == 3 and all(len(reason) <= MAX_REASON_CHARACTERS for _, reason in report.errors)
+    assert report.n_errors == 2 and all(len(reason) <= MAX_REASON_CHARACTERS for _, reason in report.errors)
+    assert [len(name) for name in report.left_out] == [60]
 
 
 def test_a_file_of_nothing_but_bad_examples_is_not_read_to_its_end(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 
 from tests.train_support.tiny import shared_data
 from train.data.check import check_training_file
-from train.data.formats import BadRecord
-from train.data.preferences import pair
+from train.data.formats import BadRecord, to_pair
 from train.methods.dpo import METHOD as DPO
 
 QUESTION = {"role": "user", "content": "2 and 2?"}
@@ -39,7 +38,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
     ids=["openai", "texts", "messages", "implicit", "repeated", "more-columns", "sharegpt", "sharegpt-texts"],
 )
 def test_every_shape_is_the_same_pair(record):
-    chosen, rejected = pair(record)
+    chosen, rejected = to_pair(record)
     assert chosen == {"messages": [QUESTION, RIGHT | {"weight": 1}]}
     assert rejected == {"messages": [QUESTION, WRONG | {"weight": 1}]}
 
@@ -47,7 +46,7 @@ def test_every_shape_is_the_same_pair(record):
 def test_the_pairs_in_the_docs_are_pairs():
     page = (Path(__file__).parents[3] / "docs" / "dpo.md").read_text()
     lines = page.partition("```json\n")[2].partition("```")[0].splitlines()
-    assert len(lines) == 3 and all(pair(json.loads(line)) == pair(OPENAI) for line in lines)
+    assert len(lines) == 3 and all(to_pair(json.loads(line)) == to_pair(OPENAI) for line in lines)
 
 
 def test_only_outputs_are_learnt_and_tools_are_kept():
@@ -59,11 +58,11 @@ def test_only_outputs_are_learnt_and_tools_are_kept():
         "preferred_output": [called, answer, RIGHT],
         "non_preferred_output": [WRONG],
     }
-    chosen, rejected = pair(record)
+    chosen, rejected = to_pair(record)
     assert [m.get("weight") for m in chosen["messages"]] == [None, 0, None, 1, None, 1]
     assert [m.get("weight") for m in rejected["messages"]] == [None, 0, None, 1]
     assert chosen["tools"] == rejected["tools"] == TOOLS
-    implicit = pair({"chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"})
+    implicit = to_pair({"chosen": "Q: a\nA: yes", "rejected": "Q: a\nA: no"})
     assert [m["content"] for m in implicit[0]["messages"]] == ["Q: a\nA:", " yes"]
 
 
@@ -80,19 +79,18 @@ def test_only_outputs_are_learnt_and_tools_are_kept():
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "without text"),
         ({"prompt": 5, "chosen": "a", "rejected": "b"}, "'prompt' must be"),
         (OPENAI | {"input": [QUESTION]}, "'input' must be an object"),
-        (OPENAI | {"input": {"messages": [QUESTION], "temperature": 1}}, "unknown key 'temperature'"),
-        (OPENAI | {"weight": 1}, "unknown key 'weight'"),
-        (OPENAI | {"preferred_output": []}, "'preferred_output' must be a list"),
+        (OPENAI | {"preferred_output": []}, "'preferred_output' is empty"),
+        (OPENAI | {"image": "a.png"}, "has 'image'"),
         (OPENAI | {"preferred_output": [QUESTION]}, r"preferred_output\[0\] is from 'user'"),
         (OPENAI | {"input": {"messages": [QUESTION, RIGHT]}}, "prompt ends with a message from 'assistant'"),
-        ({"conversations": [{"from": "human", "value": "q"}], "chosen": {}, "rejected": "b"}, "'chosen' must be"),
-        ({"conversations": "q", "chosen": "a", "rejected": "b"}, "'conversations' must be a list"),
+        ({"conversations": [{"from": "human", "value": "q"}], "chosen": {}, "rejected": "b"}, "'chosen' is empty"),
+        ({"conversations": "q", "chosen": "a", "rejected": "b"}, "the prompt is a string, expected a list"),
         (OPENAI | {"preferred_output": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "only text"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_reason(record, reason):
     with pytest.raises(BadRecord, match=reason):
-        pair(record)
+        to_pair(record)
 
 
 def test_several_calls_at_once_are_refused_where_the_input_allows_one():
@@ -105,8 +103,8 @@ def test_several_calls_at_once_are_refused_where_the_input_allows_one():
         "non_preferred_output": [{"role": "assistant", "content": "no"}],
     }
     with pytest.raises(BadRecord, match="2 tool calls, and 'parallel_tool_calls' is false"):
-        pair(record)
-    assert len(pair({**record, "input": {**asked, "parallel_tool_calls": True}})) == 2
+        to_pair(record)
+    assert len(to_pair({**record, "input": {**asked, "parallel_tool_calls": True}})) == 2
 
 
 def test_real_pairs_of_the_sharegpt_shape(tmp_path):

@@ -131,9 +131,8 @@ def test_what_would_be_empty_or_overwritten_is_refused(tmp_path):
 def test_arguments_of_more_levels_than_can_be_gone_through_are_masked_as_a_text(tmp_path):
     """They ended the whole preparation with a RecursionError."""
     deep = "[" * 900 + '"ann@example.org"' + "]" * 900
-    call = {"id": "c1", "type": "function", "function": {"name": "pay", "arguments": deep}}
-    messages = [{"role": "user", "content": "pay"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    made = prepared(write(tmp_path / "f.jsonl", {"messages": messages}), out=tmp_path / "o.jsonl", mask=True)
+    asked = {"messages": [{"role": "user", "content": "pay"}], "arguments": deep}
+    made = prepared(write(tmp_path / "f.jsonl", asked), out=tmp_path / "o.jsonl", mask=True)
     (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
-    told = json.loads(line)["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    told = json.loads(line)["arguments"]
     assert told == deep.replace("ann@example.org", "[EMAIL]") and made["masked"] == {"email": 1}

@@ -1,0 +1,359 @@
+"""Reads the turns of a conversation, by whatever names their fields have, as messages of OpenAI's chat format.
+
+TURN_READS says which keys are read of the turn of each role, TURN_REFUSES which make the record unusable; all others
+are left out, and reported by `left_out_of_turns`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from train.data.records import BadRecord, NoAnswer, Record, is_empty, kind_of, loads, one_of, quoted
+
+# Templates may take the square of their number, and no context holds as many.
+MOST_MESSAGES = 8192
+ROLE, CONTENT = ("role", "from"), ("content", "value")
+SYSTEM = ("system", "system_prompt")
+WEIGHT = ("weight", "train", "loss", "trainable", "loss_scale")
+REASONING = ("reasoning", "reasoning_content", "thinking")
+CALLS = ("tool_calls", "function_call")
+ARGUMENTS = ("arguments", "parameters")
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+}
+_CALL_ROLES = ("function_call", "tool_call")
+_OF_ALL = frozenset((*ROLE, *CONTENT, *WEIGHT, "name"))
+TURN_READS: Mapping[str, frozenset[str]] = {
+    "system": _OF_ALL,
+    "user": _OF_ALL,
+    "assistant": _OF_ALL | {*CALLS, *REASONING, "refusal"},
+    "tool": _OF_ALL | {"tool_call_id"},
+}
+FUNCTION_READS = frozenset(("name", *ARGUMENTS))
+CALL_READS = {True: frozenset(("id", "type", "function")), False: frozenset(("id", "type")) | FUNCTION_READS}
+"""By whether the function is in an envelope."""
+PART_READS = frozenset(("type", "text", "refusal"))
+
+Refusals = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""By key: which of its values make a record unusable, and why."""
+
+
+def is_given(value: Any) -> bool:
+    return not is_empty(value)
+
+
+def is_off(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and value == 0
+
+
+_MEDIA_KINDS = ("image", "images", "img", "picture", "pictures", "photo", "audio", "audios", "video", "videos")
+MEDIA_REFUSES: Refusals = {
+    kind + tail: (is_given, "images, audio and video cannot be trained on; leave out these examples")
+    for kind in _MEDIA_KINDS
+    for tail in ("", "_url", "_urls", "_path", "_paths", "_file", "_files", "_bytes")
+} | {"pixel_values": (is_given, "images cannot be trained on; leave out these examples")}
+TURN_REFUSES: Refusals = {
+    **MEDIA_REFUSES,
+    "train_detail": (is_given, "a part of a message cannot be left out of what is learnt; make two messages of it"),
+    "eot": (is_off, "the end of a turn is always learnt; leave out the key, or give the message the weight 0"),
+}
+
+
+def refuse(record: Record, refuses: Refusals, where: str = "") -> None:
+    """Raises BadRecord for a key that a record must not have."""
+    for key in refuses.keys() & record.keys():
+        is_refused, why = refuses[key]
+        if is_refused(record[key]):
+            raise BadRecord(f"{where}has {key!r}: {why}")
+
+
+def read_messages(turns: Any, name: str = "messages") -> list[Record]:
+    """Messages with only what training reads: calls have ids, results belong to calls. Raises BadRecord."""
+    if not isinstance(turns, list) or not turns:
+        raise BadRecord(f"{name!r} must be a list with at least one message")
+    if len(turns) > MOST_MESSAGES:
+        raise BadRecord(f"has {len(turns)} messages, at most {MOST_MESSAGES} are allowed in one example")
+    messages: list[Record] = []
+    unanswered: list[Record] = []
+    calls = 0
+    for index, turn in enumerate(turns):
+        where = f"{name}[{index}]"
+        role = role_of(turn, where)
+        message = _message(turn, role, where, calls)
+        if role == "tool":
+            _find_call(message, unanswered, where)
+        elif role == "assistant":
+            unanswered = list(message.get("tool_calls", ()))
+            calls += len(unanswered)
+            last = messages[-1] if messages else {}
+            if turn_role(turn) in _CALL_ROLES and last.get("role") == "assistant" and _weigh_alike(last, message):
+                # Several calls, or a text and its calls, are one answer of a model.
+                last["tool_calls"] = unanswered = [*last.get("tool_calls", ()), *unanswered]
+                unanswered = list(unanswered)
+                continue
+        messages.append(message)
+    return messages
+
+
+def with_system(turns: Any, record: Record) -> Any:
+    """The turns after the system prompt that a record has besides them. Raises BadRecord where they have another."""
+    text = one_of(record, SYSTEM)
+    if is_empty(text):
+        return turns
+    if not isinstance(text, str):
+        raise BadRecord(f"'system' is a {kind_of(text)}, expected a string")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    if _ROLES.get(turn_role(first)) != "system":
+        return [{"role": "system", "content": text}, *listed(turns)]
+    if str(one_of(first, CONTENT)).strip() != text.strip():
+        raise BadRecord("has a 'system' and another system message; expected one of the two")
+    return turns
+
+
+def ends_with_user(turns: Any) -> bool:
+    return isinstance(turns, list) and bool(turns) and _ROLES.get(turn_role(turns[-1])) == "user"
+
+
+def turn_role(turn: Any) -> str:
+    """The role as the turn names it, in lower case."""
+    found = next((turn[name] for name in ROLE if turn.get(name) is not None), "") if isinstance(turn, dict) else ""
+    return found.lower() if isinstance(found, str) else ""
+
+
+def role_of(turn: Any, where: str) -> str:
+    """One of system, user, assistant and tool. Raises BadRecord."""
+    if not isinstance(turn, dict):
+        raise BadRecord(f"{where} is a {kind_of(turn)}, expected an object with 'role' and 'content'")
+    role = _ROLES.get(turn_role(turn))
+    if role is None:
+        key = next((name for name in ROLE if name in turn), "role")
+        raise BadRecord(
+            f"{where}.{key} is {quoted(turn.get(key))}; expected one of system, developer, user, assistant, tool "
+            "(or human, gpt, function_call, observation)"
+        )
+    return role
+
+
+def left_out_of_turns(turns: Any, name: str) -> Iterator[str]:
+    """Names of what is not read of turns: `messages[].id`."""
+    for turn in turns if isinstance(turns, list) else ():
+        if not isinstance(turn, dict):
+            continue
+        role = _ROLES.get(turn_role(turn), "user")
+        yield from _left(turn, TURN_READS[role], f"{name}[]")
+        content = next((turn[key] for key in CONTENT if turn.get(key) is not None), None)
+        for part in content if isinstance(content, list) else ():
+            yield from _left(part, PART_READS, f"{name}[].content[]")
+        for key in CALLS:
+            yield from _left_of_calls(turn.get(key), f"{name}[].{key}")
+        if turn_role(turn) in _CALL_ROLES:
+            yield from _left_of_calls(content, f"{name}[].value")
+
+
+def _left_of_calls(calls: Any, name: str) -> Iterator[str]:
+    for call in listed(_json(calls, name) if isinstance(calls, str) else calls):
+        if isinstance(call, dict):
+            yield from _left(call, CALL_READS["function" in call], name)
+            yield from _left(call.get("function"), FUNCTION_READS, f"{name}.function")
+
+
+def _left(value: Any, reads: frozenset[str], name: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key in value.keys() - reads:
+            if not is_empty(value[key]):
+                yield f"{name}.{key}"
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _message(turn: Record, role: str, where: str, calls_before: int) -> Record:
+    refuse(turn, TURN_REFUSES, f"{where} ")
+    result: Record = {"role": role}
+    content: Any = one_of(turn, CONTENT, f"{where} ")
+    if turn_role(turn) in _CALL_ROLES:
+        if not isinstance(content, str):
+            raise BadRecord(f"{where} must have a call as its text: JSON with 'name' and 'arguments'")
+        calls: Any = listed(_json(content, where))
+        content = ""
+    else:
+        calls = _calls_in(turn, role, where)
+        content = _text(where, content)
+    if calls:
+        result["tool_calls"] = [_call(call, where, calls_before + number) for number, call in enumerate(calls, 1)]
+    if role == "assistant" and not content and not is_empty(turn.get("refusal")):
+        content = _string(turn, "refusal", where)
+    elif role == "assistant" and not is_empty(turn.get("refusal")):
+        raise BadRecord(f"{where} has both a text and a 'refusal'; expected one of the two")
+    if content is None and not calls:
+        raise (NoAnswer if role == "assistant" else BadRecord)(f"{where}.content is missing")
+    result["content"] = content or ""
+    if role == "assistant" and not calls and not result["content"].strip():
+        raise NoAnswer(f"{where} is an assistant message without text")
+    _add_weight(result, turn, where)
+    if not is_empty(turn.get("name")):
+        result["name"] = _string(turn, "name", where)
+    if role == "assistant" and (key := _one_text(turn, REASONING, where)):
+        result["reasoning_content"] = turn[key]
+    if role == "tool" and not is_empty(turn.get("tool_call_id")):
+        result["tool_call_id"] = _string(turn, "tool_call_id", where)
+    return result
+
+
+def _one_text(turn: Record, names: tuple[str, ...], where: str) -> str | None:
+    one_of(turn, names, f"{where} ")
+    key = next((name for name in names if not is_empty(turn.get(name))), None)
+    if key is not None:
+        _string(turn, key, where)
+    return key
+
+
+def _string(turn: Record, key: str, where: str) -> str:
+    if not isinstance(turn[key], str):
+        raise BadRecord(f"{where}.{key} is a {kind_of(turn[key])}, expected a string")
+    return turn[key]
+
+
+def _add_weight(result: Record, turn: Record, where: str) -> None:
+    for key in WEIGHT:
+        given = turn.get(key)
+        if given is None:
+            continue
+        if (
+            not isinstance(given, (bool, int, float))
+            or given not in (0, 1)
+            or (given and result["role"] != "assistant")
+        ):
+            raise BadRecord(f"{where}.{key} is {quoted(given)}; expected 0 or 1, on assistant messages only")
+        if result.get("weight", int(given)) != given:
+            raise BadRecord(f"{where} has two different weights, one of them {key!r}")
+        if result["role"] == "assistant":
+            result["weight"] = int(given)
+
+
+def _text(where: str, content: Any) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRecord(f"{where}.content is a {kind_of(content)}, expected a string or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            raise BadRecord(f"{where}.content has a part of type {quoted(kind)}; only text can be trained on")
+        texts.append(text)
+    return "".join(texts)
+
+
+# -- calls and their results -------------------------------------------------------------------------------------------
+
+
+def _calls_in(turn: Record, role: str, where: str) -> list[Any]:
+    found = {key: turn[key] for key in CALLS if not is_empty(turn.get(key))}
+    for key in found:
+        if role != "assistant":
+            raise BadRecord(f"{where}.{key} belongs to assistant messages only")
+    if len(found) > 1:
+        raise BadRecord(f"{where} has both 'tool_calls' and 'function_call'; expected one of the two")
+    for key, calls in found.items():
+        if isinstance(calls, str):
+            calls = _json(calls, f"{where}.{key}")
+        if key == "tool_calls" and not isinstance(calls, list):
+            raise BadRecord(f"{where}.tool_calls is a {kind_of(calls)}, expected a list of calls")
+        return listed(calls)
+    return []
+
+
+def _call(call: Any, where: str, number: int) -> Record:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRecord(f"{where} has a call without a 'name'; expected {{'name': text, 'arguments': {{…}}}}")
+    arguments = one_of(function, ARGUMENTS, f"{where} ")
+    if isinstance(arguments, str) and arguments.strip():
+        _json(arguments, f"{where}, arguments of {function['name'][:60]!r}")
+    elif is_empty(arguments) or isinstance(arguments, str):
+        arguments = "{}"
+    else:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    identity = call.get("id")
+    return {
+        "id": f"call_{number}" if is_empty(identity) else str(identity),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
+    """Gives a result without an id that of its call: the next one without a result, by name if the result has one."""
+    identity, name = message.get("tool_call_id"), message.get("name")
+    if identity is None:
+        matches = [call for call in unanswered if name is None or call["function"]["name"] == name]
+        if unanswered and not matches:
+            names = ", ".join(repr(call["function"]["name"][:60]) for call in unanswered[:4])
+            raise BadRecord(f"{where} is a result of {quoted(name)}; expected one of the calls before it: {names}")
+        identity = message["tool_call_id"] = matches[0]["id"] if matches else "call_0"
+    unanswered[:] = [call for call in unanswered if call["id"] != identity]
+
+
+def _weigh_alike(one: Record, other: Record) -> bool:
+    return one.get("weight") == other.get("weight")
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return loads(text.encode())
+    except (BadRecord, UnicodeEncodeError) as error:
+        raise BadRecord(f"{where}: {str(error).replace(' at character', ', in its text at character')}") from None
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def read_tools(record: Record) -> Record:
+    """{"tools"} of a record that has any, as a list or as JSON text, by either of OpenAI's names; else {}. Functions
+    without an envelope get one. Raises BadRecord."""
+    given = {key: record[key] for key in ("tools", "functions") if not is_empty(record.get(key))}
+    if len(given) > 1:
+        raise BadRecord("has both 'tools' and 'functions', which is OpenAI's older name of the same")
+    for key, tools in given.items():
+        if isinstance(tools, str):
+            tools = _json(tools, repr(key)) if tools.strip() else []
+        if not is_empty(tools) and not isinstance(tools, list):
+            raise BadRecord(f"{key!r} is a {kind_of(tools)}, expected a list")
+        if tools:
+            return {"tools": [_tool(tool, f"{key}[{index}]") for index, tool in enumerate(tools)]}
+    return {}
+
+
+def _tool(tool: Any, where: str) -> Record:
+    if isinstance(tool, str):
+        tool = _json(tool, where)
+    if isinstance(tool, dict) and "function" not in tool:
+        tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRecord(f"{where} needs 'type': 'function' and 'function' with a 'name'")
+    return tool

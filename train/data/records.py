@@ -1,0 +1,143 @@
+"""Parses the JSON of one example strictly, and names what is wrong with it in the words of whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import orjson
+
+from weights.format.foreign_json import is_deeper
+
+Record = dict[str, Any]
+MAX_DEPTH = 64
+
+# A string, which stays as it is, or a bare NaN. Possessive: linear in the text.
+_STRING_OR_NAN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\bNaN\b', re.DOTALL)
+_ESCAPED_COLON = re.compile(rb"\\u003a", re.IGNORECASE)
+_PYTHON = re.compile(r"'|None\b|True\b|False\b")
+_CURLY = ("\u201c", "\u201d", "\u2018", "\u2019")
+_LETTERS_BEYOND_ASCII = re.compile(rb"[\x80-\xff]{4}")
+PYTHON_TO_JSON = (
+    'python3 -c "import ast, json, sys; [print(json.dumps(ast.literal_eval(l))) for l in sys.stdin]"'
+    " < FILE > train.jsonl"
+)
+
+
+class BadRecord(Exception):
+    """Why one record cannot be used; the text is shown beside its line number."""
+
+
+class NoAnswer(BadRecord):
+    """A text that is to be learnt is empty."""
+
+
+class BadFile(BadRecord):
+    """What is wrong with the whole file; nothing after it is read."""
+
+
+def loads(raw: bytes) -> Any:
+    """The JSON value of a text: UTF-8, at most MAX_DEPTH levels, no key twice in an object, NaN as null. Raises
+    BadRecord."""
+    try:
+        found = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        # Python's json and pandas write an empty cell as NaN.
+        if b"NaN" not in raw or (without := _without_nan(raw)) == raw:
+            raise BadRecord(_why_not_json(raw, error)) from None
+        return loads(without)
+    # Walking is not cheap, but few records have enough brackets to be too deep.
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and is_deeper(found, MAX_DEPTH):
+        raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
+    # orjson keeps the last of two equal keys. Each key has one colon outside strings, so what is written again without
+    # a key has fewer of them; a colon that is escaped in a string may hide that.
+    if raw.count(b":") != orjson.dumps(found).count(b":") or _ESCAPED_COLON.search(raw):
+        _refuse_twice(raw)
+    return found
+
+
+def _without_nan(raw: bytes) -> bytes:
+    return _STRING_OR_NAN.sub(lambda found: found[0] if found[0][:1] == b'"' else b"null", raw)
+
+
+def _refuse_twice(raw: bytes) -> None:
+    """Raises BadRecord for an object that has a key twice."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        seen = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise BadRecord(
+                    f"has the key {key[:60]!r} twice in one object; only one of the two values can be meant"
+                )
+            seen.add(key)
+
+    json.loads(raw, object_pairs_hook=check)
+
+
+def _why_not_json(raw: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return f"is not UTF-8; {conversion(raw)}"
+    rest = text[error.pos :].strip()
+    if _PYTHON.match(rest):
+        return f"is written as Python prints it, expected JSON: {PYTHON_TO_JSON}"
+    if rest[:1] in _CURLY:
+        return "is not valid JSON: its keys have curly quotes, expected straight ones"
+    if text.lstrip()[:1] not in ("{", "[", '"'):
+        return "is not valid JSON: expected one example in braces on each line, not a table (CSV) or plain text"
+    if rest == ",":
+        return "is not valid JSON: a comma follows the example; expected one example on each line, nothing between them"
+    if rest[:1] in ("{", "[") and error.msg.startswith("unexpected content after"):
+        return "has several JSON values on one line; expected one example on each: jq -c . FILE > train.jsonl"
+    if rest.startswith("Infinity"):
+        return f"has Infinity at character {error.pos + 1}, which JSON does not know; expected a number or null"
+    # Its own words name a line of the example, which is the first of many lines to who reads them.
+    return f"is not valid JSON ({error.msg} at character {error.pos + 1})"
+
+
+def conversion(raw: bytes) -> str:
+    """What encoding a text that is not UTF-8 probably has, and the command that makes UTF-8 of it. Chinese that is read
+    as Latin letters would be valid, and learnt, as other letters; no Western text has four letters with accents in a
+    row."""
+    if not _LETTERS_BEYOND_ASCII.search(raw):
+        try:
+            raw.decode("cp1252")
+        except UnicodeDecodeError:
+            return "expected UTF-8: iconv -f ENCODING -t utf-8 FILE > train.jsonl"
+        return "it looks like windows-1252: iconv -f windows-1252 -t utf-8 FILE > train.jsonl"
+    try:
+        raw.decode("gb18030")
+    except UnicodeDecodeError:
+        return "iconv -f ENCODING -t utf-8 FILE > train.jsonl, with the encoding that it was saved in"
+    return (
+        "iconv -f gb18030 -t utf-8 FILE > train.jsonl, if it is Chinese; otherwise with the encoding that it was saved "
+        "in"
+    )
+
+
+def kind_of(value: Any) -> str:
+    """The type of a JSON value, as an error names it."""
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_empty(value: Any) -> bool:
+    """Whether nothing is lost without this value."""
+    return value is None or value in ("", [], {})
+
+
+def one_of(record: Record, names: tuple[str, ...], where: str = "") -> Any:
+    """The value under the first of several names of one field; None without any. Raises BadRecord where two differ."""
+    given = [name for name in names if not is_empty(record.get(name))]
+    for name in given[1:]:
+        if record[name] != record[given[0]]:
+            raise BadRecord(f"{where}has both {given[0]!r} and {name!r}, which differ; expected one of the two")
+    return record[given[0]] if given else next((record[name] for name in names if record.get(name) is not None), None)
