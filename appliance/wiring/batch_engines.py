@@ -28,7 +28,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
 from appliance.gateway.http import wire
-from appliance.gateway.payload.request_check import check_body, with_fields, with_model
+from appliance.gateway.payload.request_check import Checked, check_body, with_fields, with_model
 from appliance.gateway.routing.table import cache_salt
 from appliance.store.database import Database
 from appliance.store.objects import jobs
@@ -119,11 +119,12 @@ class SocketEngines:
             await asyncio.sleep(0)
             content = orjson.dumps(body)
             try:
-                ending = self._check(url, content)
+                checked = self._check(url, content)
             except gateway_errors.HttpError as error:
                 return EngineAnswer(error.status, orjson.loads(error.body()))
-        if ending:
-            content = with_fields(content, ending)
+        content = checked.rewritten or content
+        if checked.ending:
+            content = with_fields(content, checked.ending)
         await self._close_left()
         replica_id, socket = self._least_loaded(model)
         if not alone:
@@ -164,8 +165,8 @@ class SocketEngines:
         except httpx.TransportError as error:  # an engine that is gone has ended them
             log.info("an engine was not told to interrupt %d rollouts: %s", len(request_ids), error)
 
-    def _check(self, url: str, content: bytes) -> bytes:
-        """Return the fields that the box adds to a line. Raises HttpError."""
+    def _check(self, url: str, content: bytes) -> Checked:
+        """Raises HttpError."""
         if len(content) > self._limits.inference_body_bytes:
             # Conversations of background responses are assembled behind the gateways, which enforce the size limit.
             raise gateway_errors.body_too_large(self._limits.inference_body_bytes)
@@ -177,7 +178,7 @@ class SocketEngines:
                 param="previous_response_id" if transcript.previous_id else "background",
                 code="unsupported_parameter",
             )
-        return checked.ending
+        return checked
 
     async def _ask(
         self, model: str, replica_id: str, socket: str, url: str, content: bytes, request_id: str, owner: str

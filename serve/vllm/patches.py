@@ -65,14 +65,15 @@ from serve.api import (
     answer_shapes,
     answer_version,
     embedding_requests,
-    expression_backend,
     fair_order,
     forced_calls,
     form_backends,
     grammar_threads,
+    greedy,
     impossible_forms,
     legacy_functions,
     request_faults,
+    schema_backend,
     stream_chunks,
     unfit_requests,
 )
@@ -177,7 +178,7 @@ def _bound_requests() -> None:
     """What keeps one request, or one owner, from slowing an engine's steps or its frontend's loop for all others."""
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
-    expression_backend.apply(backend_xgrammar)
+    schema_backend.apply(backend_xgrammar, backend_guidance)
     form_backends.apply(StructuredOutputManager)
     form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
     form_backends.masks_of_the_model(backend_guidance.GuidanceGrammar)
@@ -212,6 +213,7 @@ def _bound_requests() -> None:
 def _patch_requests() -> None:
     """How requests are read, and answers written in their form; the modules say why."""
     request_faults.apply()
+    greedy.apply()
     forced_calls.apply()
     # Reads `tools` alone: `functions` of a client were ignored without a word.
     legacy_functions.apply()

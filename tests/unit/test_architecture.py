@@ -83,6 +83,7 @@ SUBPACKAGES = (
     "appliance.gateway.access",
     "appliance.gateway.routing",
     "appliance.gateway.payload",
+    "appliance.gateway.readings",
     "appliance.gateway.answers",
     "appliance.gateway.core",
     "appliance.ui",

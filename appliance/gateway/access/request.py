@@ -29,11 +29,12 @@ class Request:
     open; tokens: its cost as the engine reported it; refused_prompt, refused_completion: what engines had computed that
     refused it, which is added to its cost at the end (Spending.account).
     rate_headers: the answer's headers about that allowance; more_headers: what else its head asks for
-    (http/answer_headers.py). head_only: the answer has no body. use: its key's usage; counted: as open, weight: as how
-    many, streams: as a stream. asked: its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine
-    had computed when the client left or its key was revoked, 0 otherwise; unread: the client had stopped reading by
-    then; held_up: it had stopped at some time. refused_model: the model it named, once known to exist. session: the
-    login of the page that it came by, empty for a key.
+    (http/answer_headers.py); ignored: headers that name the parts of it that an engine does not get. head_only: the
+    answer has no body. use: its key's usage; counted: as open, weight: as how many, streams: as a stream. asked:
+    its maximum cost. sent_s: when an engine got it; left_after_s: how long an engine had computed when the client
+    left or its key was revoked, 0 otherwise; unread: the client had stopped reading by then; held_up: it had
+    stopped at some time. refused_model: the model it named, once known to exist. session: the login of the page
+    that it came by, empty for a key.
     """
 
     # Defaults are class attributes: most apply to most requests, and each assignment costs every request. Do not use
@@ -62,6 +63,7 @@ class Request:
     refused_completion: int = 0
     rate_headers: Pairs = ()
     more_headers: Pairs = ()
+    ignored: Pairs = ()
     head_only: bool = False
     counted: bool = False
     weight: int = 1
@@ -97,7 +99,9 @@ class Request:
     @property
     def answer_headers(self) -> Pairs:
         """Headers of any answer to it, refused or not."""
-        return [*self.rate_headers, *self.more_headers] if self.more_headers else self.rate_headers
+        if not self.more_headers and not self.ignored:
+            return self.rate_headers
+        return [*self.rate_headers, *self.more_headers, *self.ignored]
 
     @property
     def trace_id(self) -> str:

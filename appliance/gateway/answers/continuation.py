@@ -5,7 +5,9 @@ tokens that the dead one would have generated. The gateway requests token ids fr
 the bytes go to the client, whose stream stays the same. Pure: bytes in, bytes out.
 
 Sampled streams cannot be continued (the sampler's state died with the engine), nor can those whose next token
-depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens.
+depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens. Nor can a chat
+before the first text of its answer: the rest is asked for as a completion, whose text would bring a thought, and the
+mark of its end, as the answer.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _ONE_SEQUENCE = (None, 1)
 # They never come first in their object, so removing the comma before such a field removes it completely.
 _TOKEN_IDS = re.compile(rb',"(prompt_token_ids|token_ids)":\[([0-9, ]*)\]')
 _FINISHED = b'"finish_reason":"'
+_SHOWN = re.compile(rb'"(content|reasoning|reasoning_content)":"(?!")')
 # Tokens with withheld text (the first bytes of a character) are at most four, the bytes of one character.
 _HELD_BACK_BUFFERS = 8
 
@@ -81,6 +84,7 @@ class Continuation:
         "_first",
         "_resumed",
         "_finished",
+        "_answers",
     )
 
     def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None) -> None:
@@ -94,11 +98,12 @@ class Continuation:
         self._first = b""
         self._resumed = False
         self._finished = False
+        self._answers = route != CHAT  # the text that the client saw last is of the answer, not of a thought
 
     # -- the request
 
     def can_resume(self, max_model_len: int | None) -> bool:
-        return bool(self._prompt) and (self._max_tokens is not None or max_model_len is not None)
+        return self._answers and bool(self._prompt) and (self._max_tokens is not None or max_model_len is not None)
 
     def resume_body(self, max_model_len: int | None) -> bytes | None:
         """The request for the rest, for RESUME_PATH; None if all tokens were sent and only the ending is missing.
@@ -149,6 +154,9 @@ class Continuation:
             self._first = data
         if data.find(_FINISHED) >= 0:
             self._finished = True
+        if self._route == CHAT:
+            for shown in _SHOWN.finditer(data):
+                self._answers = shown[1] == b"content"
         self._recent.append(data)
         return _TOKEN_IDS.sub(self._note, data)
 

@@ -18,6 +18,7 @@ ANY_ORIGIN: Final = "*"
 # What scripts may read of an answer beside its body.
 _EXPOSED: Final = (
     b"x-request-id, request-id, retry-after, x-should-retry, openai-processing-ms, x-appliance-model-version, "
+    b"x-appliance-ignored-tools, x-appliance-ignored-items, "
     b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
     b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )

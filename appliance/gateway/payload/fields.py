@@ -87,13 +87,12 @@ class OneOf(Rule):
 
 
 class OwnTools(Items):
-    """Tools that the client runs. The server has none of its own, and an engine would silently ignore them. kind: their
-    type. named: the type must be given, because the engine knows fifteen and would compare a tool without a type with
-    all."""
+    """Tools that the client runs; the reading of the request has left out all others. kinds: their types. named: the
+    type must be given, because the engine knows fifteen and would compare a tool without a type with all."""
 
-    def __init__(self, most: int, chars: int, kind: str, named: bool) -> None:
+    def __init__(self, most: int, chars: int, kinds: tuple[str, ...], named: bool) -> None:
         super().__init__(most, chars)
-        self.kind = kind
+        self.kinds = kinds
         self.named = named
 
     def check(self, name: str, value: Any) -> None:
@@ -102,11 +101,10 @@ class OwnTools(Items):
             return
         for place, tool in enumerate(value):
             kind = tool.get("type") if isinstance(tool, dict) else None
-            if kind != self.kind and (self.named or kind is not None):
+            if kind not in self.kinds and (self.named or kind is not None):
                 given = f"the type '{kind[:64]}'" if isinstance(kind, str) else "no type"
                 raise errors.bad_request(
-                    f"{name}[{place}] has {given}; this server takes tools of type '{self.kind}', which your program "
-                    "runs, and runs none itself.",
+                    f"{name}[{place}] has {given}, expected '{self.kinds[0]}': a tool that your program runs.",
                     param=f"{name}[{place}].type",
                     code="unsupported_tool",
                 )
@@ -183,9 +181,9 @@ _TOKENWISE: Final[dict[str, Rule]] = {
 
 # OpenAI takes as many.
 _TOOLS: Final = Items(128, 512)
-_FUNCTION_TOOLS: Final = OwnTools(128, 512, "function", False)
-_NAMED_TOOLS: Final = OwnTools(128, 512, "function", True)
-_CUSTOM_TOOLS: Final = OwnTools(128, 512, "custom", False)
+_FUNCTION_TOOLS: Final = OwnTools(128, 512, ("function",), False)
+_NAMED_TOOLS: Final = OwnTools(128, 512, ("function", "namespace", "custom"), True)
+_CUSTOM_TOOLS: Final = OwnTools(128, 512, ("custom",), False)
 _KWARGS: Final = Items(64, 4096)
 _TEMPLATES: Final[dict[str, Rule]] = {
     "chat_template_kwargs": _KWARGS,

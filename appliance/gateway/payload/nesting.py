@@ -20,23 +20,38 @@ _NESTED: Final = frozenset({dict, list})
 _KIND: Final[Any] = type
 
 
-def walk(root: Any, max_depth: int) -> None:
-    """Check depth and media of the whole body without recursion, because an attacker may choose the depth."""
-    stack: list[tuple[Any, int]] = [(root, 1)]
-    while stack:
-        node, depth = stack.pop()
-        if depth > max_depth:
-            raise errors.bad_request(f"The request body is nested deeper than {max_depth} levels.", code="invalid_json")
-        if isinstance(node, dict):
-            for key, value in node.items():
-                if key in _MEDIA_KEYS:
-                    _media(key, value)
-                elif key == "url" and node.get("type") == "url":
-                    raise _remote("source.url")
-                if isinstance(value, dict | list):
-                    stack.append((value, depth + 1))
-        elif not _NESTED.isdisjoint(map(_KIND, node)):  # C code scans millions of token ids
-            stack.extend((value, depth + 1) for value in node if isinstance(value, dict | list))
+def check_depth(root: Any, max_depth: int) -> None:
+    """Raises HttpError 400. Without recursion, because an attacker may choose the depth."""
+    level: list[Any] = [root]
+    for _ in range(max_depth):
+        level = _inside(level)
+        if not level:
+            return
+    raise errors.bad_request(f"The request body is nested deeper than {max_depth} levels.", code="invalid_json")
+
+
+def check_media(root: Any) -> None:
+    """Raises HttpError 400 for media that would have to be fetched, anywhere in a body."""
+    level: list[Any] = [root]
+    while level:
+        for node in level:
+            if isinstance(node, dict):
+                for key, value in node.items():
+                    if key in _MEDIA_KEYS:
+                        _media(key, value)
+                    elif key == "url" and node.get("type") == "url":
+                        raise _remote("source.url")
+        level = _inside(level)
+
+
+def _inside(level: list[Any]) -> list[Any]:
+    """The lists and objects in these."""
+    found: list[Any] = []
+    for node in level:
+        values = node.values() if isinstance(node, dict) else node
+        if not _NESTED.isdisjoint(map(_KIND, values)):  # C code scans millions of token ids
+            found += [value for value in values if isinstance(value, dict | list)]
+    return found
 
 
 def _media(key: str, value: Any) -> None:

@@ -1,14 +1,15 @@
 """Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
 body_weight.py counts its values before parsing. orjson parses it once and refuses NaN, infinities, lone surrogates,
-invalid UTF-8 and nesting past 1024 levels. The raw bytes go to the engine, which parses them with the same
-last-key-wins rule.
+invalid UTF-8 and nesting past 1024 levels. readings/ makes of it what the client means; where that is another body, the
+engine gets that one, and else the raw bytes, which it parses with the same last-key-wins rule.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -24,12 +25,17 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.fields import check_fields
+from appliance.gateway.payload.followed import with_followed_schemas
 from appliance.gateway.payload.item_shapes import check_items
+from appliance.gateway.payload.media_tokens import media_in
 from appliance.gateway.payload.message_shapes import ANTHROPIC_ROLES, MESSAGE_ROLES, check_messages
-from appliance.gateway.payload.nesting import walk
+from appliance.gateway.payload.nesting import check_depth, check_media
 from appliance.gateway.payload.shapes import check_others, check_system, check_tools, same_kind
 from appliance.gateway.payload.structure import check_structure
+from appliance.gateway.readings.request import as_meant
 from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
+
+Pairs = Sequence[tuple[bytes, bytes]]
 
 MODEL_NAME_CHARS: Final = 512
 DEFAULT_COMPLETION_TOKENS: Final = 256
@@ -52,14 +58,22 @@ class Checked:
     # How many open requests it counts as for its owner: an engine holds all vectors of an answer until they are read.
     weight: int = 1
 
+    # The body as an engine reads it, if that is another one than the client's; and headers that name what is left out.
+    rewritten: bytes = b""
+    ignored: Pairs = ()
+
     # To be added to the body: an answer with log-probabilities of its tokens ends where they are too many.
     ending: bytes = b""
 
     # Owner of the prefix cache entries it uses: equal prompts of different owners do not share a prefix.
     owner: bytes = b""
 
+    # What the client calls the person or the conversation that it serves.
+    named: str = ""
+
     def __init__(self, model: str, stream: bool, completion: int, sequences: int, prompt: int, beginning: Any) -> None:
-        """completion: maximum tokens of each sequence, 0: not given; prompt: the prompt's tokens."""
+        """completion: maximum tokens of each sequence, 0: not given; prompt: the prompt's tokens; beginning: messages,
+        items or prompt."""
         self.model = model
         self.stream = stream
         self.tokens = prompt + min(completion or DEFAULT_COMPLETION_TOKENS, 4096) * sequences
@@ -74,8 +88,12 @@ class Checked:
         return b"%b%b" % (self.owner, self._opening()[:PREFIX_CHARS].encode("utf-8", "replace"))
 
     def conversation(self) -> bytes:
-        """Equal for all turns of a conversation: like `prefix`, but a long system prompt does not hide the question."""
-        return self._opening().encode("utf-8", "replace")
+        """Equal for all turns of a conversation, and for no two that differ in their first question."""
+        first = self._beginning
+        if isinstance(first, list) and first and isinstance(first[0], dict):
+            asked = (item for item in first if isinstance(item, dict) and item.get("role") == "user")
+            first = next(asked, first[0]).get("content")
+        return f"{self.named}\n{_texts_of(first)}".encode("utf-8", "replace")
 
     def _opening(self) -> str:
         source = self._beginning
@@ -107,6 +125,25 @@ def _start_of(value: Any) -> str:
             found.append(piece)
             left -= len(piece) + 1
     return "\n".join(found)
+
+
+def _texts_of(content: Any) -> str:
+    """All of a content, whether it is a text or parts, without the marks that clients move from turn to turn."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return orjson.dumps(content).decode()
+    parts = []
+    for part in content:
+        if isinstance(part, dict):
+            text = part.get("text")
+            part = text if isinstance(text, str) else {k: v for k, v in part.items() if k not in _MOVED}
+        parts.append(part if isinstance(part, str) else orjson.dumps(part).decode())
+    return "\n".join(parts)
+
+
+_MOVED: Final = frozenset({"cache_control", "prompt_cache_breakpoint"})
+_NAMES: Final = ("prompt_cache_key", "user", "safety_identifier")
 
 
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
@@ -147,7 +184,13 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     if not stream and route.name == CHAT:
         completion = _plain_completion(data, number_rules, limits)
         if completion >= 0:
-            return Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
+            plain = Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
+            plain.named = data.get("user") or ""
+            return plain
+    if not _is_plain(data):
+        check_depth(data, limits.json_depth)
+    given, reading = data, as_meant(route.name, data)
+    meant = data = reading.data
     check_fields(route.name, data)
     if route.name == CHAT and is_legacy(data):
         data = data | _as_tools(data)
@@ -163,8 +206,11 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     if "chat_template_kwargs" in data:
         _template_kwargs(data["chat_template_kwargs"])
     if not _is_plain(data) or "structured_outputs" in data:
-        walk(data, limits.json_depth)
+        check_media(data)
         check_structure(data, limits)
+        followed = with_followed_schemas(data)
+        if followed is not data:
+            meant = {**meant, **{name: value for name, value in followed.items() if name in meant}}
     sequences = _inputs(route, data, limits)
     completion = _completion_tokens(data)
     if "n" in data or "best_of" in data:
@@ -181,7 +227,13 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
-    checked = Checked(model, bool(stream), completion, sequences, body_bytes // 4, beginning)
+    media_chars, media_tokens = media_in(beginning) if isinstance(beginning, list) else (0, 0)
+    prompt = max(0, body_bytes - media_chars) // 4 + media_tokens
+    checked = Checked(model, bool(stream), completion, sequences, prompt, beginning)
+    checked.ignored = reading.headers
+    if meant is not given:
+        checked.rewritten = orjson.dumps(meant)
+    checked.named = "\n".join(str(data[name]) for name in _NAMES if isinstance(data.get(name), str))
     checked.asks_usage, checked.continuation, checked.ending = asks_usage, continuation, ending
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
     if data.get("include_reasoning") is False or data.get("tools"):
@@ -192,11 +244,12 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         checked.asked.completion_tokens = 0
     checked.weight = _weight(route, data.get("input"), sequences)
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
-        checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
+        # As the client sent it: that is what it lists, and what a later turn is read from.
+        checked.transcript = transcript_of(given, counts=route.name == INPUT_TOKENS)
         if data.get("metadata") is not None:
             check_metadata(data["metadata"])
     elif route.name == CHAT and ("store" in data or "metadata" in data):
-        checked.transcript = kept_completion(data)
+        checked.transcript = kept_completion(given)
     return checked
 
 

@@ -25,6 +25,8 @@ _PARTS: Final = frozenset(
     ).split()
 )
 _FEW: Final = 16
+# Those of namespaces included; OpenAI takes 128, each of which may be a namespace.
+_MOST_TOOLS: Final = 1024
 # The one field that says what a part of this type is.
 _TEXT_OF: Final = {"text": "text", "refusal": "refusal", "thinking": "thinking", "redacted_thinking": "data"}
 _OBJECT_OF: Final = {
@@ -78,26 +80,39 @@ def schema_holders(tool: dict[str, Any]) -> list[dict[str, Any]]:
     return [tool, function] if isinstance(function, dict) else [tool]
 
 
+def each_tool(tools: list[Any]) -> list[tuple[str, Any]]:
+    """All tools with their places, those of namespaces too."""
+    found: list[tuple[str, Any]] = []
+    for place, tool in enumerate(tools):
+        found.append((f"tools[{place}]", tool))
+        if isinstance(tool, dict) and tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+            found += [(f"tools[{place}].tools[{inner}]", one) for inner, one in enumerate(tool["tools"])]
+    return found
+
+
 def check_tools(tools: list[Any]) -> None:
     """Checks the tools of every route. Raises HttpError 400."""
     odd = Odd("tools", ODD_ITEMS, ODD_VALUES)
-    for place, tool in enumerate(tools):
+    every = each_tool(tools)
+    if len(every) > _MOST_TOOLS:
+        raise too_many("tools", "tools", len(every), _MOST_TOOLS)
+    for at, tool in every:
         if not isinstance(tool, dict):
-            raise wrong_type(f"tools[{place}]", "an object")
+            raise wrong_type(at, "an object")
         holders = schema_holders(tool)
         for found in holders:
             strict = found.get("strict")
             if strict is not None and not isinstance(strict, bool):
                 # An engine takes 1 or "yes" for true; what is measured must not depend on how it reads.
-                raise wrong_type(f"tools[{place}].strict", "a boolean")
+                raise wrong_type(f"{at}.strict", "a boolean")
         if len(holders) > 1 and (twice := [name for name in SCHEMA_FIELDS if tool.get(name) is not None]):
             raise errors.bad_request(
-                f"`tools[{place}]` has both `function` and `{twice[0]}`; a tool has its schema in one place.",
-                param=f"tools[{place}].{twice[0]}",
+                f"`{at}` has both `function` and `{twice[0]}`; a tool has its schema in one place.",
+                param=f"{at}.{twice[0]}",
                 code="invalid_value",
             )
         holder = holders[-1]
-        where = f"tools[{place}].function" if len(holders) > 1 else f"tools[{place}]"
+        where = f"{at}.function" if len(holders) > 1 else at
         if not isinstance(holder.get("name"), str) or not holder["name"]:
             raise wrong_type(f"{where}.name", "a text that is not empty")
         if not text_or_none(holder, "description"):
@@ -106,6 +121,8 @@ def check_tools(tools: list[Any]) -> None:
             if holder.get(name) is not None and not isinstance(holder[name], dict):
                 raise wrong_type(f"{where}.{name}", "a JSON schema, which is an object")
         for name, value in tool.items():
+            if name == "tools" and tool.get("type") == "namespace":
+                continue
             if name not in _TOOL_FIELDS and isinstance(value, list | dict) and _values(value, _FEW) > _FEW:
                 odd.add(value)
 

@@ -20,7 +20,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.payload.body_weight import check_inner
 from appliance.gateway.payload.expression_ways import MOST_WAYS, atom_end, quantifier, ways
 from appliance.gateway.payload.schema_cost import MOST_US, combinations_us, literal_us, node_us
-from appliance.gateway.payload.shapes import SCHEMA_FIELDS, schema_holders
+from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
 
 _REGEX_CHARS: Final = 1024
 _REGEX_QUANTIFIERS: Final = 16
@@ -80,7 +80,7 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
     if isinstance(tools, list):
         choice = data.get("tool_choice")
         forced = choice is not None and not (isinstance(choice, str) and choice in _FREE)
-        for place, tool in enumerate(tools):
+        for at, tool in each_tool(tools):
             if not isinstance(tool, dict):
                 continue
             holders = schema_holders(tool)
@@ -89,7 +89,7 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
                 for holder in holders:
                     for name in SCHEMA_FIELDS:
                         if holder.get(name) is not None:
-                            budget.schema(f"tools.{place}.{name}", holder[name], enforced=True)
+                            budget.schema(f"{at}.{name}", holder[name], enforced=True)
 
 
 _FORMATS: Final = frozenset({"text", "json_object", "json_schema", "structural_tag"})

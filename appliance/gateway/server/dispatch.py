@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import orjson
@@ -24,6 +25,8 @@ from appliance.gateway.routing.table import Caller
 from appliance.gateway.state.state import State
 from appliance.ui.site import TO_THE_PAGE, SiteAnswer, site
 from appliance.ui.site import answer as answer_file
+
+log = logging.getLogger("appliance.gateway")
 
 
 class Dispatch:
@@ -100,6 +103,10 @@ class Dispatch:
         state, route = self._state, request.route
         assert route is not None
         assert request.caller is not None
+        if checked.ignored:
+            request.ignored = checked.ignored
+            told = "; ".join(value.decode() for _, value in checked.ignored)
+            log.info("left out of the request, as no engine has it: %s", told, extra=request.ids)
         model = state.callable_model(checked.model, request.caller)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
@@ -121,6 +128,8 @@ class Dispatch:
                 return PreviousResponse(state, client, request, checked, self._checked)
         state.spending.spend(request, checked, state.limits)
         state.spending.opened(request, checked)
+        if checked.rewritten:
+            request.chunks = [checked.rewritten]
         # Counters and logs name the model; the replica gives the version.
         name = checked.model
         request.model = name.partition("@")[0] if "@" in name else name

@@ -200,3 +200,25 @@ def test_any_cut_of_the_bytes_gives_the_same(seed: int) -> None:
     assert b"[1,2]" not in seen and b'"token_ids":' not in seen and seen.count(b"data: ") == 12
     resumed = json.loads(continuation.resume_body(None) or b"")
     assert resumed["prompt"] == [1, 2, *range(12)] and resumed["max_tokens"] == 99 - 12
+
+
+@pytest.mark.parametrize(
+    ("deltas", "resumes"),
+    [
+        ([{"role": "assistant", "content": ""}], False),
+        ([{"reasoning": "Let me see"}], False),
+        ([{"reasoning_content": "Let me see"}], False),
+        ([{"reasoning": 'I write "content":"x"'}], False),
+        ([{"reasoning": "Let me see"}, {"content": ""}], False),
+        ([{"reasoning": "Let me see"}, {"content": "Four"}], True),
+        ([{"content": "Four"}], True),
+    ],
+)
+def test_continuation_of_a_thought_is_not_possible(deltas: list[dict], resumes: bool) -> None:
+    continuation = continuation_of("chat.completions", chat(stream=True, temperature=0, max_tokens=99))
+    assert continuation is not None
+    for number, delta in enumerate(deltas):
+        choice = {"index": 0, "delta": delta, "token_ids": [number]}
+        event = {"id": "a", "choices": [choice], "prompt_token_ids": [1, 2]}
+        continuation.take(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n")
+    assert continuation.can_resume(None) is resumes

@@ -1,0 +1,161 @@
+"""A schema that passes is enforced: the backend that it is given to accepts no value that jsonschema refuses.
+
+Each part of JSON Schema is tried alone and beside others, on the two backends themselves, with values that fit and
+values that do not. `followed_schemas` must refuse what neither enforces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import llguidance
+import pytest
+import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xgrammar.testing import _is_grammar_accept_string
+
+from serve.api.followed_schemas import FORMATS, fault, fault_of_tool, goes_to_llguidance, without_notes
+
+Schema = dict[str, Any]
+BYTES = llguidance.LLTokenizer("byte")
+TEXTS = ["", "a", "ab", "abc", "abcd", "A", "2024-01-01", "2024-13-45", "a@b.co", "12:00:00Z", "127.0.0.1", "999.1.1.1"]
+TEXTS += ["::1", "http://a.b/c", "not a uri", "123e4567-e89b-12d3-a456-426614174000", "P1D", "/a/b", "[a", "a+"]
+NUMBERS = [0, 1, 2, 3, 4, 5, 6, 10, -1, -5, 100, 1.5, 2.5, 0.1]
+OBJECTS = [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"a": "x"}, {"a": 1, "b": "y"}, {"c": 1}, {"a": 1, "b": 2, "c": 3}]
+OBJECTS += [{"ab": 1}, {"x_1": 1}, {"x_1": "s"}, {"a": 2, "x_1": 1}]
+LISTS = [[], [1], [1, 1], [1, 2], ["a"], ["a", 1], ["a", "a"], [1, "a"], [1, 2, 3], [1, 2, 2], ["a", "b", "c", "d"]]
+VALUES = [*TEXTS, *NUMBERS, *OBJECTS, *LISTS, None, True, False]
+
+INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
+AB = {"a": INTEGER, "b": INTEGER}
+A = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
+PARTS: list[Schema] = [
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "object"},
+    {"type": "array"},
+    {"type": ["integer", "null"]},
+    {"type": ["integer", "string"]},
+    {"const": 1},
+    {"const": {"a": 1}},
+    {"enum": ["a", 1]},
+    {"enum": [True, 1]},
+    {"anyOf": [INTEGER, TEXT]},
+    {"anyOf": [{"minimum": 3}, {"maximum": 0}]},
+    {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"oneOf": [INTEGER, TEXT]},
+    {"oneOf": [INTEGER, {"type": "number"}]},
+    {"oneOf": [A, B]},
+    {"oneOf": [{**A, "properties": {"a": {"const": 1}}}, {**A, "properties": {"a": {"const": "x"}}}]},
+    {"allOf": [A]},
+    {"allOf": [A, B]},
+    {"allOf": [{"minimum": 3}]},
+    {"not": {"type": "string"}},
+    {"not": {}},
+    {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+    {"then": {"required": ["b"]}},
+    {"$ref": "#/$defs/i", "$defs": {"i": {"type": "integer", "minimum": 3}}},
+    {"$ref": "#named", "$defs": {"i": {"$anchor": "named", "type": "integer"}}},
+    {"properties": AB},
+    {"properties": {"a": False}},
+    {"required": ["a"]},
+    {"additionalProperties": False},
+    {"additionalProperties": TEXT},
+    {"patternProperties": {"^x_": INTEGER}},
+    {"propertyNames": {"pattern": "^[ab]$"}},
+    {"propertyNames": {"enum": ["a", "b"]}},
+    {"propertyNames": {"maxLength": 1}},
+    {"minProperties": 2},
+    {"maxProperties": 1},
+    {"dependentRequired": {"a": ["b"]}},
+    {"dependentRequired": {}},
+    {"dependentSchemas": {"a": {"required": ["b"]}}},
+    {"unevaluatedProperties": False},
+    {"items": INTEGER},
+    {"items": False},
+    {"prefixItems": [INTEGER, TEXT]},
+    {"unevaluatedItems": False},
+    {"contains": INTEGER},
+    {"contains": INTEGER, "minContains": 2},
+    {"minItems": 2},
+    {"maxItems": 2},
+    {"uniqueItems": True},
+    {"uniqueItems": False},
+    {"minLength": 3},
+    {"maxLength": 3},
+    {"pattern": "^a+b?$"},
+    {"pattern": "b"},
+    {"format": "date"},
+    {"format": "ipv4"},
+    {"format": "uuid"},
+    {"format": "color"},
+    {"minimum": 2},
+    {"maximum": 4.5},
+    {"exclusiveMinimum": 1},
+    {"multipleOf": 5},
+    {"multipleOf": 0.5},
+    {"title": "T", "default": 7, "examples": [1], "nullable": True, "x-own": 1},
+]
+
+
+def accepted_by_xgrammar(schema: Schema) -> Callable[[str], bool]:
+    grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema))
+    return lambda text: bool(_is_grammar_accept_string(grammar, text))
+
+
+def accepted_by_llguidance(schema: Schema) -> Callable[[str], bool]:
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+    def accepted(text: str) -> bool:
+        matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
+        tokens = BYTES.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    return accepted
+
+
+def check(schema: Schema) -> None:
+    known = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["date", "ipv4", "uuid"]))
+    wrong = [value for value in VALUES if not known.is_valid(value)]
+    followed = without_notes(schema)
+    if fault(followed) is None:
+        backend = accepted_by_llguidance if goes_to_llguidance(followed) else accepted_by_xgrammar
+        assert not [value for value in wrong if backend(followed)(json.dumps(value))], backend.__name__
+    if fault_of_tool(followed) is None:
+        accepted = accepted_by_xgrammar(followed)
+        assert not [value for value in wrong if accepted(json.dumps(value))], "as a tool's"
+
+
+@pytest.mark.parametrize("part", PARTS, ids=json.dumps)
+@pytest.mark.parametrize("kind", [None, "object", "array", "string", "integer", "number"])
+def test_each_keyword_is_enforced_or_refused(part: Schema, kind: str | None) -> None:
+    check(part if kind is None else {"type": kind, **part})
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.lists(st.sampled_from(PARTS), min_size=2, max_size=4), st.sampled_from(["", "a", "anyOf", "items"]))
+def test_keywords_together_are_enforced_or_refused(parts: list[Schema], below: str) -> None:
+    schema: Schema = {}
+    for part in parts:
+        schema |= part
+    if below == "a":
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": schema.get("$defs", {})}
+    elif below == "anyOf":
+        schema = {"anyOf": [schema, {"type": "null"}], "$defs": schema.get("$defs", {})}
+    elif below == "items":
+        schema = {"type": "array", "items": schema, "$defs": schema.get("$defs", {})}
+    check(schema)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_each_format_is_enforced_or_refused(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    if fault(schema) is None:
+        backend = accepted_by_llguidance if goes_to_llguidance(schema) else accepted_by_xgrammar
+        assert not backend(schema)('" {[<never a form> "'), name

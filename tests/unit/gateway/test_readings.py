@@ -1,0 +1,438 @@
+"""Requests in the forms that clients send become those that engines read."""
+
+from __future__ import annotations
+
+import base64
+import io
+import typing
+from typing import Any
+
+import orjson
+import pytest
+from openai.types.responses import response_includable, response_input_item_param
+
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.media_tokens import UNKNOWN_IMAGE_TOKENS, image_tokens
+from appliance.gateway.payload.request_check import Checked, check_body
+from appliance.gateway.readings.accepted import ACCEPTED, INCLUDES
+from appliance.gateway.readings.items import NOTHING_TO_READ, items_as_meant
+from appliance.gateway.readings.request import IGNORED_ITEMS, IGNORED_TOOLS
+
+Body = dict[str, Any]
+PATHS = {"chat": b"/v1/chat/completions", "responses": b"/v1/responses", "messages": b"/v1/messages"}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SHELF = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+FUNCTION: dict[str, Body] = {
+    "chat": {"type": "function", "function": {"name": "shelf", "parameters": SHELF}},
+    "responses": {"type": "function", "name": "shelf", "parameters": SHELF},
+    "messages": {"name": "shelf", "input_schema": SHELF},
+}
+SERVERS_OWN: dict[str, list[tuple[Body, str]]] = {
+    "chat": [({"type": "custom", "custom": {"name": "patch"}}, "custom:patch"), ({"type": "web_search"}, "web_search")],
+    "responses": [
+        ({"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}}, "custom:patch"),
+        ({"type": "web_search_preview"}, "web_search_preview"),
+        ({"type": "local_shell"}, "local_shell"),
+        ({"type": "image_generation", "output_format": "png"}, "image_generation"),
+        ({"type": "file_search", "vector_store_ids": ["vs"]}, "file_search"),
+        ({"type": "code_interpreter", "container": {"type": "auto"}}, "code_interpreter"),
+        ({"type": "mcp", "server_label": "store", "server_url": "https://x"}, "mcp:store"),
+        ({"type": "tool_search"}, "tool_search"),
+        ({"type": "apply_patch"}, "apply_patch"),
+        ({"type": "shell"}, "shell"),
+        ({"type": "computer_use_preview"}, "computer_use_preview"),
+    ],
+    "messages": [
+        ({"type": "web_search_20250305", "name": "web_search"}, "web_search_20250305:web_search"),
+        ({"type": "bash_20250124", "name": "bash"}, "bash_20250124:bash"),
+        ({"type": "mcp_toolset", "mcp_server_name": "s"}, "mcp_toolset"),
+    ],
+}
+CASES = [(api, tool, name) for api, tools in SERVERS_OWN.items() for tool, name in tools]
+
+
+def checked(api: str, **more: Any) -> Checked:
+    body: Body = {"model": "m"}
+    if api == "responses":
+        body |= {"input": "Hi"}
+    else:
+        body |= {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    return check_body(resolve(b"POST", PATHS[api]), orjson.dumps(body | more), Limits())
+
+
+def read(api: str, **more: Any) -> Body:
+    """The body that an engine gets."""
+    found = checked(api, **more)
+    assert found.rewritten, "it gets the client's own"
+    return orjson.loads(found.rewritten)
+
+
+def refused(api: str, **more: Any) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        checked(api, **more)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# --- tools
+
+
+@pytest.mark.parametrize(("api", "tool", "name"), CASES)
+def test_tool_of_another_server_beside_a_function_is_left_out_and_named(api: str, tool: Body, name: str) -> None:
+    found = checked(api, tools=[tool, FUNCTION[api]])
+    assert orjson.loads(found.rewritten)["tools"] == [FUNCTION[api]]
+    assert list(found.ignored) == [(IGNORED_TOOLS, name.encode())]
+
+
+@pytest.mark.parametrize(("api", "tool", "name"), CASES)
+def test_tool_of_another_server_alone_is_refused_by_name(api: str, tool: Body, name: str) -> None:
+    error = refused(api, tools=[tool])
+    assert (error.code, error.param) == ("unsupported_tool", "tools[0]") and f"'{name}'" in error.message
+
+
+def test_tools_left_out_whole_with_choice_none_are_no_tools() -> None:
+    body = read("responses", tools=[{"type": "web_search"}], tool_choice="none")
+    assert "tools" not in body and "tool_choice" not in body
+
+
+@pytest.mark.parametrize(
+    ("api", "tool", "choice"),
+    [
+        ("responses", {"type": "web_search"}, {"type": "web_search"}),
+        ("responses", {"type": "custom", "name": "p", "format": {"type": "grammar"}}, {"type": "custom", "name": "p"}),
+        ("responses", {"type": "mcp", "server_label": "s"}, {"type": "mcp", "server_label": "s"}),
+        ("responses", {"type": "web_search"}, {"type": "web_search_preview"}),
+        ("chat", {"type": "custom", "custom": {"name": "p"}}, {"type": "custom", "custom": {"name": "p"}}),
+        ("messages", {"type": "bash_20250124", "name": "bash"}, {"type": "tool", "name": "bash"}),
+    ],
+)
+def test_choice_of_a_tool_that_is_left_out_is_refused(api: str, tool: Body, choice: Body) -> None:
+    error = refused(api, tools=[FUNCTION[api], tool], tool_choice=choice)
+    assert (error.code, error.param) == ("unsupported_tool", "tool_choice")
+
+
+def test_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
+    inner = {"type": "function", "name": "price", "parameters": {"type": "object", "properties": {}}}
+    space = {
+        "type": "namespace",
+        "name": "store",
+        "description": "d",
+        "tools": [inner, {"type": "custom", "name": "x"}],
+    }
+    free = {"type": "custom", "name": "note", "format": {"type": "text"}}
+    found = checked("responses", tools=[space, free, {"type": "custom", "name": "memo"}])
+    kept = orjson.loads(found.rewritten)["tools"]
+    assert [tool["name"] for tool in kept] == ["store", "note", "memo"]
+    assert kept[0]["tools"] == [inner | {"parameters": NOTHING}]
+    assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_empty_list_of_tools_is_none(api: str, more: Body) -> None:
+    if api == "messages" and more:
+        more = {"tool_choice": {"type": more["tool_choice"]}}
+    body = read(api, tools=[], **more)
+    assert "tools" not in body and "tool_choice" not in body
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"type": "object"}, {"type": "object", "properties": {}, "required": []}])
+def test_tool_without_parameters_takes_an_empty_object(schema: Any) -> None:
+    body = read("chat", tools=[{"type": "function", "function": {"name": "bell", "parameters": schema}}])
+    assert body["tools"][0]["function"]["parameters"] == NOTHING
+    body = read("responses", tools=[{"type": "function", "name": "bell", "parameters": schema}])
+    assert body["tools"][0]["parameters"] == NOTHING
+    assert read("chat", functions=[{"name": "bell", "parameters": schema}])["functions"][0]["parameters"] == NOTHING
+
+
+def test_tool_of_any_object_keeps_its_parameters() -> None:
+    tool = {"type": "function", "name": "any", "parameters": {"type": "object", "additionalProperties": True}}
+    assert not checked("responses", tools=[tool]).rewritten
+
+
+def test_allowed_tools_are_the_only_ones() -> None:
+    other = {"type": "function", "function": {"name": "bell", "parameters": SHELF}}
+    chosen = {"mode": "required", "tools": [{"type": "function", "function": {"name": "bell"}}]}
+    tools = [FUNCTION["chat"], other]
+    body = read("chat", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
+    assert body["tools"] == [other] and body["tool_choice"] == "required"
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nope"}]}
+    assert refused("responses", tools=[FUNCTION["responses"]], tool_choice=allowed).param == "tool_choice"
+
+
+# --- history of /v1/responses
+
+
+def items(*given: Body) -> tuple[list[Body], list[str]]:
+    left_out: list[str] = []
+    return items_as_meant(list(given), left_out), left_out
+
+
+def test_earlier_answer_without_id_and_status_has_all_of_its_texts() -> None:
+    parts = [{"type": "output_text", "text": "One. "}, {"type": "refusal", "refusal": "No."}]
+    (made,), left_out = items({"type": "message", "role": "assistant", "content": parts})
+    assert made["content"] == [{"type": "output_text", "text": "One. No.", "annotations": []}]
+    assert made["status"] == "completed" and made["id"] and not left_out
+
+
+def test_any_number_of_items_without_id_passes() -> None:
+    turn = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "thought"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": None, "status": None},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "output_text", "text": "14"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+    ]
+    found = checked("responses", input=turn * 50, store=False)
+    kinds = [item["type"] for item in orjson.loads(found.rewritten)["input"]]
+    assert len(kinds) == 5 * 50 and not found.ignored
+
+
+def test_thought_is_read_from_its_content_or_summary_and_named_if_encrypted() -> None:
+    summary = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
+    made, left_out = items(
+        {"type": "reasoning", "summary": summary, "encrypted_content": "gAAA"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+    )
+    assert [item["content"] for item in made] == [[{"type": "reasoning_text", "text": "a\n\nb"}]]
+    assert "encrypted_content" not in made[0] and left_out == ["reasoning"]
+
+
+def test_calls_of_other_tools_with_results_become_calls_of_functions() -> None:
+    made, left_out = items(
+        {"type": "local_shell_call", "id": "ls_1", "call_id": "c1", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "ls_1", "output": "a.txt"},
+        {"type": "shell_call", "call_id": "c2", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "c2", "output": [{"stdout": "a", "stderr": ""}]},
+        {"type": "mcp_call", "id": "m1", "name": "price", "arguments": "{}", "output": "5", "server_label": "s"},
+        {"type": "file_search_call", "id": "f1", "queries": ["x"], "results": [{"text": "found"}]},
+        {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "x"}},
+    )
+    calls = [(item["call_id"], item["name"]) for item in made if item["type"] == "function_call"]
+    assert calls == [("c1", "local_shell"), ("c2", "shell"), ("m1", "price"), ("f1", "file_search")]
+    results = [item for item in made if item["type"] == "function_call_output"]
+    assert [item["call_id"] for item in results] == ["c1", "c2", "m1", "f1"] and "found" in results[-1]["output"]
+    assert left_out == ["web_search_call"]
+
+
+def test_items_that_add_tools_and_settings_are_followed() -> None:
+    form = {"type": "json_schema", "name": "a", "schema": SHELF}
+    body = read(
+        "responses",
+        text={"verbosity": "low"},
+        input=[
+            {"role": "user", "content": "Hi"},
+            {"type": "additional_tools", "role": "developer", "tools": [FUNCTION["responses"]]},
+            {"type": "configuration_update", "reasoning": {"effort": "low"}, "text": {"format": form}},
+        ],
+    )
+    assert body["tools"] == [FUNCTION["responses"]] and len(body["input"]) == 1
+    assert body["text"] == {"verbosity": "low", "format": form} and body["reasoning"] == {"effort": "low"}
+
+
+@pytest.mark.parametrize("kind", ["item_reference", "compaction_trigger"])
+def test_item_that_asks_for_what_no_engine_does_is_refused_by_place(kind: str) -> None:
+    error = refused("responses", input=[{"role": "user", "content": "Hi"}, {"type": kind, "id": "msg_1"}])
+    assert (error.code, error.param) == ("unsupported_item", "input[1]")
+
+
+def test_items_left_out_are_named_in_a_header() -> None:
+    call = {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "x"}}
+    found = checked("responses", input=[{"role": "user", "content": "Hi"}, call, call])
+    assert list(found.ignored) == [(IGNORED_ITEMS, b"web_search_call")]
+
+
+def test_every_type_of_item_in_the_sdk_is_known() -> None:
+    """A new type of OpenAI's needs a place in items.py."""
+    known: set[str] = set()
+    for model in typing.get_args(response_input_item_param.ResponseInputItemParam):
+        annotation = typing.get_type_hints(model, include_extras=False).get("type")
+        known |= {value for value in _literals(annotation) if isinstance(value, str)}
+    kept = {"message", "custom_tool_call", "custom_tool_call_output", "additional_tools", "configuration_update"}
+    kept |= {"item_reference", "compaction_trigger"}  # refused
+    for kind in sorted(known - kept - NOTHING_TO_READ):
+        made, left_out = items({"type": kind, "id": "i", "call_id": "c", "summary": [{"text": "x"}], "name": "n"})
+        assert left_out == [kind] or all(one["type"] in _READ for one in made), kind
+
+
+_READ = ("function_call", "function_call_output", "reasoning")
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [value for inner in typing.get_args(annotation) for value in _literals(inner)]
+
+
+# --- fields
+
+
+def test_fields_that_change_nothing_are_taken_and_not_passed_on() -> None:
+    body = read("responses", client_metadata={"x-codex-installation-id": "0"})
+    assert body == {"model": "m", "input": "Hi"}
+    assert all(source for fields in ACCEPTED.values() for source in fields.values())
+
+
+def test_values_of_include_that_engines_do_not_know_are_not_passed_on() -> None:
+    assert set(typing.get_args(response_includable.ResponseIncludable)) >= INCLUDES
+    body = read("responses", include=["web_search_call.action.sources", "reasoning.encrypted_content"])
+    assert body["include"] == ["reasoning.encrypted_content"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_object", "schema": SHELF}},
+        {"response_format": {"type": "json_object", "json_schema": SHELF}},
+        {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": SHELF}}},
+        {"response_format": {"type": "json_schema", "schema": SHELF}},
+    ],
+)
+def test_schema_beside_json_object_is_the_format(more: Body) -> None:
+    wanted = read("chat", **more)["response_format"]
+    assert wanted["type"] == "json_schema" and wanted["json_schema"]["schema"] == SHELF
+    wanted = {**more["response_format"], "type": "json_object"}
+    form = read("responses", text={"format": wanted, "verbosity": "low"})["text"]
+    assert form["format"]["type"] == "json_schema" and form["format"]["schema"] == SHELF and form["verbosity"] == "low"
+
+
+def test_older_names_of_forms_are_understood() -> None:
+    body = read("chat", guided_json=SHELF, response_format={"type": "json_object"})
+    assert body["structured_outputs"] == {"json": SHELF} and "response_format" not in body
+    assert read("chat", guided_choice=["a", "b"])["structured_outputs"] == {"choice": ["a", "b"]}
+
+
+# --- schemas
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "path"),
+    [
+        ({"type": "string", "not": {"const": "a"}}, "not", "not"),
+        (
+            {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+            "",
+            "properties.a.uniqueItems",
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf", "oneOf"),
+        ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if", "if"),
+        ({"type": "string", "format": "idn-email"}, "format", "format"),
+    ],
+)
+def test_schema_keyword_that_is_not_enforced_is_refused_by_name(schema: Body, keyword: str, path: str) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    error = refused("chat", response_format=wanted)
+    assert error.code == "unsupported_schema_keyword" and f"`{keyword or 'uniqueItems'}`" in error.message
+    assert error.param == f"response_format.json_schema.schema.{path}"
+    assert refused("responses", text={"format": {"type": "json_schema", "name": "a", "schema": schema}}).param == (
+        f"text.format.schema.{path}"
+    )
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_schema_of_a_tool_is_refused_where_strict_promises_it(strict: bool | None) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+    if not strict:
+        assert checked("chat", tools=[tool], tool_choice="required").model == "m"
+        return
+    error = refused("chat", tools=[tool])
+    assert error.code == "unsupported_schema_keyword"
+    assert error.param == "tools[0].function.parameters.properties.a.uniqueItems"
+
+
+def test_notes_of_a_schema_pass() -> None:
+    schema = {
+        "type": "object",
+        "title": "T",
+        "$comment": "c",
+        "properties": {"a": {"type": "string", "format": "color", "default": "x", "examples": ["y"], "x-order": 1}},
+    }
+    body = read("chat", response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+    assert "format" not in body["response_format"]["json_schema"]["schema"]["properties"]["a"]
+
+
+# --- Anthropic's blocks
+
+
+def test_blocks_of_servers_tools_and_documents_become_texts() -> None:
+    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+    result = {"type": "web_search_result", "title": "W", "url": "https://x", "encrypted_content": "gAAA"}
+    answer = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [result]},
+        {"type": "text", "text": "A"},
+    ]
+    body = read(
+        "messages", messages=[{"role": "user", "content": [document]}, {"role": "assistant", "content": answer}]
+    )
+    assert {part["type"] for message in body["messages"] for part in message["content"]} == {"text"}
+    told = "\n".join(part["text"] for message in body["messages"] for part in message["content"])
+    assert all(text in told for text in ("T\nD", '"q"', "https://x", "A")) and "gAAA" not in told
+
+
+def test_document_that_is_not_text_is_refused_by_place() -> None:
+    source = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+    error = refused("messages", messages=[{"role": "user", "content": [{"type": "document", "source": source}]}])
+    assert (error.code, error.param) == ("unsupported_document", "messages[0].content[0]")
+
+
+# --- what a request counts, and whose conversation it is
+
+
+def picture(width: int, height: int) -> str:
+    from PIL import Image
+
+    held = io.BytesIO()
+    Image.effect_noise((width, height), 90).save(held, "PNG")
+    return base64.b64encode(held.getvalue()).decode()
+
+
+def test_image_counts_by_its_pixels_not_by_its_bytes() -> None:
+    data = picture(560, 560)
+    url = f"data:image/png;base64,{data}"
+    chat = checked("chat", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    message = checked("messages", messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])
+    response = checked("responses", input=[{"role": "user", "content": [{"type": "input_image", "image_url": url}]}])
+    for found in (chat, message, response):
+        assert 400 <= found.prompt_tokens < 500 < len(data) // 4
+    assert image_tokens("AAAA") == UNKNOWN_IMAGE_TOKENS
+
+
+SYSTEM = {"role": "system", "content": "You help. " * 2000}
+
+
+def turns(first: str, **more: Any) -> list[bytes]:
+    """The conversation of its first and of its third turn."""
+    start = [SYSTEM, {"role": "user", "content": first}]
+    grown = [
+        *start,
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ]
+    return [checked("chat", messages=messages, **more).conversation() for messages in (start, grown)]
+
+
+def test_conversation_stays_the_same_as_it_grows_and_differs_by_its_whole_first_question() -> None:
+    long = "x" * 5000
+    one, two = turns(f"{long} one"), turns(f"{long} two")
+    assert one[0] == one[1] != two[0] == two[1]
+    assert turns("Hi", user="a")[0] != turns("Hi", user="b")[0] == turns("Hi", user="b")[1]
+
+
+def test_conversation_does_not_depend_on_marks_that_clients_move() -> None:
+    part = {"type": "text", "text": "Hi"}
+    marked = [{"role": "user", "content": [part | {"cache_control": {"type": "ephemeral"}}]}]
+    grown = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    assert checked("messages", messages=marked).conversation() == checked("messages", messages=grown).conversation()
