@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import BinaryIO
 
-from train.data.records import BadFile
-
 _HEAD, _TAIL = 4096, 1 << 16
 _MARK = b"\xef\xbb\xbf"
 
@@ -69,15 +67,12 @@ _TAR_AT, _TAR = 257, b"ustar"
 _DELIMITERS = ((b"\t", "TSV", ", sep='\\t'"), (b",", "CSV", ""), (b";", "CSV", ", sep=';'"), (b"|", "CSV", ", sep='|'"))
 
 
-def refuse_foreign(file: BinaryIO) -> None:
-    """Raises BadFile for a file that cannot be JSON lines or a JSON array; leaves it at its beginning."""
-    head = file.read(_HEAD)
-    try:
-        if found := _named(file, head):
-            what, command = found
-            raise BadFile(f"the file is {what}; expected one JSON object on each line: {command}")
-    finally:
-        file.seek(0)
+def foreign_file(file: BinaryIO) -> tuple[str, str] | None:
+    """What a file is that cannot be JSON lines or a JSON array, and the command that converts it; None for all others.
+    Leaves the file at its beginning."""
+    found = _named(file, file.read(_HEAD))
+    file.seek(0)
+    return found
 
 
 def _named(file: BinaryIO, head: bytes) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from train.data.foreign_files import refuse_foreign
+from train.data.foreign_files import foreign_file
 from train.data.records import MAX_DEPTH, BadFile, BadRecord, loads
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
@@ -57,7 +57,8 @@ def examples(file: BinaryIO, limit: int = MAX_EXAMPLE_BYTES) -> Iterator[Example
     """Those of JSONL or of a JSON array; a BadRecord in place of what is too big, a BadFile in place of a file that is
     none of them."""
     try:
-        refuse_foreign(file)
+        if foreign := foreign_file(file):
+            raise BadFile(f"the file is {foreign[0]}; expected one JSON object on each line: {foreign[1]}")
         array = _is_array(file, limit)
     except BadFile as bad:
         yield Example(1, 0, bad)

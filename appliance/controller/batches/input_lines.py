@@ -19,6 +19,8 @@ import orjson
 from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.gateway.core.config import Limits
+from train.data.foreign_files import foreign_file
+from train.data.lines import MARK
 from weights.format.foreign_json import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -94,6 +96,11 @@ class BadLine(Exception):
 def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
     """Check the whole file. Raises OSError."""
     with open(path, "rb") as source:
+        if foreign := foreign_file(source):
+            what, command = foreign[0], foreign[1].replace("train.jsonl", "requests.jsonl")
+            lines = Lines()
+            lines.add_error("invalid_json_line", f"The file is {what}; expected JSON lines in UTF-8: {command}.", 1)
+            return lines
         return check(_bounded(source, line_bytes), endpoint, max_lines, line_bytes)
 
 
@@ -146,9 +153,14 @@ def _bounded(source: BinaryIO, line_bytes: int) -> Iterator[bytes]:
 
 
 def _numbered(source: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Number, offset and bytes of each line, without the marks of UTF-8 at its beginning: a file that was written on
+    Windows begins with one, and of files that were joined each does."""
     offset = 0
     for number, raw in enumerate(source, 1):
-        yield number, offset, raw
+        line = raw
+        while line.startswith(MARK):
+            line = line.removeprefix(MARK)
+        yield number, offset + len(raw) - len(line), line
         offset += len(raw)
 
 

@@ -17,6 +17,7 @@ from appliance.controller.http.bodies import check_values
 from appliance.controller.http.strict_body import meant
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.responses.entries import Entry
+from train.data.lines import MARK
 from weights.format.foreign_json import is_deeper
 
 _CHUNK, _CHUNK_BYTES, _CHUNK_OBJECTS = 200, 512 << 10, 30_000
@@ -69,6 +70,7 @@ def read_file(path: Path) -> Entries:
                 number += 1
                 if number > 2 * requests.MAX_ITEMS:
                     raise RunFailed("invalid_data", f"The file has more than {2 * requests.MAX_ITEMS} lines.")
+                line = line.removeprefix(MARK)
                 if line.strip():
                     _check_text(number, line)
                     yield number, _entry(number, line), line

@@ -58,6 +58,24 @@ def test_offsets_are_those_of_the_file(found):
         assert lines.digest(number) == input_lines.digest_of(custom_id)
 
 
+def test_read_of_a_file_from_windows_skips_byte_order_marks_and_blank_lines(found):
+    mark, lines_of = b"\xef\xbb\xbf", [request(number).rstrip() for number in (1, 2, 3)]
+    data = mark + lines_of[0] + b"\r\n\r\n" + lines_of[1] + b"\r\n" + mark + lines_of[2]
+    lines = found(data)
+    assert not lines.errors and len(lines) == 3
+    parts = [data[line.offset : line.offset + line.size] for line in (lines[number] for number in range(3))]
+    assert [input_lines.parse(part)["custom_id"] for part in parts] == ["c1", "c2", "c3"]
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [(request(1).decode().encode("utf-16"), "UTF-16"), (b"PAR1\x15\x04", "Parquet"), (b"\x1f\x8b\x08", "gzip")],
+)
+def test_read_of_a_file_that_is_not_json_lines_names_what_it_is(found, data, what):
+    (error,) = found(data).errors
+    assert (error["code"], error["line"]) == ("invalid_json_line", 1) and what in error["message"]
+
+
 def test_what_is_kept_of_a_line_is_little_however_long_its_custom_id_is(found):
     """50,000 had 111 MiB in memory, of each of the 32 batches that an owner may have waiting."""
     data = b"".join(request(n).replace(b"c%d" % n, f"{n:06d}{chr(0x1F600) * 200}".encode()) for n in range(500))

@@ -384,7 +384,8 @@ async def test_responses_are_written_otherwise_and_asked_the_same(control: Contr
 async def test_a_file_is_read_and_a_bad_line_is_named(control: Control):
     eval_id = await made(control)
     lines = "\n".join(json.dumps(entry) for entry in entries(("a", "a"), ("b", "c")))
-    file_id = await control.upload(lines.encode(), "items.jsonl", purpose="user_data")
+    marked = b"\xef\xbb\xbf" + lines.encode()
+    file_id = await control.upload(marked, "items.jsonl", purpose="user_data")
     source: Any = {"type": "jsonl", "source": {"type": "file_id", "id": file_id}}
     assert (await ended(control, eval_id, source)).result_counts.total == 2
     bad = await control.upload(b'{"item": {"answer": "a"}}\n{"answer": "a"}', "items.jsonl", purpose="user_data")
