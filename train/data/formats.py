@@ -163,8 +163,8 @@ def left_out(record: Record, shape: str) -> set[str]:
     """Names of the keys of a record that are not read, of its turns and calls too: `source`, `messages[].id`. All
     further fields of a prompt are its item."""
     row, names = _shape(record), set[str]()
-    if shape != "prompt":
-        names |= {key for key in record.keys() - row.keys if is_given(record[key])}
+    unread = ("parallel_tool_calls",) if shape == "prompt" else record.keys() - row.keys
+    names |= {key for key in unread if is_given(record.get(key))}
     for key in row.keys & record.keys():
         value = record[key]
         if key == "input" and isinstance(value, dict):

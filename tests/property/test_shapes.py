@@ -1,0 +1,139 @@
+"""Whatever keys a row has: each is in what is converted, refused by name, or reported as left out."""
+
+import json
+import re
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.data import messages, preferences
+from train.data.check import MAX_REASON_CHARACTERS
+from train.data.formats import SHAPES, BadRecord, Shape, left_out, shape_of
+from train.data.lines import parse
+from train.data.preferences import OUTPUTS, SIDES
+from train.methods.methods import METHODS, convert
+
+EXTRAS = (
+    "id source label kto_tag images image_url audio_path score category text prompt_id metadata weight train rejected "
+    "rejected_response chat_template_kwargs completions responses data thinking system_message documents split tool"
+).split()
+NAMES = sorted({key for shape in SHAPES for key in shape.keys}.union(EXTRAS))
+PLACES = range(len(SHAPES))
+MARK = re.compile(r"mark\w+?end")
+
+
+def turns(*said: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": text} for role, text in said]
+
+
+def value_of(key: str, shape: Shape):
+    """A value of the kind that the key has in public data, with marks in it."""
+    mark = f"mark_{key}_end"
+    answers = {"prompt": (), "preference": ()}.get(shape.name, (("assistant", f"mark_{key}_answer_end"),))
+    if key in ("messages", "conversations", "conversation"):
+        return turns(("user", mark), *answers)
+    if key in ("tools", "functions"):
+        function = {"name": mark, "parameters": {"type": "object"}}
+        return [function if key == "functions" else {"type": "function", "function": function}]
+    if key == "history":
+        return [[mark, "mark_history_answer_end"]]
+    if key == "answers":
+        return json.dumps([{"name": mark, "arguments": {}}])
+    if key == "parallel_tool_calls":
+        return "mark_parallel_end"
+    if key == "input" and OUTPUTS[0] in shape.has:
+        return {"messages": turns(("user", mark)), "temperature": "mark_temperature_end"}
+    if key in OUTPUTS:
+        return turns(("assistant", mark))
+    if key in SIDES and shape.when is preferences.is_conversations:
+        return turns(("user", "mark_shared_end"), ("assistant", mark))
+    return f"mark_shared_end, then {mark}" if key in SIDES else mark
+
+
+def unaccounted(record: dict) -> set[str]:
+    """Marks of a record that are neither converted nor refused nor reported, on the way that a line of a file goes."""
+    record = parse(json.dumps(record).encode())
+    try:
+        shape = shape_of(record)
+        made = json.dumps(convert(record, shape))
+    except BadRecord as bad:
+        assert any(key in str(bad)[:MAX_REASON_CHARACTERS] for key in (*record, "prompt")), f"names no key: {bad}"
+        return set()
+    left = left_out(record, shape)
+    read = {key: value for key, value in record.items() if key not in left}
+    return set(MARK.findall(json.dumps(read))) - set(MARK.findall(made)) - {f"mark_{name[6:]}_end" for name in left}
+
+
+def row_of(shape: Shape, keys: Iterable[str]) -> dict:
+    return {key: value_of(key, shape) for key in keys}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_key_of_a_row_is_used_refused_or_reported(place, data):
+    shape = SHAPES[place]
+    needed = [data.draw(st.sampled_from(group)) for group in shape.needs]
+    further = data.draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True))
+    assert unaccounted(row_of(shape, [*needed, *shape.has, *further])) == set()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_key_that_a_shape_reads_is_used(place):
+    """One at a time, so that no refusal of another hides it: a key of the table that no converter uses fails here."""
+    shape = SHAPES[place]
+    for key in sorted(shape.keys - {"parallel_tool_calls"}):
+        needed = [key if key in group else group[0] for group in shape.needs]
+        record = row_of(shape, [*needed, *shape.has, key])
+        try:
+            made = json.dumps(convert(record, shape_of(record)))
+        except BadRecord as bad:  # another name of what the shape needs
+            assert repr(key) in str(bad), bad
+            continue
+        assert set(MARK.findall(json.dumps(record[key]))) - {"mark_temperature_end"} <= set(MARK.findall(made)), key
+
+
+TURN_KEYS = sorted(set().union(*messages.TURN_READS.values(), messages.TURN_REFUSES))
+VALUES = {
+    **{key: 0 for key in messages.WEIGHT},
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "markcall", "arguments": {"a": "markargument"}}}
+    ],
+    "function_call": {"name": "markcall", "arguments": '{"a": "markargument"}'},
+    "eot": False,
+}
+
+
+@pytest.mark.parametrize("place", ["messages", "conversations", "conversation"])
+@given(
+    role=st.sampled_from(["system", "user", "assistant", "tool"]),
+    keys=st.lists(st.sampled_from([*TURN_KEYS, *EXTRAS]), max_size=3, unique=True),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_key_of_a_turn_is_used_refused_or_reported(place, role, keys):
+    keys = [key for key in keys if key not in ("role", "from", "content", "value")]
+    turn = {"role": role, "content": "hello", **{key: VALUES.get(key, f"mark{key}end") for key in keys}}
+    before, after = [{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]
+    record = {place: [*before, turn, *after, {"role": "assistant", "content": "c"}]}
+    try:
+        made = convert(record, shape_of(record))
+    except BadRecord as bad:
+        assert any(key in str(bad) for key in keys), str(bad)
+        return
+    message, left = made["messages"][1], left_out(record, shape_of(record))
+    for key in keys:
+        if key in messages.WEIGHT:
+            used = message.get("weight") == 0 or role != "assistant"
+        elif key in messages.CALLS:
+            used = all(part in json.dumps(message) for part in ("markcall", "markargument"))
+        else:
+            used = f"mark{key}end" in json.dumps(message)
+        assert used or f"{place}[].{key}" in left, key
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
+def test_every_shape_is_taken_by_a_method_or_refused_in_words(method):
+    for shape in SHAPES:
+        assert method.refuses(shape.name) is None or "wants" in method.refuses(shape.name)
