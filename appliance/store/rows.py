@@ -229,6 +229,7 @@ class JobRow:
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
     general: what its model knew of the general questions, "before" the job and "after" it, each as
         train.data.general_questions.Answers; "of": what those before follow from (answers_key there).
+    verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -272,6 +273,7 @@ class JobRow:
     trained_tokens: int | None = None
     result_files: list[str] = json_column(default_factory=list)
     general: dict[str, Any] | None = json_column(default=None)
+    verdict: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
 

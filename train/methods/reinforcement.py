@@ -35,7 +35,7 @@ class Reinforcement(OwnAnswers):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return ("mean_reward",)
+        return ("mean_reward", "equal_rewards")
 
     def own_hyperparameters(self, given: Given, fields: dict[str, Any]) -> None:
         super().own_hyperparameters(given, fields)

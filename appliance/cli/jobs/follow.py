@@ -71,6 +71,8 @@ def end_well(job: dict[str, Any]) -> None:
     """Says how a finished job ended. Raises CommandFailed unless it succeeded."""
     if job["status"] == "succeeded":
         output.say(f"{job['id']} succeeded: {job['fine_tuned_model']}")
+        if job.get("verdict"):
+            output.say(job["verdict"]["text"])
         return
     error = job.get("error") or {}
     reason = f": {error['message']}" if error.get("message") else ""

@@ -164,6 +164,7 @@ def _own(job: dict[str, Any]) -> Any:
             ("finished", formats.moment(job["finished_at"])),
             ("training file", formats.or_dash(job["training_file"])),
             ("validation file", formats.or_dash(job["validation_file"])),
+            ("verdict", formats.or_dash((job.get("verdict") or {}).get("text"))),
             ("error", formats.or_dash((job["error"] or {}).get("message"))),
         ),
         output.table(
@@ -192,6 +193,7 @@ def _one(job: dict[str, Any]) -> Any:
         ("step", _step(job)),
         ("loss", formats.loss(job["loss"])),
         ("validation loss", formats.loss(job.get("valid_loss"))),
+        ("verdict", formats.or_dash((job.get("verdict") or {}).get("text"))),
         ("general questions", formats.or_dash(job.get("general"))),
         ("tokens/s", formats.count(job["tokens_per_s"])),
         ("time to finish", _eta(job)),

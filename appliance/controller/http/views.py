@@ -111,6 +111,7 @@ def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudg
             "type": row.method,
             row.method: said | {"hyperparameters": hyperparameters(row)},
         },
+        "verdict": row.verdict,
         **taught_by,
     } | whose(row, caller)
 

@@ -26,6 +26,8 @@ from appliance.store.objects import gates, job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
 from train.methods.methods import METHODS
+from train.plan import verdict
+from train.plan.verdict import Verdict
 
 log = logging.getLogger("appliance.controller")
 Level = Literal["info", "warn", "error"]
@@ -35,6 +37,8 @@ _OF_TRAINING = ("loss", "mean_token_accuracy")
 _OF_VALIDATION = ("loss", "mean_token_accuracy", "mean_reward")
 """Called "full_valid_…" too, as OpenAI does: all of the file is read."""
 SNAPSHOT_EVENT_EVERY_S = 60
+EQUAL_STEPS = 8
+"""Steps in a row without a difference in rewards, after which an event says so."""
 
 
 def add_message(
@@ -73,6 +77,7 @@ class JobEvents:
     def __init__(self, db: Database, files_dir: Path, organization: str):
         self._db, self._files_dir, self._organization = db, files_dir, organization
         self._tables: dict[str, results.Result] = {}  # of jobs about to succeed
+        self._verdicts: dict[str, Verdict] = {}
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
@@ -134,13 +139,17 @@ class JobEvents:
             add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
 
     async def will_succeed(self, job_id: str) -> None:
-        """The ranks report no more: writes the table of the job's steps on a thread, because there may be 100,000."""
-        table = await self._db.read(BOX, _metrics_table, self._db, jobs.get(self._db, job_id))
+        """The ranks report no more: reads the job's steps on a thread, because there may be 100,000, judges them and
+        writes their table."""
+        row = jobs.get(self._db, job_id)
+        table = await self._db.read(BOX, _metrics_table, self._db, row)
+        judged = await self._db.read(BOX, _judge, self._db, row)
         made = await asyncio.to_thread(results.write, self._files_dir, table)
-        self._forget_table(job_id)
-        self._tables[job_id] = made
+        self._forget_end(job_id)
+        self._tables[job_id], self._verdicts[job_id] = made, judged
 
-    def _forget_table(self, job_id: str) -> None:
+    def _forget_end(self, job_id: str) -> None:
+        self._verdicts.pop(job_id, None)
         if (made := self._tables.pop(job_id, None)) is not None:
             made.forget()
 
@@ -149,7 +158,7 @@ class JobEvents:
         try:
             self._succeeded(job_id)
         finally:
-            self._forget_table(job_id)
+            self._forget_end(job_id)
 
     def _succeeded(self, job_id: str) -> None:
         db = self._db
@@ -161,6 +170,12 @@ class JobEvents:
             if not versions:
                 fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
                 return
+            judged = self._verdicts.get(job_id) or _judge(db, row)
+            jobs.update(db, job_id, verdict=judged._asdict())
+            if judged.code == "no_signal":
+                jobs.update(db, job_id, result_files=self._result_files(row))
+                fail(db, job_id, "nothing_trained", judged.text)
+                return
             result = versions[-1]
             if result.meta.get("of_epoch"):
                 meta = {name: value for name, value in result.meta.items() if name != "of_epoch"}
@@ -170,6 +185,8 @@ class JobEvents:
             reached = max((one.step for one in job_records.last_metrics(db, job_id, 1)), default=row.step)
             jobs.update(db, job_id, step=reached, result_files=self._result_files(row))
             jobs.set_phase(db, job_id, "succeeded", reason="")
+            data = {"verdict": judged._asdict()}
+            add_message(db, job_id, judged.text, level="warn" if judged.is_warning else "info", data=data)
             add_message(db, job_id, message)
             add_message(db, job_id, "The job has successfully completed")
 
@@ -205,13 +222,13 @@ class JobEvents:
         return f"New version of {name}: {version}, which answers{replaced}"
 
     def failed(self, job_id: str, code: str, message: str) -> None:
-        self._forget_table(job_id)
+        self._forget_end(job_id)
         if not jobs.get(self._db, job_id).finished:
             fail(self._db, job_id, code, message)
 
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was being cancelled is gone."""
-        self._forget_table(job_id)
+        self._forget_end(job_id)
         db = self._db
         with db.transaction():
             if not jobs.get(db, job_id).finished:
@@ -259,6 +276,21 @@ class JobEvents:
         data = {key: value for key, value in event.items() if key not in ("event", "job", *_OF_TRAINING)}
         data |= {f"train_{key}": event[key] for key in _OF_TRAINING if key in event}
         _add_event(db, row.id, "metrics", text, "info", data)
+        self._warn_of_equal_rewards(row)
+
+    def _warn_of_equal_rewards(self, row: JobRow) -> None:
+        """Warn once of each row of steps that trained nothing, because a job may go on like that for days."""
+        if METHODS[row.method].judged_by != "grader":
+            return
+        last = [
+            verdict.equal_rewards(_step(one)) for one in job_records.last_metrics(self._db, row.id, EQUAL_STEPS + 1)
+        ]
+        if len(last) >= EQUAL_STEPS and all(last[-EQUAL_STEPS:]) and (len(last) == EQUAL_STEPS or not last[0]):
+            text = (
+                f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
+                "the grader and at how hard the prompts are; if this goes on to the end, the job fails."
+            )
+            add_message(self._db, row.id, text, level="warn")
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, loss = self._db, int(event["step"]), event.get("loss")
@@ -511,6 +543,20 @@ def _add_event(
             data=data,
         ),
     )
+
+
+def _step(row: JobMetricRow) -> verdict.Step:
+    return verdict.Step(row.step, row.loss, row.valid_loss, row.measured or {}, row.valid_measured or {})
+
+
+def _judge(db: Database, row: JobRow) -> Verdict:
+    """The verdict on a job whose ranks have ended, up to the step of its result."""
+    versions = models.versions_made_by(db, row.output_model, row.id)
+    last = versions[-1].meta.get("step") if versions else None
+    found: list[verdict.Step] = []
+    while rows := job_records.list_metrics(db, row.id, after_step=found[-1].step if found else -1, limit=5000):
+        found += map(_step, rows)
+    return verdict.judge(row.method, [one for one in found if last is None or one.step <= last], row.resolved or {})
 
 
 def _measured(row: JobRow, event: dict[str, Any], prefix: str = "") -> dict[str, float] | None:

@@ -515,3 +515,46 @@ async def test_of_a_job_that_does_not_succeed_after_all_no_table_is_left(control
     assert set(control.context.files_dir.iterdir()) != before
     events.cancelled(job_id) if end == "cancelled" else events.failed(job_id, "training_failed", "rank 3 died")
     assert set(control.context.files_dir.iterdir()) == before
+
+
+async def test_job_success_ends_with_a_verdict(control: Control, events: JobEvents):
+    job_id = await control.job(hyperparameters={"n_epochs": 5})
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in range(1, 21):
+        events.ingest(job_id, metrics(step, 2.0 / step))
+    events.ingest(job_id, published(20))
+    await events.will_succeed(job_id)
+    events.succeeded(job_id)
+    shown = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).to_dict()
+    assert shown["status"] == "succeeded" and shown["verdict"]["code"] in ("learned", "still_falling")
+    told = [event.message for event in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=4)).data]
+    assert shown["verdict"]["text"] in told
+    assert (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()["verdict"] == shown["verdict"]
+
+
+async def test_job_best_version_is_judged_up_to_its_step(control: Control, events: JobEvents):
+    job_id = await control.job(hyperparameters={"n_epochs": 2})
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, {"event": "validation", "step": 0, "loss": 2.0})
+    for step in range(1, 21):
+        events.ingest(job_id, metrics(step, 2.0 - step / 20))
+    for step, loss in ((10, 1.2), (20, 3.0)):
+        events.ingest(job_id, {"event": "validation", "step": step, "loss": loss})
+    events.ingest(job_id, published(10))
+    events.succeeded(job_id)
+    assert jobs.get(control.db, job_id).verdict["code"] in ("generalises", "still_falling")
+
+
+async def test_job_with_equal_rewards_warns_and_fails(control: Control, events: JobEvents):
+    job_id = await control.job()
+    jobs.update(control.db, job_id, method="reinforcement")
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in range(1, 21):
+        events.ingest(job_id, metrics(step, 0.0) | {"train_mean_reward": 1.0, "equal_rewards": 1.0})
+    warned = [e for e in (await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)).data if e.level == "warn"]
+    assert len(warned) == 1
+    events.ingest(job_id, published(20))
+    events.succeeded(job_id)
+    failed = jobs.get(control.db, job_id)
+    assert (failed.phase, failed.error["code"]) == ("failed", "nothing_trained")
+    assert len(failed.result_files) == 1
