@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,6 +12,8 @@ from pathlib import Path
 from runtime.devices.builds import NEEDS_GPUS, for_processors, of_another_torch
 from runtime.devices.kind import DeviceKind, Found, Reading
 from runtime.devices.rapl import HostEnergy
+
+log = logging.getLogger(__name__)
 
 DEFAULT_LOGICAL_DEVICES = 8
 HOST_MEMORY = "cpu"
@@ -49,6 +52,15 @@ class Cpu(DeviceKind):
         host = HostEnergy.find()
         return None if host is None else partial(_shares, host, tuple(devices.values()))
 
+    def before_computing(self) -> None:
+        """Ask for AMX tiles. The kernel ends a process that uses them without that by SIGILL; the answer is inherited
+        by what the process forks."""
+        if "amx_tile" in host_features():
+            import torch
+
+            if not torch.cpu._init_amx():
+                log.warning("the kernel refuses AMX tiles: what computes with them ends by SIGILL")
+
     def computes_bf16(self) -> bool:
         return _host_computes_bf16()
 
@@ -78,6 +90,12 @@ def _shares(host: HostEnergy, device_ids: tuple[str, ...], let_go: Collection[st
     told_j, now_s = host.joules(), time.time()
     each_j = None if told_j is None else told_j / len(device_ids)
     return tuple(Reading(name, now_s, energy_j=each_j) for name in device_ids if name not in let_go)
+
+
+@cache
+def host_features() -> frozenset[str]:
+    """The processor's extensions as the kernel names them, such as avx2 and amx_tile; empty if it names none."""
+    return frozenset().union(*_flags(_CPUINFO.read_text()).values())
 
 
 @cache

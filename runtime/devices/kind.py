@@ -226,6 +226,9 @@ class DeviceKind(ABC):
     def after_fork(self) -> None:  # noqa: B027
         """Open again, in a forked process, what `before_fork` let go."""
 
+    def before_computing(self) -> None:  # noqa: B027
+        """Ask the kernel, in a forked process, for instructions that it grants each process on request."""
+
     def in_worker(self) -> None:  # noqa: B027
         """Undo, in an engine's process that computes and forks no more, what only one that forks needs of
         `fork_environment`."""

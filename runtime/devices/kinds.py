@@ -83,6 +83,12 @@ def before_fork() -> None:
         kind.before_fork()
 
 
+def before_computing() -> None:
+    """See DeviceKind. Asks every kind: a process that computes on a GPU computes on the host too."""
+    for kind in KINDS.values():
+        kind.before_computing()
+
+
 def unplanned_attention() -> None:
     """See DeviceKind; asks every kind."""
     for kind in KINDS.values():

@@ -11,10 +11,12 @@ from typing import Any
 
 from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
 from runtime.processes.channel import AsyncChannel
+from runtime.processes.ended import how_it_ended
 from runtime.processes.kernel import group_alive, kill_group, tail
 from runtime.processes.oom import kills_so_far
 
 KILLS_EVERY_S = 2.0
+ENDED_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 30.0  # while a disk is busy, killed processes that wait for it took more than 10 s to go
 
 
@@ -24,8 +26,11 @@ class Child:
     Use it on one asyncio loop. If the connection closes or this process dies, the child dies.
     """
 
-    def __init__(self, channel: AsyncChannel, pid: int, name: str, log_path: str):
+    def __init__(
+        self, channel: AsyncChannel, pid: int, name: str, log_path: str, warm_socket: str | Path, log_begin: int
+    ):
         self.pid, self.name, self.log_path = pid, name, log_path
+        self._warm_socket, self._log_begin = warm_socket, log_begin
         self.fatal: dict[str, Any] | None = None
         self._channel = channel
         self._numbers = count(1)
@@ -55,6 +60,7 @@ class Child:
         process's devices, and it runs on their processors (see numa.py). Raises WarmParentError if the parent is
         unreachable or does not fork within `timeout_s` seconds.
         """
+        log_begin = Path(log_path).stat().st_size if Path(log_path).exists() else 0
         try:
             async with asyncio.timeout(timeout_s):
                 channel = await AsyncChannel.connect(str(warm_socket))
@@ -66,7 +72,7 @@ class Child:
                 f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
                 f"({type(error).__name__}: {error}); see its log next to {log_path}"
             ) from error
-        return cls(channel, pid, name, str(log_path))
+        return cls(channel, pid, name, str(log_path), warm_socket, log_begin)
 
     @property
     def alive(self) -> bool:
@@ -100,6 +106,10 @@ class Child:
             self._events.put_nowait(None)
         return event
 
+    def log_end(self) -> str:
+        """The last lines of what it wrote into its log."""
+        return tail(self.log_path, self._log_begin)
+
     async def closed(self) -> None:
         """Returns when the child is dead."""
         await self._gone.wait()
@@ -115,6 +125,20 @@ class Child:
             await self.closed()
             while group_alive(self.pid):
                 await asyncio.sleep(0.002)
+
+    async def how_it_ended(self) -> str:
+        """Completes "the process …", for one that `kill_and_wait` has seen the end of; "ended" if nobody knows more."""
+        try:
+            async with asyncio.timeout(ENDED_TIMEOUT_S):
+                channel = await AsyncChannel.connect(str(self._warm_socket))
+                try:
+                    await channel.send({"ended": self.pid})
+                    status = (await channel.receive())["status"]
+                finally:
+                    channel.close()
+        except (OSError, ChannelClosed, TimeoutError):  # that parent died: another one knows nothing of its children
+            return "ended"
+        return "ended" if status is None else how_it_ended(status)
 
     async def stop(self, timeout_s: float) -> bool:
         """Call the child's `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
@@ -170,4 +194,4 @@ class Child:
             answer.set_result(message["ok"])
 
     def _death(self) -> ChildDied:
-        return ChildDied(self.name, self.pid, self.log_path, tail(self.log_path), self.starved)
+        return ChildDied(self.name, self.pid, self.log_path, self.log_end(), self.starved)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 
 
 def how_it_ended(status: int) -> str:
@@ -14,10 +16,22 @@ def how_it_ended(status: int) -> str:
     trace of it where we can read. "ended with code -9" sent people looking for a fault of the program.
     """
     if status == -signal.SIGKILL:
-        return "was killed, most likely by the kernel for want of memory: `appliance doctor` says who has it; try again"
+        return (
+            "was killed (SIGKILL), most likely by the kernel for want of memory: `appliance doctor` says who has it; "
+            "try again"
+        )
+    if status == -signal.SIGILL:
+        return "was ended by SIGILL, by an instruction that this machine refuses: `appliance doctor` has its features"
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"
+
+
+def status_of(process: BaseProcess) -> int:
+    """The status of a child whose sentinel is ready. That is so a moment before it can be reaped."""
+    while (status := process.exitcode) is None:
+        time.sleep(0.001)
+    return status
 
 
 async def heard_out(

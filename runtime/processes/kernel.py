@@ -11,6 +11,7 @@ from pathlib import Path
 from runtime.libc import last_error, libc
 from runtime.logs import readable
 
+_TAIL_BYTES, _TAIL_CHARACTERS = 16_384, 2000  # one line may have a whole traceback
 _PR_SET_PDEATHSIG = 1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -134,11 +135,17 @@ def group_alive(pgid: int) -> bool:
     return bool(group_pids(pgid))
 
 
-def tail(path: str | Path) -> str:
-    """The last 2,000 bytes of a log as plain text, empty if there is no log."""
+def tail(path: str | Path, begin: int = 0) -> str:
+    """The last 2,000 characters of a log as plain text, empty if there is no log. begin: bytes that were in it before;
+    a log that was rotated since is read from its beginning."""
     try:
         with open(path, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
-            return readable(log.read().decode(errors="replace").strip())
+            size = log.seek(0, os.SEEK_END)
+            begin = begin if begin <= size else 0
+            log.seek(max(begin, size - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
+    if size - _TAIL_BYTES > begin and "\n" in lines:  # half of a line is not JSON
+        lines = lines.partition("\n")[2]
+    return readable(lines)[-_TAIL_CHARACTERS:]

@@ -40,6 +40,11 @@ class Lifeline:
         """Send an event to the supervisor, from any thread. Raises ChannelClosed if it is gone."""
         self._channel.send({"event": event, **data})
 
+    def fatal(self, error: BaseException) -> None:
+        """Send the error that ends this process, as the event "fatal". Raises ChannelClosed."""
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        self.emit("fatal", type=kinds[0], kinds=kinds, message=str(error))
+
     def _read(self) -> None:
         while True:
             try:

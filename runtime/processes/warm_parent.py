@@ -12,11 +12,15 @@ Rules
 - It keeps nothing open of a device's driver, whatever it imported: every fork would inherit it.
 - It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
 - `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
+
+`{"ended": PID}` in place of a request is answered with `{"status": ...}`: how a child ended that has (as subprocess has
+it, negative for a signal), which only its parent knows; None if it has not, or nothing is known of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -41,6 +45,11 @@ from runtime.processes.lifeline import Lifeline
 
 log = logging.getLogger(__name__)
 
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+"""Handled by no library: one that prints the native stack first keeps a dead process alive for five seconds."""
+ENDED_KEPT = 256  # of children that ended last, how they did
+_ended: dict[int, int] = {}
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="runtime.processes.warm_parent", description=__doc__)
@@ -58,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     gc.disable()  # it would repeatedly walk everything imported so far and find nothing to free
     importlib.import_module(options.preload)
     kinds.before_fork()
+    for crash in CRASHES:
+        signal.signal(crash, signal.SIG_DFL)
     adopt_libraries()
     gc.collect()
     gc.freeze()
@@ -94,6 +105,11 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                 channel = BlockingChannel(connection)
                 try:
                     message = channel.receive()
+                    if "ended" in message:
+                        _reap()
+                        channel.send({"status": _ended.get(message["ended"])})
+                        connection.close()
+                        continue
                     pid = os.fork()
                 except (ChannelClosed, FrameTooLarge, TimeoutError, json.JSONDecodeError, OSError) as error:
                     log.warning("no fork: %s", error)
@@ -126,27 +142,21 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     os.register_at_fork(after_in_child=connection.close)
     channel = BlockingChannel(connection)
     channel.send({"pid": os.getpid()})
-    code = 1
+    code, lifeline = 1, Lifeline(channel)
     try:
+        kinds.before_computing()
         entry = _resolve(message["entry"])
-        code = int(entry(Lifeline(channel), message["args"]) or 0)
+        code = int(entry(lifeline, message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a process: report, log, exit
         log.exception("%s ends with an error", message["name"])
-        _report_fatal(channel, error)
+        with contextlib.suppress(ChannelClosed):
+            lifeline.fatal(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         # os._exit, because the teardown of a forked torch can hang on threads that exist only in the parent.
         os._exit(code)
     return code
-
-
-def _report_fatal(channel: BlockingChannel, error: BaseException) -> None:
-    try:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        channel.send({"event": "fatal", "type": kinds[0], "kinds": kinds, "message": str(error)})
-    except ChannelClosed:
-        return
 
 
 def _resolve(entry: str) -> Callable[[Lifeline, dict], int | None]:
@@ -184,7 +194,10 @@ def _reap() -> None:
             return
         if pid == 0:
             return
-        log.info("child %d ended with %d", pid, os.waitstatus_to_exitcode(status))
+        _ended[pid] = os.waitstatus_to_exitcode(status)
+        log.info("child %d ended with %d", pid, _ended[pid])
+        if len(_ended) > ENDED_KEPT:
+            del _ended[next(iter(_ended))]
 
 
 if __name__ == "__main__":

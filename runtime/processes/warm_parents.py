@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runtime.background_tasks import BackgroundTasks
 from runtime.errors import WarmParentError
+from runtime.processes.ended import how_it_ended
 from runtime.processes.kernel import tail
 
 RESTART_PAUSE_S = 1.0
@@ -47,9 +48,10 @@ class NodeAgent:
         self._specs = {spec.name: spec for spec in warm}
         self._background = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
-        self._ready = {name: asyncio.Event() for name in self._specs}
         self._pids: dict[str, int] = {}
-        self._last_words: dict[str, str] = {}  # of those that ended before they had imported what they are to
+        # Whether it accepts requests, or how it died before it did; not known while the first import goes on.
+        self._known = {name: asyncio.Event() for name in self._specs}
+        self._died: dict[str, str] = {}
 
     async def start(self) -> None:
         """Start all warm parents and return at once. `wait_warm` waits for one."""
@@ -60,29 +62,39 @@ class NodeAgent:
             ]
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
-        """Return when the warm parent `name` accepts requests; raise WarmParentError after `timeout_s` seconds."""
+        """Return when the warm parent `name` accepts requests. Raise WarmParentError after `timeout_s` seconds, or as
+        soon as it has ended instead; it is started again all the same."""
+        spec = self._specs[name]
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ready[name].wait()
-        except TimeoutError as error:
-            spec = self._specs[name]
+                await self._known[name].wait()
+            how = self._died[name]
+        except TimeoutError:
+            how = f"has not done so within {timeout_s} s"
+        if how:
+            log = tail(spec.log_path)
             # In the first line, which is what `status` and hand-overs show of an error.
-            ended = f": it ends each time with {words!r}" if (words := self._last_words.get(name)) else ""
-            raise WarmParentError(
-                f"warm parent {name} has not imported {spec.preload} within {timeout_s} s{ended}; "
-                f"its log {spec.log_path} ends with:\n{tail(spec.log_path)}"
-            ) from error
+            last = log.rpartition("\n")[2]
+            ends = f"its log {spec.log_path} ends with {last!r}"
+            raise WarmParentError(f"warm parent {name} is to import {spec.preload} and {how}; {ends}:\n{log}")
 
     async def status(self) -> dict:
         return {
             "node_pid": os.getpid(),
             "degraded": self._background.degraded(),
-            "warm": {name: {"pid": self._pids.get(name), "ready": self._ready[name].is_set()} for name in self._specs},
+            "warm": {name: {"pid": self._pids.get(name), "ready": self._is_ready(name)} for name in self._specs},
         }
 
     async def stop(self) -> None:
         """Stop the warm parents; processes forked from them continue until their supervisors stop them."""
         await self._background.stop()
+
+    def _is_ready(self, name: str) -> bool:
+        return self._known[name].is_set() and not self._died[name]
+
+    def _now(self, name: str, died: str) -> None:
+        self._died[name] = died
+        self._known[name].set()
 
     async def _keep(self, spec: WarmSpec) -> None:
         while True:
@@ -106,15 +118,16 @@ class NodeAgent:
                 while not dead.done() and not Path(spec.socket_path).exists():
                     await asyncio.wait([dead], timeout=0.05)
                 if not dead.done():
-                    self._ready[spec.name].set()
-                await asyncio.shield(dead)
-                words = "" if self._ready[spec.name].is_set() else tail(spec.log_path).rpartition("\n")[2]
-                self._last_words[spec.name] = words
+                    self._now(spec.name, "")
+                status = await asyncio.shield(dead)
+                if not self._is_ready(spec.name):
+                    self._now(spec.name, how_it_ended(status))
             except asyncio.CancelledError:
                 if process.returncode is None:
                     process.terminate()
                 await dead
                 raise
             finally:
-                self._ready[spec.name].clear()
+                if self._is_ready(spec.name):
+                    self._known[spec.name].clear()
             await asyncio.sleep(RESTART_PAUSE_S)

@@ -3,7 +3,9 @@
 ServeError
 ├── InvalidReplicaSpec      no engine can start from this replica description
 ├── EngineStartFailed       the engine process ended, or did not become healthy in time
-│   └── EngineOutOfMemory   because memory ran out
+│   ├── EngineOutOfMemory   because memory ran out
+│   └── CoreDied            its core or one of its workers ended without an error of its own
+│       └── CoreKilled      somebody killed it
 ├── EngineFailed            the engine is unusable; kill it and start a new one
 │   └── ReloadFailed        it is so because loading into a running engine failed, as it would in each of the model's
 ├── WrongState              the engine's present state does not allow the operation
@@ -42,6 +44,14 @@ class EngineRefused(EngineStartFailed):
 
 class EngineOutOfMemory(EngineStartFailed):
     """The engine did not start because host or device memory ran out; a retry may succeed when memory is free."""
+
+
+class CoreDied(EngineStartFailed):
+    """A process of the engine crashed or exited; the message has its signal or exit code."""
+
+
+class CoreKilled(CoreDied):
+    """A process of the engine was killed from outside, which says nothing of what it was started with."""
 
 
 class EngineFailed(ServeError):
@@ -94,6 +104,8 @@ BY_NAME: dict[str, type[ServeError]] = {
     for error in (
         EngineStartFailed,
         EngineOutOfMemory,
+        CoreDied,
+        CoreKilled,
         EngineFailed,
         ReloadFailed,
         WrongState,

@@ -8,6 +8,7 @@ vLLM's control routes stay disabled; swap, sleep and wake calls arrive over the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
@@ -15,6 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,20 @@ from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from runtime.errors import ChannelClosed
 from runtime.logs import configure_logging
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
 from serve.api.answer_version import AnswerVersions
 from serve.api.fair_order import FrontDoor
-from serve.core.errors import EngineStartFailed, WrongState
+from serve.core.errors import ServeError, WrongState
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 from serve.engine.while_alive import while_alive
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
+from serve.vllm.deaths import CoreDeath
 from weights.checkpoint.folder import may_open
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
@@ -65,17 +69,28 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
     validate_parsed_serve_args(options)
+    core_death = CoreDeath(partial(_tell, lifeline))
     patches.apply(
-        spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix, numa_nodes=spec.numa_nodes
+        spec.kind,
+        eager=options.enforce_eager,
+        segment_prefix=spec.segment_prefix,
+        core_death=core_death,
+        numa_nodes=spec.numa_nodes,
     )
     plugin.register()
     try:
         return uvloop.run(_serve(lifeline, spec, options, limits, started_s))
     except RuntimeError as error:
-        cause = patches.first_failure()
+        cause = core_death.cause()
         if cause is None:
             raise
-        raise EngineStartFailed(cause) from error
+        raise cause from error
+
+
+def _tell(lifeline: Lifeline, cause: ServeError) -> None:
+    """Let the supervisor know at once: this process may wait for the dead core, and does not end by itself."""
+    with contextlib.suppress(ChannelClosed):
+        lifeline.fatal(cause)
 
 
 async def _serve(

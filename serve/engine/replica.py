@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import time
 from contextlib import nullcontext
@@ -18,12 +19,13 @@ from typing import Any
 from runtime.devices.kinds import is_of_a_device, not_ready
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
-from runtime.processes.kernel import group_vitals, life, tail
+from runtime.processes.kernel import group_vitals, life
 from runtime.processes.oom import DiesAs, group_dies_as
 from serve.core import segments
 from serve.core.config import EngineConfig
 from serve.core.errors import (
     BY_NAME,
+    CoreKilled,
     EngineFailed,
     EngineOutOfMemory,
     EngineRefused,
@@ -41,7 +43,14 @@ from weights.format.errors import IntegrityError, StoreError
 log = logging.getLogger(__name__)
 
 ENTRY = "serve.engine.main:main"
-_OF_THE_MACHINE = {kind.__name__ for kind in (OSError, MemoryError, StoreError, IntegrityError, VersionUnreadable)}
+LOG_LINES, LOG_LINE_CHARACTERS = 3, 120
+"""Of the end of an engine's log, and of each, in the error that people are shown."""
+_LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\) |[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] ")
+_AFTERWARDS = re.compile(r"\[shutdown\]|resource_tracker|warnings\.warn\(")
+"""What vLLM and Python write once a process has died, which says nothing of its death."""
+_OF_THE_MACHINE = {
+    kind.__name__ for kind in (OSError, MemoryError, StoreError, IntegrityError, VersionUnreadable, CoreKilled)
+}
 """Kinds of errors at an engine's start of which its settings are no cause."""
 
 
@@ -110,11 +119,9 @@ class Replica:
         _remove_leftovers(spec)
         self._state = "dead"
         if late:
-            raise EngineStartFailed(
-                f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
-                f"its log {child.log_path} says more\n{tail(child.log_path)}"
-            )
-        raise _start_failed(spec, child, event)
+            how = f"was not healthy after {self._config.start_timeout_s} s"
+            raise EngineStartFailed(_with_log(f"engine {spec.replica_id} {how}", child))
+        raise _start_failed(spec, child, event, await child.how_it_ended())
 
     async def life(self) -> dict[str, Any]:
         """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
@@ -245,13 +252,15 @@ class Replica:
         await self._child.kill_and_wait()
         self._state = "dead"
         _remove_leftovers(self._spec)
-        fatal = self._child.fatal
-        reason = f"{fatal['type']}: {fatal['message']}" if fatal else "the process ended"
-        if self._hung:
-            reason = self._hung
         if self._child.starved:
             reason = "it was killed because the host's memory ran out"
-        return {"exit": reason, "log": tail(self._child.log_path), "starved": self._child.starved}
+        elif self._hung:
+            reason = self._hung
+        elif self._child.fatal:
+            reason = _cause(self._child.fatal)
+        else:
+            reason = f"its process {await self._child.how_it_ended()}"
+        return {"exit": reason, "log": self._child.log_end(), "starved": self._child.starved}
 
     async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
         if self._child is None:
@@ -272,25 +281,38 @@ class Replica:
             raise EngineFailed(f"{method}: {error}") from error
 
 
-def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None) -> ServeError:
-    """fatal: what the engine said when it ended, if it did."""
+def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None, ended: str) -> ServeError:
+    """fatal: what the engine said when it ended, if it did. ended: completes "its process …"."""
     if child.starved:
         return EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
     if fatal and fatal["type"] == OpeningRefused.__name__:
         return EngineStartFailed(fatal["message"])
-    words = in_our_words(fatal["message"] if fatal else tail(child.log_path), spec.model)
+    words = in_our_words(fatal["message"] if fatal else child.log_end(), spec.model)
     refused = fatal and not (
         not _OF_THE_MACHINE.isdisjoint(fatal["kinds"])
         or is_of_a_device(fatal["type"], fatal["message"])
         or not_ready(fatal["message"])
     )
     failed = EngineRefused if refused else EngineStartFailed
-    cause = f"{fatal['type']}: {fatal['message']}" if fatal else ""
+    cause = _cause(fatal) if fatal else f"its process {ended}"
     if words is not None:
         failed = EngineOutOfMemory if words.memory else failed
         return failed(f"{words.text}\n{cause}; its log {child.log_path} says more")
-    ended = f"engine {spec.replica_id} ended during start{': ' if cause else ''}{cause}"
-    return failed(f"{ended}; its log {child.log_path} says more\n{tail(child.log_path)}")
+    return failed(_with_log(f"engine {spec.replica_id} ended during start: {cause}", child))
+
+
+def _cause(fatal: dict[str, Any]) -> str:
+    """What a process said when it ended. Our own errors are sentences; of others the kind says more than the text."""
+    return fatal["message"] if fatal["type"] in BY_NAME else f"{fatal['type']}: {fatal['message']}"
+
+
+def _with_log(what: str, child: Child) -> str:
+    """The last lines of its log are in the first line, which is what people are shown of an error."""
+    log = child.log_end()
+    said = (_LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if not _AFTERWARDS.search(line))
+    lines = [line[:LOG_LINE_CHARACTERS] for line in said if line]
+    ends = f", which ends with: {' | '.join(lines[-LOG_LINES:])}" if lines else ""
+    return f"{what}; its log is {child.log_path}{ends}\n{log}"
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:

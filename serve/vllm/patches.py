@@ -7,7 +7,6 @@ code.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import multiprocessing
@@ -19,7 +18,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing import shared_memory
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +78,7 @@ from serve.api import (
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
-from serve.vllm import owner_caches
+from serve.vllm import deaths, owner_caches
 from serve.vllm.fairness import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
@@ -98,13 +96,20 @@ FP8_FROM = DeviceCapability(8, 9)
 _applied: list[bool] = []
 
 
-def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[int | None] = ()) -> None:
-    """Idempotent. `kind`: of device; `eager`: the engine runs without compiled graphs; `numa_nodes`: that of each
-    worker's device."""
+def apply(
+    kind: str,
+    *,
+    eager: bool,
+    segment_prefix: str,
+    core_death: deaths.CoreDeath,
+    numa_nodes: Sequence[int | None] = (),
+) -> None:
+    """Idempotent. `kind`: of device; `eager`: the engine runs without compiled graphs; `core_death`: is to follow the
+    core; `numa_nodes`: that of each worker's device."""
     if _applied:
         return
     _applied.append(True)
-    _patch_processes(segment_prefix, numa_nodes)
+    _patch_processes(segment_prefix, core_death, numa_nodes)
     _patch_core()
     answer_shapes.apply()
     # An answer names the version that computed it.
@@ -120,7 +125,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         _patch_on_device(kind)
 
 
-def _patch_processes(segment_prefix: str, numa_nodes: Sequence[int | None]) -> None:
+def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nodes: Sequence[int | None]) -> None:
     """How the frontend, the core and its workers start, end, and hear of each other's errors."""
     # vLLM spawns its processes on the CPU platform and wherever it suspects threads, and so imports itself again in
     # each (12 s). This process was forked from a parent without threads or CUDA, so forking again is safe.
@@ -146,8 +151,13 @@ def _patch_processes(segment_prefix: str, numa_nodes: Sequence[int | None]) -> N
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
-    EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
-    worker.__init__ = _leaves_word(worker.__init__)
+    EngineCoreProc.__init__ = deaths.leaves_word(EngineCoreProc.__init__)
+    worker.__init__ = deaths.leaves_word(worker.__init__)
+
+    # vLLM's monitor of workers begins after some of the start, and a call of all workers waits on for a dead one.
+    worker.wait_for_ready = staticmethod(deaths.follow_workers(worker.wait_for_ready))
+    executor.start_worker_monitor = lambda self, inline=False: None
+    core_death.follow(engine_utils.CoreEngineProcManager)
 
     # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
     # here let the supervisor remove them after a crash.
@@ -452,31 +462,6 @@ def _beside(numa_nodes: Sequence[int | None], worker_main):
 def _rendezvous_file(segment_prefix: str) -> str:
     # vLLM's CPU collectives name their segments by the base name of this file.
     return f"file://{tempfile.gettempdir()}/{segment_prefix}{uuid.uuid4().hex}"
-
-
-def first_failure() -> str | None:
-    """Return the message of the first failing process of this engine, None if there is none."""
-    try:
-        return _failure_note().read_text()
-    except FileNotFoundError:
-        return None
-
-
-def _failure_note() -> Path:
-    return Path(tempfile.gettempdir()) / "failure"
-
-
-def _leaves_word(constructor):
-    @functools.wraps(constructor)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            constructor(*args, **kwargs)
-        except Exception as error:
-            with contextlib.suppress(FileExistsError), open(_failure_note(), "x") as note:
-                note.write(f"{type(error).__name__}: {error}")
-            raise
-
-    return run
 
 
 def _request_counts(core: EngineCore) -> tuple[int, int, int]:

@@ -153,7 +153,7 @@ async def application(spec: Any, seed: int = 1) -> Any:
     from serve.api.fair_order import FrontDoor
     from serve.engine.main import PARSER
     from serve.load.version_check import read_chat_template, read_config
-    from serve.vllm import patches, plugin
+    from serve.vllm import deaths, patches, plugin
     from serve.vllm.arguments import engine_arguments, engine_environment
 
     os.environ.update(engine_environment(spec, 64))
@@ -162,7 +162,7 @@ async def application(spec: Any, seed: int = 1) -> Any:
     options = PARSER.parse_args(
         engine_arguments(spec, read_config(spec.version_path), read_chat_template(spec.version_path))
     )
-    patches.apply(spec.kind, eager=True, segment_prefix=spec.segment_prefix)
+    patches.apply(spec.kind, eager=True, segment_prefix=spec.segment_prefix, core_death=deaths.CoreDeath(print))
     plugin.register()
     tasks = ("embed",) if spec.task == "embed" else ("generate",)
     config = AsyncEngineArgs.from_cli_args(options).create_engine_config()

@@ -137,7 +137,13 @@ MOST_FILES, MOST_LINES = 15, 2_500
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
     # Kinds of devices import it in the methods that compute, and never before: LATE.
-    "torch": {"train/", "serve/", "weights/format/torch_views.py", "runtime/devices/torch_cuda.py"},
+    "torch": {
+        "train/",
+        "serve/",
+        "weights/format/torch_views.py",
+        "runtime/devices/cpu.py",
+        "runtime/devices/torch_cuda.py",
+    },
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
     "transformers": {"train/"},
@@ -299,7 +305,7 @@ def test_what_runs_outside_the_heavy_processes_is_light(name):
 OF_A_MAKER = re.compile(
     r"cuda|nccl|nvcc|nvidia|nvml|flashinfer|cumem|\bhip|rocm|rccl|sleep-mode|nvlink|(?<![a-z])xid", re.IGNORECASE
 )
-NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask")  # for the sake of "nccl" and "rocm"
+NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
 

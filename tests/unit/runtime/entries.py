@@ -12,11 +12,16 @@ from runtime.devices.kinds import KINDS
 
 PRELOADED_IN = os.getpid()
 LET_GO: list[int] = []  # by which process
+ASKED: list[int] = []  # the kernel, before it computes
+ASKED_BEFORE_ENTRY: list[int] = []
 if "warm_parent" in sys.argv[0]:  # pytest imports this module too
-    KINDS["noted"] = SimpleNamespace(before_fork=lambda: LET_GO.append(os.getpid()))
+    KINDS["noted"] = SimpleNamespace(
+        before_fork=lambda: LET_GO.append(os.getpid()), before_computing=lambda: ASKED.append(os.getpid())
+    )
 
 
 def echo(lifeline, args):
+    ASKED_BEFORE_ENTRY.extend(ASKED)
     stop = threading.Event()
     pool = concurrent.futures.ThreadPoolExecutor(1)
 
@@ -27,6 +32,8 @@ def echo(lifeline, args):
         {
             "echo": lambda **kw: {"args": args, "got": kw, "pid": os.getpid(), "preloaded_in": PRELOADED_IN},
             "let_go": lambda: LET_GO,
+            "asked": lambda: ASKED_BEFORE_ENTRY,
+            "exit": os._exit,
             "core_bytes": lambda: resource.getrlimit(resource.RLIMIT_CORE),
             "env": lambda name: os.environ.get(name),
             "fail": fail,

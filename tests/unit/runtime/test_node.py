@@ -38,14 +38,28 @@ async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path, 
     await agent.stop()
 
 
-async def test_a_preload_that_cannot_be_imported_is_reported_with_its_log(tmp_path):
-    """In its first line, which is what `status` shows: there it ended with "its log ends with:"."""
-    agent, first = NodeAgent([spec(tmp_path, preload="no_such_module_at_all")]), ""
+@pytest.mark.parametrize(
+    ("preload", "how"),
+    [
+        ("no_such_module_at_all", ["exit code 1", "No module named 'no_such_module_at_all'"]),
+        ("tests.unit.runtime.ends_by_sigill", ["SIGILL", "about to compute"]),
+    ],
+)
+async def test_wait_warm_of_a_parent_that_dies_at_import_raises_at_once(tmp_path, preload, how):
+    """With how it ended and the last line of its log in the first line, which is what `status` shows."""
+    agent = NodeAgent([spec(tmp_path, preload)])
     await agent.start()
-    async with asyncio.timeout(60):
-        while "No module named 'no_such_module_at_all'" not in first:
-            with pytest.raises(WarmParentError) as refused:
-                await agent.wait_warm("t", 0.01)
-            first, _, log = str(refused.value).partition("\n")
-    assert "it ends each time with" in first and "Traceback" in log
+    with pytest.raises(WarmParentError) as refused:
+        async with asyncio.timeout(60):
+            await agent.wait_warm("t", 3600)
+    await agent.stop()
+    first = str(refused.value).partition("\n")[0]
+    assert all(part in first for part in how)
+
+
+async def test_wait_warm_of_a_parent_that_imports_for_too_long_raises(tmp_path):
+    agent = NodeAgent([spec(tmp_path, "tests.unit.runtime.imports_for_ever")])
+    await agent.start()
+    with pytest.raises(WarmParentError, match="within 0.01 s"):
+        await agent.wait_warm("t", 0.01)
     await agent.stop()

@@ -66,6 +66,28 @@ async def test_a_parent_lets_go_of_drivers_before_it_forks(warm, tmp_path):
     assert await child.stop(10)
 
 
+async def test_a_child_asks_for_instructions_before_its_entry_begins(warm, tmp_path):
+    """Each kind of child is forked here, so that none can be without it."""
+    for entry in ("echo", "echo"):
+        child = await spawn(warm, tmp_path, entry=entry)
+        assert await child.call("asked") == [child.pid]
+        assert await child.stop(10)
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGILL, signal.SIGSEGV, 3], ids=str)
+async def test_how_a_child_ended_is_known_to_its_supervisor(warm, tmp_path, by):
+    child = await spawn(warm, tmp_path)
+    if isinstance(by, signal.Signals):
+        os.kill(child.pid, by)
+    else:
+        with pytest.raises(ChildDied):
+            await child.call("exit", status=by)
+    await child.closed()
+    await child.kill_and_wait()
+    expected = by.name if isinstance(by, signal.Signals) else f"exit code {by}"
+    assert expected in await child.how_it_ended()
+
+
 async def test_the_memory_of_what_is_aborted_is_written_nowhere(warm, tmp_path):
     child = await spawn(warm, tmp_path)
     assert await child.call("core_bytes") == [0, 0]

@@ -167,6 +167,12 @@ class StuckChild:
     async def kill_and_wait(self):
         self.kill()
 
+    async def how_it_ended(self):
+        return "was ended by SIGSEGV"
+
+    def log_end(self):
+        return "\n".join(f"line {n}" for n in range(9))
+
 
 async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeypatch, tmp_path):
     child = StuckChild()

@@ -1,0 +1,77 @@
+"""An engine one of whose processes dies in a phase of its start, as `dies.json` in its shared-memory root says.
+
+The phases "entry", "arguments" and "application" are the frontend's; the core dies in all others, of a tensor-parallel
+engine the second worker where workers do the phase.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.processes.lifeline import Lifeline
+from serve.engine import main as engine
+
+ENTRY = "tests.e2e.dying_engine:main"
+FRONTEND = ("entry", "arguments", "application")
+WORKER = {
+    "loads": "load_model",
+    "measures memory": "determine_available_memory",
+    "makes the cache": "initialize_from_config",
+    "warms up": "compile_or_warm_up_model",
+}
+CORE = ("between its first message and the monitor", "fingerprint", "while the application is built")
+PHASES = (*FRONTEND, *WORKER, *CORE)
+PLAN, DIED_AT = "dies.json", "died.at"
+
+
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
+    root = Path(args["spec"]["shm_root"])
+    plan = json.loads((root / PLAN).read_text())
+    phase, by, rank = plan["phase"], plan["by"], plan["rank"]
+
+    def die(pid: int | None = None) -> None:
+        (root / DIED_AT).write_text(str(time.monotonic()))
+        if by.isdigit() and pid is None:
+            os._exit(int(by))
+        os.kill(pid or os.getpid(), signal.SIGKILL if by.isdigit() else signal.Signals[by])
+
+    def dies_in(owner: Any, name: str, end: Any = die) -> None:
+        before = getattr(owner, name)
+
+        @functools.wraps(before)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if getattr(args[0] if args else None, "rank", rank) == rank:
+                end()
+            return before(*args, **kwargs)
+
+        setattr(owner, name, run)
+
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core_client import MPClient
+
+    from serve.cpu.worker import ShmCPUWorker
+
+    if phase == "entry":
+        die()
+    elif phase == "arguments":
+        dies_in(engine, "engine_arguments")
+    elif phase == "application":
+        dies_in(engine, "build_app")
+    elif phase in WORKER:
+        dies_in(ShmCPUWorker, WORKER[phase])
+    elif phase == "fingerprint":
+        dies_in(engine.patches, "run_fingerprint")
+    elif phase == "while the application is built":
+        dies_in(engine, "build_app", lambda: die(multiprocessing.active_children()[0].pid))
+    else:  # the core has told the handshake, and its first message is to come
+        dies_in(EngineCoreProc, "run_busy_loop")
+        monitor = MPClient.start_engine_core_monitor
+        MPClient.start_engine_core_monitor = lambda self: time.sleep(1.0) or monitor(self)
+    return engine.main(lifeline, args)

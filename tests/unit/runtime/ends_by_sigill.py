@@ -1,0 +1,7 @@
+"""A preload that uses an instruction which the machine refuses."""
+
+import os
+import signal
+
+print("about to compute", flush=True)
+os.kill(os.getpid(), signal.SIGILL)
