@@ -75,6 +75,9 @@ class SchedulerConfig(BaseModel):
     """Wait before the second try of a failed operation; it doubles with each consecutive failure."""
     backoff_max_s: Seconds = 60.0
     """The longest such wait. Tries never end."""
+    start_backoff_max_s: Seconds = 600.0
+    """The same for a model whose engines failed to start `replica_attempts` times in the same way. It is tried at once
+    when its settings or its version change."""
     release_attempts: int = Field(5, ge=1)
     """Tries of a release inside one hand-over; afterwards the lease stays in the ledger and a later round retries."""
     suspend_attempts: int = Field(3, ge=1)

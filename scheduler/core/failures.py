@@ -1,7 +1,8 @@
 """Counts failures: how long to wait before the next try, and whose fault they are.
 
-Retries never end. The wait doubles up to `backoff_max_s`; if the cause of a failure may be gone (`retry`), there is no
-wait. Only a job can end by failing, and only by its own fault: see `Failure.hopeless`.
+Retries never end. The wait doubles up to `backoff_max_s`, of a model whose engines die at start in the same way up to
+`start_backoff_max_s`; if the cause of a failure may be gone (`retry`), there is no wait. Only a job can end by failing,
+and only by its own fault: see `Failure.hopeless`.
 
 A failure during the backoff of an earlier failure is an echo of it (nothing was tried in between): the same death
 reported by several handles, or several engines that died of one cause. It is not counted again.
@@ -9,6 +10,7 @@ reported by several handles, or several engines that died of one cause. It is no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -22,12 +24,17 @@ Cause = Literal["memory", "device", "configuration"]
 wrong."""
 
 
-LONGEST_REASON = 300  # characters of a failure message shown to users; logs have all
+LONGEST_REASON = 700  # characters of a failure message shown to users; logs have all
 
 
 def first_line(reason: str) -> str:
     """The part of a failure message shown to users."""
     return reason.partition("\n")[0][:LONGEST_REASON]
+
+
+def _way(reason: str) -> str:
+    """What two failures have in common that differ in process ids, sizes and the lines of a log."""
+    return re.sub(r"\d+", "", first_line(reason).partition("; its log")[0])
 
 
 def goes_back_to(deployment: DeploymentView, failed: Build) -> Build | None:
@@ -47,12 +54,14 @@ class Failure:
     """Consecutive failures of a job or model.
 
     count: those by its own fault; a step of progress, or a replica that stayed open long enough, resets it. tries: all
-    failures; a lifetime longer than the previous wait resets it. reason, blame: of the last failure. step: training
-    progress at the last failure. version: the version that failed.
+    failures; a lifetime longer than the previous wait resets it. alike: the last ones by its own fault that differ in
+    nothing but numbers. reason, blame: of the last failure. step: training progress at the last failure. version: the
+    version that failed.
     """
 
     count: int = 0
     tries: int = 0
+    alike: int = 0
     step: int = -1
     version: str = ""
     reason: str = ""
@@ -85,8 +94,9 @@ class Failures:
         self._models: dict[str, Failure] = {}
         self._chains: dict[str, int] = {}
 
-    def backoff_s(self, count: int) -> float:
-        return min(self._config.backoff_first_s * 2.0 ** min(count - 1, 32), self._config.backoff_max_s)
+    def backoff_s(self, count: int, longest_s: float | None = None) -> float:
+        longest_s = longest_s or self._config.backoff_max_s
+        return min(self._config.backoff_first_s * 2.0 ** min(count - 1, 32), longest_s)
 
     def job_failed(
         self, job_id: str, step: int, reason: str, now_s: float, *, blame: Blame = "own", lived_s: float = 0.0
@@ -95,7 +105,7 @@ class Failures:
         failure = self._jobs.setdefault(job_id, Failure())
         if step > failure.step:
             failure.count, failure.step = 0, step
-        self._add(failure, reason, now_s, blame, lived_s)
+        self._add(failure, reason, now_s, blame, lived_s, self._config.backoff_max_s)
         return failure
 
     def hopeless(self, failure: Failure) -> bool:
@@ -103,18 +113,29 @@ class Failures:
         return failure.blame == "input" or (failure.blame == "own" and failure.count >= self._config.job_attempts)
 
     def model_failed(
-        self, model: str, version: str, reason: str, now_s: float, *, blame: Blame = "own", lived_s: float = 0.0
+        self,
+        model: str,
+        version: str,
+        reason: str,
+        now_s: float,
+        *,
+        blame: Blame = "own",
+        lived_s: float = 0.0,
+        at_start: bool = False,
     ) -> Failure:
-        """Record a failure of a model's replica. lived_s: how long it had been open."""
+        """Record a failure of a model's replica. lived_s: how long it had been open. at_start: no engine started."""
         failure = self._models.setdefault(model, Failure())
         if failure.version != version:
             failure = self._models[model] = Failure(version=version)
         if lived_s >= self._config.replica_stable_s:
-            failure.count = 0
-        self._add(failure, reason, now_s, blame, lived_s)
+            failure.count = failure.alike = 0
+        alike_max_s = self._config.start_backoff_max_s if at_start else self._config.backoff_max_s
+        self._add(failure, reason, now_s, blame, lived_s, alike_max_s)
         return failure
 
-    def _add(self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float) -> None:
+    def _add(
+        self, failure: Failure, reason: str, now_s: float, blame: Blame, lived_s: float, alike_max_s: float
+    ) -> None:
         if failure.not_before_s > now_s:  # an echo; if the two disagree on the blame, the milder one counts
             if failure.blame == "own" and blame != "own":
                 failure.count -= blame != "input"
@@ -122,10 +143,13 @@ class Failures:
             return
         if lived_s > failure.wait_s:
             failure.tries = 0
+        own = blame in ("own", "input")
         failure.tries += 1
-        failure.count += blame in ("own", "input")
+        failure.count += own
+        failure.alike = 0 if not own else failure.alike + 1 if _way(reason) == _way(failure.reason) else 1
         failure.reason, failure.blame = reason, blame
-        failure.wait_s = self.backoff_s(failure.tries)
+        longest_s = alike_max_s if failure.alike >= self._config.replica_attempts else self._config.backoff_max_s
+        failure.wait_s = self.backoff_s(failure.tries, longest_s)
         failure.not_before_s = now_s + failure.wait_s
 
     def model_stable(self, model: str, version: str) -> bool:

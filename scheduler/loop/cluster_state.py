@@ -162,10 +162,19 @@ class ClusterState:
                     self._reporter.trouble(replica.model, None)
 
     def model_failed(
-        self, model: str, version: str, reason: str, *, blame: Blame = "own", lived_s: float = 0.0
+        self,
+        model: str,
+        version: str,
+        reason: str,
+        *,
+        blame: Blame = "own",
+        lived_s: float = 0.0,
+        at_start: bool = False,
     ) -> None:
         now_s = self._clock.now_s()
-        failure = self.failures.model_failed(model, version, reason, now_s, blame=blame, lived_s=lived_s)
+        failure = self.failures.model_failed(
+            model, version, reason, now_s, blame=blame, lived_s=lived_s, at_start=at_start
+        )
         ids = {"model": model, "version": version}
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
         self._reporter.trouble(model, self.failures.trouble(model, failure))

@@ -333,7 +333,7 @@ class SchedulerLoop:
             log.warning("its settings are those that served before: %s", reason, extra={"model": model})
             self._state.reset_failures(model)
         elif deployment is None or deployment.settings == build.settings:
-            self._state.model_failed(model, build.version, reason, blame=blame)
+            self._state.model_failed(model, build.version, reason, blame=blame, at_start=True)
         self._wake.set()  # what failed with settings that are in force no more says nothing about the next try
 
     def _steps(self, plan_input: PlanInput, allocation: Allocation) -> Handover:

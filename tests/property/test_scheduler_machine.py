@@ -49,6 +49,7 @@ CONFIG = SchedulerConfig(
     job_dwell_s=15,
     turn_s=10,
     backoff_max_s=8,
+    start_backoff_max_s=8,
     # Injected failures say nothing about a job, so none ends by them here; test_loop has those cases.
     job_attempts=10_000,
 )

@@ -41,6 +41,31 @@ def test_what_is_not_its_fault_never_ends_a_job_and_yet_it_waits(failures: Failu
     assert failure.wait_s == 60.0
 
 
+def waits(failures: Failures, reasons: list[str], version: str = "v1") -> list[float]:
+    now_s, found = 0.0, []
+    for reason in reasons:
+        failure = failures.model_failed("m", version, reason, now_s, at_start=True)
+        found.append(failure.wait_s)
+        now_s = failure.not_before_s
+    return found
+
+
+def test_backoff_of_a_model_that_dies_in_the_same_way_grows_to_ten_minutes(failures: Failures) -> None:
+    dies = [f"its core (pid {n}) was ended by SIGILL; its log is /l, which ends with: line {n}" for n in range(13)]
+    assert waits(failures, dies) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 600, 600, 600]
+
+
+def test_backoff_of_a_model_that_dies_in_other_ways_stays_short(failures: Failures) -> None:
+    assert waits(failures, ["SIGILL", "no memory"] * 6)[-3:] == [60, 60, 60]
+
+
+def test_backoff_of_another_version_begins_at_once(failures: Failures) -> None:
+    waits(failures, ["SIGILL"] * 12)
+    assert failures.model("m", "v2") is None and waits(failures, ["SIGILL"], "v2") == [1]
+    failures.forget_model("m")  # its settings changed
+    assert waits(failures, ["SIGILL"], "v2") == [1]
+
+
 def test_only_its_own_failures_without_progress_end_a_job(failures: Failures) -> None:
     now_s = 0.0
     for step, blame, over in [
