@@ -12,6 +12,7 @@ from pathlib import Path
 from runtime.replace_file import replace_file
 
 SHM_MOUNT = Path("/dev/shm")
+QUARANTINE = "quarantine"
 
 
 class UnsafeFolder(RuntimeError):
@@ -104,6 +105,11 @@ class BoxPaths:
     @property
     def uploads(self) -> Path:
         return self.data_dir / "uploads"
+
+    @property
+    def quarantine(self) -> Path:
+        """What no row of the database named at a start; only a person deletes it."""
+        return self.data_dir / QUARANTINE
 
     @property
     def logs(self) -> Path:

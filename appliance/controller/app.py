@@ -17,7 +17,6 @@ from appliance.controller.admin import box, devices, logs, mode, power, profile,
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
-from appliance.controller.batches import output_files
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
@@ -28,7 +27,7 @@ from appliance.controller.data_checks.data_work import LARGE, SMALL, DataWork
 from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EVERY_S
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
-from appliance.controller.files import file_routes, storage, upload_routes
+from appliance.controller.files import file_routes, quarantine, storage, upload_routes
 from appliance.controller.gates import gate_routes
 from appliance.controller.gates.runner import LOOK_EVERY_S as GATES_EVERY_S
 from appliance.controller.gates.runner import GateRunner
@@ -105,10 +104,8 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        storage.sweep(context)
-        upload_routes.sweep(context)
+        quarantine.sweep(context)
         running.fail_interrupted()
-        output_files.sweep(context)
         backup_copies.sweep(context.files_dir.parent)
         validation.start_waiting()
         runner.start()

@@ -6,13 +6,14 @@ documentation for limits; where none is published, a number of ours with its rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from appliance.doctor.facts import Facts
 from appliance.gateway.http.certificates import SAID_BEFORE_S
 from appliance.memory.memory_policy import STALLED_PERCENT, gb
+from runtime.devices.kinds import HOST
 
 State = Literal["ok", "warn", "fail", "skip"]
 
@@ -24,6 +25,7 @@ SHM_SHARE = 0.5  # of the host's memory: versions and snapshots lie there
 DISK_SHARE = 0.05
 MARGIN_C = 5
 BACKUP_LATE = 1.1  # of the interval that the configuration asks for
+FEATURES = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 BF16": "avx512_bf16", "AMX": "amx_tile"}
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
 
 
@@ -213,6 +215,40 @@ def _kernel(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def _processor(facts: Facts) -> Iterator[Finding]:
+    """Of other makers than x86's the kernel names other features, on which nothing here rests."""
+    if not any(name in facts.features for name in ("sse2", "avx2")):
+        yield Finding("processor", "skip", "not an x86 processor, or the kernel does not name its features")
+        return
+    has = ", ".join(f"{name} {'yes' if flag in facts.features else 'no'}" for name, flag in FEATURES.items())
+    hosts = not facts.devices or any(device.kind == HOST.name for device in facts.devices)
+    means = _meaning(facts.features) if hosts else ""
+    yield _judged(
+        "processor",
+        "avx2" in facts.features or not hosts,
+        f"{has}{means and f': {means}'}",
+        "avx2",
+        "no engine computes on this processor: each ends by SIGILL. Take a machine with AVX2, or with a GPU",
+    )
+    if "amx_tile" in facts.features:
+        yield _judged(
+            "AMX",
+            facts.grants_tiles,
+            "granted on request" if facts.grants_tiles else "this kernel grants it to no process",
+            "granted",
+            "engines end by SIGILL: a kernel of Linux 5.16 or later, and no `clearcpuid` on its command line",
+        )
+
+
+def _meaning(features: Collection[str]) -> str:
+    if "amx_tile" in features:
+        return "engines compute in bfloat16 on tiles; of two nearly equal tokens another batch may take the other one"
+    if "avx512_bf16" in features:
+        return "engines compute in bfloat16"
+    quantised = "" if "avx512f" in features else ", and none serves a quantised checkpoint"
+    return f"bfloat16 is emulated, at a fraction of the speed of float32{quantised}"
+
+
 def _devices(facts: Facts) -> Iterator[Finding]:
     kinds = sorted({device.kind for device in facts.devices})
     count = f"{len(facts.devices)} of kind {', '.join(kinds)}" if facts.devices else "none"
@@ -293,6 +329,19 @@ def _endpoint(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def _quarantine(facts: Facts) -> Iterator[Finding]:
+    for found in facts.quarantined:
+        size = gb(found.nbytes) if found.nbytes >= 1e6 else f"{found.nbytes:,} bytes"
+        yield Finding(
+            "quarantine",
+            "warn",
+            f"{found.files} files that the database did not name at a start are in {found.folder}, {size}",
+            "nothing",
+            "put the database back that names them, and they return at the next start; or send one again, `appliance "
+            f"file upload {found.folder}/files/FILE`; what nobody needs goes by `rm -r {found.folder}`",
+        )
+
+
 def _box(facts: Facts) -> Iterator[Finding]:
     if facts.runs:
         yield _judged(
@@ -333,4 +382,4 @@ def _box(facts: Facts) -> Iterator[Finding]:
     )
 
 
-_CHECKS = (_devices, _memory, _shared_memory, _disk, _limits, _kernel, _endpoint, _box)
+_CHECKS = (_devices, _processor, _memory, _shared_memory, _disk, _limits, _kernel, _endpoint, _quarantine, _box)

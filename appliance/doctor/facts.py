@@ -9,6 +9,7 @@ import resource
 import shutil
 import sqlite3
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from appliance.gateway.http.certificates import Certificate
 from appliance.last_backup import LastBackup
 from appliance.paths import SHM_MOUNT, BoxPaths
 from appliance.store.readers import reading_uri
+from runtime.devices.cpu import host_features
 from runtime.devices.kind import DevicesRefused, Reading, Remark
 from runtime.devices.kinds import kind_of
 from runtime.libc import libc
@@ -34,14 +36,25 @@ from scheduler.devices.host_reading import read_memory
 SYNCS = 20
 KEYS_SAID_BEFORE_S = 7 * 86_400.0
 _STA_UNSYNC = 0x0040  # adjtimex(2)
+_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XTILEDATA = 158, 0x1021, 18  # asm/prctl.h of Linux 5.16
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """What a start of the box found without a row in its database, and kept: a folder, its files and their bytes."""
+
+    folder: Path
+    files: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Bytes, seconds and counts as their names say. refused: why the devices cannot be used. readings: None for devices
     that report nothing. clock_synchronised: by the kernel's own flag. oom_kills: since the machine began. troubles: of
-    a running box. ended: why one that does not run ended, if not in order. ending_keys: names of API keys that expire
-    within a week, by when."""
+    a running box. ended: why one that does not run ended, if not in order. features: of the processor, as the kernel
+    names them. grants_tiles: whether the kernel knows AMX tiles. ending_keys: names of API keys that expire within a
+    week, by when."""
 
     memory: MemoryReading
     shm_bytes: int
@@ -78,6 +91,9 @@ class Facts:
     backup: LastBackup | None = None
     backup_every_s: float = 0.0
     compiled: bool = True
+    features: frozenset[str] = frozenset()
+    grants_tiles: bool | None = None
+    quarantined: tuple[Quarantined, ...] = ()
     ending_keys: tuple[str, ...] | None = None
 
 
@@ -126,6 +142,9 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
         backup=last_backup.read(paths.last_backup),
         backup_every_s=config.backup.every_hours * 3600,
         compiled=compiled.directory().is_dir(),
+        features=host_features(),
+        grants_tiles=_grants_tiles(),
+        quarantined=tuple(_quarantined(paths.quarantine)),
         ending_keys=_ending_keys(paths.database),
     )
 
@@ -137,6 +156,23 @@ def _devices(config: BoxConfig) -> tuple[tuple[Device, ...], str]:
         return devices, ""
     except DevicesRefused as error:
         return (), str(error)
+
+
+def _quarantined(root: Path) -> Iterator[Quarantined]:
+    for day in sorted(root.iterdir()) if root.is_dir() else []:
+        sizes = [path.lstat().st_size for path in day.rglob("*") if not path.is_dir()]
+        if sizes:
+            yield Quarantined(day, len(sizes), sum(sizes))
+
+
+def _grants_tiles() -> bool | None:
+    """Whether the kernel lets processes ask for AMX tiles (arch_prctl(2)); None on processors of another kind."""
+    if os.uname().machine != "x86_64":
+        return None
+    supported = ctypes.c_uint64()
+    if libc.syscall(_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, ctypes.byref(supported)) != 0:
+        return False
+    return bool(supported.value >> _XTILEDATA & 1)
 
 
 def _ending_keys(database: Path) -> tuple[str, ...] | None:

@@ -26,8 +26,9 @@ class StoreError(Exception):
 class DatabaseUnusable(StoreError):
     def __init__(self, path: Path, reason: str):
         super().__init__(
-            f"{path} cannot be used as the box's database: {reason}. Move the file away to start with an empty box, "
-            "or restore it from a backup (appliance.db with its -wal file)."
+            f"{path} cannot be used as the box's database: {reason}. Restore a backup into another data directory "
+            "(`appliance restore`). Without one, keep this file and its -wal in another folder and start with an empty "
+            "box: what people sent goes to the folder `quarantine` beside it, and returns when the database does."
         )
 
 

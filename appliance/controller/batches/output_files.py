@@ -1,4 +1,4 @@
-"""The files of a batch: turns its answers into files when it ends, and deletes leftovers of a crash."""
+"""The files of a batch: turns its answers into files when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
 from appliance.store.ids import new_id
-from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, FileRow
 
 
@@ -34,11 +33,3 @@ def linked(context: ControllerContext, path: Path, filename: str, row: BatchRow)
 def remove_bytes(folder: Path, batch_id: str) -> None:
     for kind in ("output", "error"):
         (folder / f"{batch_id}.{kind}.jsonl").unlink(missing_ok=True)
-
-
-def sweep(context: ControllerContext) -> None:
-    """Delete leftovers of a crash from batches that have ended. Call at start."""
-    unfinished = {row.id for row in batches.list_unfinished(context.db)}
-    for entry in context.batches_dir.iterdir():
-        if entry.name.partition(".")[0] not in unfinished:
-            entry.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from appliance.store.rows import FileRow
 from train.data.check import DataReport
 
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
+LEAVING_PREFIX = ".leaving-"
 EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
@@ -39,10 +40,17 @@ def no_such_file(file_id: str, param: str = "id") -> NotFound:
 
 
 def remove(context: ControllerContext, row: FileRow) -> None:
-    """The row first: the next start deletes bytes without a row, but a row without bytes would be wrong."""
-    files.delete(context.db, row.id)
-    context.quotas.gone(row.id, row.key_id)
-    (context.files_dir / row.id).unlink(missing_ok=True)
+    """The row first: a row without bytes would be wrong. After a crash in between, the mark tells the next start that
+    nobody wants bytes without a row (appliance.controller.files.quarantine)."""
+    mark = context.files_dir / f"{LEAVING_PREFIX}{row.id}"
+    with contextlib.suppress(OSError):  # a full disk
+        mark.touch(mode=0o600)
+    try:
+        files.delete(context.db, row.id)
+        context.quotas.gone(row.id, row.key_id)
+        (context.files_dir / row.id).unlink(missing_ok=True)
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -73,15 +81,6 @@ def keep(context: ControllerContext, row: FileRow, path: Path) -> None:
     """Move the bytes of a new file in place, and write its row. Call within `with_row`."""
     os.rename(path, context.files_dir / row.id)
     files.insert(context.db, row)
-
-
-def sweep(context: ControllerContext) -> int:
-    """Delete leftovers of a crash: unfinished uploads, bytes without a row. Returns how many. Call at start."""
-    known = files.ids(context.db)
-    orphans = [entry for entry in context.files_dir.iterdir() if entry.name not in known]
-    for entry in orphans:
-        entry.unlink(missing_ok=True)
-    return len(orphans)
 
 
 def sha256_of(path: Path) -> str:

@@ -275,19 +275,6 @@ def _end(context: ControllerContext, row: UploadRow, status: Literal["cancelled"
     context.quotas.gone(row.id, row.key_id)
 
 
-def sweep(context: ControllerContext) -> None:
-    """Delete leftovers of a crash: bytes of ended uploads and of incomplete parts. Call at start."""
-    pending = upload_rows.pending_ids(context.db)
-    for folder in context.uploads_dir.iterdir():
-        if folder.name not in pending:
-            shutil.rmtree(folder, ignore_errors=True)
-            continue
-        known = upload_rows.sizes(context.db, folder.name)
-        for entry in folder.iterdir():
-            if entry.name not in known:
-                entry.unlink(missing_ok=True)
-
-
 def _known(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
     row = upload_rows.find(context.db, upload_id, viewer=caller.viewer)
     if row is None:

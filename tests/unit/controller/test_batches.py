@@ -16,8 +16,8 @@ import pytest
 
 from appliance.controller.batches import input_lines, share, work
 from appliance.controller.batches.answers import Answers
-from appliance.controller.batches.output_files import sweep
 from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.files import quarantine
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
 from appliance.store.records import keys
@@ -345,7 +345,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     kept = (control.context.batches_dir / f"{batch_id}.output.jsonl").read_text().splitlines()[:5]
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
-    sweep(control.context)
+    quarantine.sweep(control.context)
     runner = BatchRunner(control.context, control.app.state.batches.metering)
     runner.start()
     async with asyncio.timeout(60):

@@ -15,7 +15,7 @@ import pytest
 from openai.types import FileObject
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import file_routes, multipart, storage
+from appliance.controller.files import file_routes, multipart
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.store import database
@@ -273,14 +273,6 @@ async def test_a_client_that_leaves_leaves_nothing(control: Control):
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
     assert left_on_disk(control) == []
-
-
-async def test_the_start_sweeps_what_a_crash_left(control: Control):
-    kept = await control.upload(b"x", "a", "assistants")
-    (control.context.files_dir / ".incoming-file-1").write_bytes(b"half")
-    (control.context.files_dir / "file-without-row").write_bytes(b"whole")
-    assert storage.sweep(control.context) == 2
-    assert left_on_disk(control) == [kept]
 
 
 async def test_a_retried_upload_makes_one_file_and_a_new_one_makes_two(control: Control):

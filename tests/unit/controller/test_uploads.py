@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import upload_routes
+from appliance.controller.files import quarantine, upload_routes
 from appliance.store import database
 from appliance.store.objects import uploads
 from appliance.store.rows import UploadPartRow
@@ -121,7 +121,7 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
     folder = control.context.uploads_dir / upload_id
     (folder / ".incoming-part_torn").write_bytes(b"half")
     (control.context.uploads_dir / "upload_gone").mkdir()
-    upload_routes.sweep(control.context)
+    quarantine.sweep(control.context)
     assert [entry.name for entry in folder.iterdir()] == [first] and left(control) == [upload_id]
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
     done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])

@@ -14,7 +14,7 @@ from appliance.boot.box_state import read_end, read_pid
 from appliance.config import load_config
 from appliance.doctor import facts as facts_module
 from appliance.doctor.checks import exit_code, findings
-from appliance.doctor.facts import Facts, read
+from appliance.doctor.facts import Facts, Quarantined, read
 from appliance.last_backup import LastBackup
 from runtime.devices.kind import Reading, Remark
 from scheduler.core.inventory import Device
@@ -35,6 +35,8 @@ WELL = Facts(
     locks_pages=True,
     readings=(Reading("n0/0", 1e9, temperature_c=60, slowdown_c=87),),
     remarks=(Remark("persistence mode", True, "on", "on"),),
+    features=frozenset({"sse2", "avx2", "avx512f"}),
+    grants_tiles=False,
     huge_pages=True,
     map_count=1 << 20,
     overcommit=0,
@@ -94,6 +96,8 @@ def test_what_is_to_be_typed_is_there():
         runs=True,
         troubles=("backup: no such place",),
         compiled=False,
+        features=frozenset({"sse2", "amx_tile"}),
+        quarantined=(Quarantined(Path("/box/quarantine/2026-01-01"), 3, 99),),
         ending_keys=("guest",),
     )
     remedies = [
@@ -149,6 +153,9 @@ def test_a_machine_that_is_well():
         ({"compiled": False}, "compiled gateway", "warn"),
         ({"ending_keys": ("guest",)}, "keys", "warn"),
         ({"runs": True, "troubles": ("usage: disk full",)}, "box", "warn"),
+        ({"features": frozenset({"sse2"}), "devices": ()}, "processor", "fail"),
+        ({"features": WELL.features | {"amx_tile"}, "grants_tiles": False}, "AMX", "fail"),
+        ({"quarantined": (Quarantined(Path("/box/quarantine/2026-01-01"), 3, 99),)}, "quarantine", "warn"),
         ({"backup": None}, "backup", "warn"),
         ({"backup": LastBackup("b", 1e9 - 30 * 3600, "/mnt", 1)}, "backup", "warn"),
     ],
@@ -159,6 +166,31 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, check, state):
     (finding,) = [one for one in findings(facts) if one.check == check and one.state == state]
     assert finding.found and finding.remedy
     assert exit_code(findings(facts)) == {"fail": 1, "warn": 2}[state]
+
+
+@pytest.mark.parametrize(
+    ("features", "named"),
+    [
+        ({"avx2"}, "quantised"),
+        ({"avx2", "avx512f", "avx512_bf16"}, "compute in bfloat16"),
+        ({"avx2", "avx512f", "avx512_bf16", "amx_tile"}, "nearly equal tokens"),
+    ],
+)
+def test_processor_of_cpu_devices_says_what_follows_from_its_features(features, named):
+    facts = replace(
+        WELL, features=frozenset({"sse2", *features}), grants_tiles=True, devices=(Device("n0/0", "n0", 0, "cpu"),)
+    )
+    (found,) = [one for one in findings(facts) if one.check == "processor"]
+    assert found.state == "ok" and named in found.found
+
+
+def test_quarantined_files_are_counted_by_the_day_they_were_found(tmp_path):
+    for name, data in (("2026-01-01/files/a", b"abc"), ("2026-01-01/uploads/u/p", b"de"), ("2026-02-01/files/b", b"f")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "2026-03-01" / "files").mkdir(parents=True)
+    found = [(one.folder.name, one.files, one.nbytes) for one in facts_module._quarantined(tmp_path)]
+    assert found == [("2026-01-01", 2, 5), ("2026-02-01", 1, 1)]
 
 
 def test_what_cannot_be_read_is_skipped_and_not_called_right():

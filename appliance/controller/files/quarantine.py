@@ -1,0 +1,111 @@
+"""Bytes in the data directory that no row names: kept aside at the start, and brought back once a row names them.
+
+A database that was moved away, or restored from an older backup, does not know all that people have sent. So a start
+deletes only what a crash left half written or half deleted, and what a row says has ended. Everything else without a
+row goes to `quarantine/DAY/FOLDER/`, beside the folder that it was in, and only a person deletes it there.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files.multipart import INCOMING_PREFIX
+from appliance.controller.files.storage import LEAVING_PREFIX
+from appliance.paths import QUARANTINE
+from appliance.store.objects import batches, files, uploads
+
+log = logging.getLogger(__name__)
+
+
+def sweep(context: ControllerContext) -> None:
+    """Call at start, before anything is written."""
+    aside = Quarantine(context.files_dir.parent)
+    _files(context, aside)
+    _uploads(context, aside)
+    _batches(context, aside)
+    if aside.moved:
+        log.warning(
+            "%d files or uploads are in no row of the database and were moved to %s: `appliance doctor` has what to do",
+            aside.moved,
+            aside.today,
+        )
+
+
+class Quarantine:
+    """Moves things of the data directory aside and back; `moved`: how many it moved aside."""
+
+    def __init__(self, data_dir: Path):
+        self._data_dir, self.moved = data_dir, 0
+        self.today = data_dir / QUARANTINE / time.strftime("%Y-%m-%d", time.gmtime())
+
+    def take(self, path: Path) -> None:
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+            return
+        target = self.today / path.relative_to(self._data_dir)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if target.exists():  # it was brought back today, and no row names it once more
+            target = target.with_name(f"{target.name}.{time.time_ns()}")
+        path.rename(target)
+        self.moved += 1
+
+    def give_back(self, folder: Path, is_named: Callable[[str], bool]) -> None:
+        """Move what was in `folder` back there, if a row names it and nothing is in its place."""
+        for path in (self._data_dir / QUARANTINE).glob(f"*/{folder.relative_to(self._data_dir)}/*"):
+            if is_named(path.name) and not (folder / path.name).exists():
+                path.rename(folder / path.name)
+                log.info("%s is named by a row again, and is back in %s", path.name, folder)
+
+
+def _files(context: ControllerContext, aside: Quarantine) -> None:
+    folder, known = context.files_dir, files.ids(context.db)
+    aside.give_back(folder, known.__contains__)
+    for mark in list(folder.glob(f"{LEAVING_PREFIX}*")):
+        if (name := mark.name.removeprefix(LEAVING_PREFIX)) not in known:
+            (folder / name).unlink(missing_ok=True)
+        mark.unlink()
+    for entry in list(folder.iterdir()):
+        if entry.name.startswith(INCOMING_PREFIX):
+            entry.unlink()
+        elif entry.name not in known:
+            aside.take(entry)
+
+
+def _uploads(context: ControllerContext, aside: Quarantine) -> None:
+    folder, pending = context.uploads_dir, uploads.pending_ids(context.db)
+    aside.give_back(folder, pending.__contains__)
+    for upload in list(folder.iterdir()):
+        if upload.name in pending:
+            parts = uploads.sizes(context.db, upload.name)
+            aside.give_back(upload, parts.__contains__)
+            for part in list(upload.iterdir()):
+                if part.name.startswith(INCOMING_PREFIX):
+                    part.unlink()
+                elif part.name not in parts:
+                    aside.take(part)
+        elif uploads.find(context.db, upload.name, viewer=None) is not None:  # it has ended
+            shutil.rmtree(upload)
+        else:
+            aside.take(upload)
+
+
+def _batches(context: ControllerContext, aside: Quarantine) -> None:
+    folder, unfinished = context.batches_dir, {row.id for row in batches.list_unfinished(context.db)}
+    aside.give_back(folder, lambda name: _batch_of(name) in unfinished)
+    for entry in list(folder.iterdir()):
+        batch_id = _batch_of(entry.name)
+        if batch_id in unfinished:
+            continue
+        if batches.find(context.db, batch_id, viewer=None) is not None:  # it has ended, and its answers are in files
+            entry.unlink()
+        else:
+            aside.take(entry)
+
+
+def _batch_of(name: str) -> str:
+    return name.partition(".")[0]
