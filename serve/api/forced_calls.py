@@ -1,5 +1,5 @@
-"""Fixes two kinds of tool calls that vLLM leaves unchecked or loses: a call that a request forces, and a call that the
-token limit cuts.
+"""Fixes three kinds of tool calls that vLLM leaves unchecked or loses: a call that a request forces, a call that the
+token limit cuts, and a call without arguments.
 
 vLLM holds arguments to their schema only for tools with `strict: true`, or for all tools of all requests
 (`--tool-strict-level parameter`). A small model that had to call `get_weather(city)` wrote a list of schemas. Where a
@@ -11,17 +11,22 @@ A call that is cut has no end, and vLLM's parsers of whole answers then find non
 an item that is `incomplete`). Parsers of streams accept calls without an end, so they read a cut answer. A call whose
 name is cut is neither a call nor content, as in a stream. A call that a stop sequence cuts stays as it is: otherwise
 the finish reason would be the tools, and a client would run an incomplete call.
+
+A model leaves the arguments out, or writes null, where a tool takes none. Clients read the arguments as an object, so
+these are `{}`. vLLM's parsers of whole answers take such a call for text, or pass on what the model wrote.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import FunctionCall
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.responses import streaming_events
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.parser import abstract_parser
 from vllm.parser.abstract_parser import DelegatingParser
@@ -34,6 +39,11 @@ _MARKS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
 _PIECES, _MOST_CALLS = 16, 128
 """In how many pieces a parser of streams reads a cut answer again (each look takes time in proportion to the answer),
 and how many calls it may find: OpenAI's limit of tools. The second bound stops a parser that never returns None."""
+
+_NO_ARGUMENTS = ("", "null", '""')
+_EMPTY = "{}"
+_CALLS, _ENDS = '"tool_calls":[', '"finish_reason":"'
+_DATA = "data: "
 
 _cut_texts: ContextVar[frozenset[str]] = ContextVar("cut_texts", default=frozenset())
 """The answers of the current request that its token limit cut: vLLM does not tell its parsers."""
@@ -54,6 +64,8 @@ def apply() -> None:
     chat.chat_completion_full_generator = _says_cut(chat.chat_completion_full_generator)
     responses._make_response_output_items = _incomplete_items(responses._make_response_output_items)
     responses._process_simple_streaming_events = _incomplete_events(responses._process_simple_streaming_events)
+    chat.chat_completion_stream_generator = _streams_objects(chat.chat_completion_stream_generator)
+    streaming_events.emit_simple_tool_call_done = _done_with_object(streaming_events.emit_simple_tool_call_done)
 
 
 def read_cut_calls() -> None:
@@ -80,6 +92,8 @@ def _with_cut_calls(extract: Callable[..., Any]) -> Callable[..., Any]:
         self: DelegatingParser, content: str | None, request: Any, enable_auto_tools: bool = False
     ) -> tuple[list[FunctionCall] | None, str | None]:
         calls, text = extract(self, content, request, enable_auto_tools)
+        if not _is_cut.get():
+            calls, text = _whole_calls(self, calls, text, content, request)
         forced = _forces(request.tool_choice)
         called = request.tools and request.tool_choice != "none" and (forced or enable_auto_tools)
         if calls or not content or not called or not _is_cut.get() or self._tool_parser is None:
@@ -88,6 +102,28 @@ def _with_cut_calls(extract: Callable[..., Any]) -> Callable[..., Any]:
         return (begun, beside) if begun or forced or _begins_call(self._tool_parser, content) else (calls, text)
 
     return run
+
+
+def _whole_calls(
+    parser: DelegatingParser, calls: list[FunctionCall] | None, text: str | None, written: str | None, request: Any
+) -> tuple[list[FunctionCall] | None, str | None]:
+    """The calls of an answer that is not cut, each with an object, and the text beside them."""
+    tool_parser = parser._tool_parser
+    auto = bool(request.tools) and request.tool_choice in ("auto", None)
+    ended = auto and written and tool_parser is not None and _ends_call(tool_parser, written)
+    if not calls and ended and written and _begins_call(tool_parser, written):
+        begun, beside = _begun_calls(parser, written, request)
+        if begun and all(call.arguments.strip() in _NO_ARGUMENTS for call in begun):
+            calls, text = begun, beside
+    for call in calls or ():
+        if call.arguments.strip() in _NO_ARGUMENTS:
+            call.arguments = _EMPTY
+    return calls, text
+
+
+def _ends_call(tool_parser: Any, written: str) -> bool:
+    marks = (getattr(tool_parser, name.replace("start", "end"), None) for name in _MARKS if "start" in name)
+    return any(isinstance(mark, str) and mark in written for mark in marks)
 
 
 def _begins_call(tool_parser: Any, written: str) -> bool:
@@ -190,6 +226,54 @@ def _incomplete_events(process: Callable[..., Any]) -> Callable[..., Any]:
             if last is not None and last.outputs and last.outputs[0].finish_reason == _CUT:
                 _mark_incomplete(held.item)
             yield held
+
+    return run
+
+
+def _streams_objects(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """A stream of chat whose call has no arguments when its choice ends gets them with that event."""
+
+    @functools.wraps(generate)
+    async def run(self: OpenAIServingChat, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        empty = dict[tuple[int, int], bool]()  # of each call, by its choice and place
+        async for event in generate(self, request, *args, **kwargs):
+            if _CALLS in event or (empty and _ENDS in event):
+                event = _with_objects(event, empty)
+            yield event
+
+    return run
+
+
+def _with_objects(event: str, empty: dict[tuple[int, int], bool]) -> str:
+    chunk = json.loads(event[len(_DATA) :])
+    changed = False
+    for choice in chunk.get("choices", ()):
+        calls = choice["delta"].get("tool_calls") or []
+        for call in calls:
+            at = choice["index"], call["index"]
+            empty[at] = empty.get(at, True) and not (call.get("function") or {}).get("arguments")
+        if choice.get("finish_reason") in ("tool_calls", "stop"):
+            given = [
+                {"index": n, "function": {"arguments": _EMPTY}}
+                for (c, n), none in empty.items()
+                if none and c == choice["index"]
+            ]
+            if given:
+                choice["delta"]["tool_calls"] = [*calls, *given]
+                changed = True
+    if not changed:
+        return event
+    return f"{_DATA}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _done_with_object(done: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """The same for a stream of /v1/responses."""
+
+    @functools.wraps(done)
+    def run(state: Any) -> list[Any]:
+        if state.tool_call_is_custom or state.accumulated_text.strip():
+            return done(state)
+        return [*streaming_events.emit_simple_tool_call_delta(state, _EMPTY), *done(state)]
 
     return run
 

@@ -26,6 +26,10 @@ def chat_messages_as_meant(messages: list[Any]) -> list[Any]:
 def _chat_message(message: Message) -> Message:
     if message.get("role") == "tool" and message.get("content") is None:
         return {**message, "content": ""}
+    content = message.get("content")
+    if isinstance(content, list) and any(isinstance(part, list) for part in content):
+        parts = [inner for part in content for inner in (part if isinstance(part, list) else [part])]
+        return _chat_message({**message, "content": parts})
     calls = message.get("tool_calls")
     if calls == []:
         return {name: value for name, value in message.items() if name != "tool_calls"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -123,3 +124,50 @@ async def test_the_last_item_of_a_cut_response_is_incomplete():
         told = [event async for event in forced_calls._incomplete_events(process)(None, None, None, None, context)]
         assert [event.type.split(".")[1] for event in told] == ["function_call_arguments", "output_item"] * 2
         assert [event.item.status for event in told[1::2]] == ["completed", last]
+
+
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""', ', "arguments": {}'])
+def test_call_without_arguments_has_an_empty_object(arguments):
+    written = f'<tool_call>\n{{"name": "f"{arguments}}}\n</tool_call>'
+    assert read(written, "auto", cut=False) == (None, [("f", "{}")])
+
+
+def chunk(delta, finish=None):
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return f"data: {json.dumps({'choices': [choice]}, separators=(',', ':'))}\n\n"
+
+
+def called(arguments=None, name="f"):
+    return {"tool_calls": [{"index": 0, "function": {"name": name} if arguments is None else {"arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("deltas", "arguments"),
+    [
+        ([called()], "{}"),
+        ([called(), called("")], "{}"),
+        ([called(), called('{"a"'), called(":1}")], '{"a":1}'),
+    ],
+)
+async def test_streamed_call_without_arguments_gets_an_empty_object(deltas, arguments):
+    async def generate(self, request):
+        for delta in deltas:
+            yield chunk(delta)
+        yield chunk({}, "tool_calls")
+        yield "data: [DONE]\n\n"
+
+    events = [event async for event in forced_calls._streams_objects(generate)(None, None)]
+    told = [json.loads(event[6:])["choices"][0]["delta"] for event in events[:-1]]
+    calls = [call["function"] for delta in told for call in delta.get("tool_calls", ())]
+    assert "".join(call.get("arguments", "") for call in calls) == arguments
+    assert events[-1] == "data: [DONE]\n\n"
+
+
+async def test_streamed_call_that_is_cut_gets_no_arguments():
+    async def generate(self, request):
+        yield chunk(called())
+        yield chunk({}, "length")
+
+    events = [event async for event in forced_calls._streams_objects(generate)(None, None)]
+    assert "{}" not in json.loads(events[-1][6:])["choices"][0]["delta"].get("tool_calls", [])
+    assert events[-1] == chunk({}, "length")
