@@ -24,6 +24,7 @@ from train.data.messages import (
     read_messages,
     read_tools,
     refuse,
+    unlearnt,
     with_system,
 )
 from train.data.preferences import OUTPUTS, SIDES, Pair
@@ -106,11 +107,12 @@ class Shape:
         object.__setattr__(self, "keys", self.reads.union(*self.needs))
 
     def fits(self, record: Record) -> bool:
-        return (
-            all(key in record for key in self.has)
-            and all(any(is_given(record.get(key)) for key in group) for group in self.needs)
-            and self.when(record)
-        )
+        if any(key not in record for key in self.has):
+            return False
+        for group in self.needs:
+            if not any(is_given(record.get(key)) for key in group):
+                return False
+        return self.when(record)
 
     def is_meant(self, record: Record) -> bool:
         """Whether a record has the keys, whatever is in them."""
@@ -155,7 +157,7 @@ def to_pair(record: Record) -> list[Record]:
             raise BadRecord(f"the prompt ends with a message from {last['role']!r}; expected the turn that is answered")
         for index, message in enumerate(chat["messages"]):
             if message["role"] == "assistant":
-                message["weight"] = int(index >= first)
+                message["weight"] = int(index >= first and message.get("weight") != 0)
     return chats
 
 
@@ -245,7 +247,7 @@ def _asked(record: Record) -> list[Record]:
     if isinstance(asked, list):
         if is_given(more):
             raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
-        return [*_history(record), *asked]
+        return [*_history(record), *map(unlearnt, asked)]
     for value in (asked, more):
         if value is not None and not isinstance(value, str):
             key = next(key for key in record if record[key] is value)
@@ -269,8 +271,9 @@ def _answered(record: Record, answer: tuple[str, ...]) -> list[Record]:
     value = one_of(record, answer)
     if is_empty(value):
         raise NoAnswer(f"{next(key for key in answer if key in record)!r} is empty")
-    if not isinstance(value, (str, list)):
-        raise BadRecord(f"{answer[0]!r} is a {kind_of(value)}, expected a string or a list of messages")
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        key = next(key for key in answer if record.get(key) is value)
+        raise BadRecord(f"{key!r} is a {kind_of(value)}, expected a string or a list of messages")
     return [*_asked(record), *(value if isinstance(value, list) else [{"role": "assistant", "content": value}])]
 
 

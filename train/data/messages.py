@@ -100,17 +100,18 @@ def read_messages(turns: Any, name: str = "messages") -> list[Record]:
     for index, turn in enumerate(turns):
         where = f"{name}[{index}]"
         role = role_of(turn, where)
-        message = _message(turn, role, where, calls)
+        is_call = turn_role(turn) in _CALL_ROLES
+        message = _message(turn, role, is_call, where, calls)
         if role == "tool":
             _find_call(message, unanswered, where)
         elif role == "assistant":
             unanswered = list(message.get("tool_calls", ()))
             calls += len(unanswered)
             last = messages[-1] if messages else {}
-            if turn_role(turn) in _CALL_ROLES and last.get("role") == "assistant" and _weigh_alike(last, message):
+            if is_call and last.get("role") == "assistant" and _is_call_alone(message, last):
                 # Several calls, or a text and its calls, are one answer of a model.
-                last["tool_calls"] = unanswered = [*last.get("tool_calls", ()), *unanswered]
-                unanswered = list(unanswered)
+                last["tool_calls"] = [*last.get("tool_calls", ()), *unanswered]
+                unanswered = list(last["tool_calls"])
                 continue
         messages.append(message)
     return messages
@@ -131,13 +132,24 @@ def with_system(turns: Any, record: Record) -> Any:
     return turns
 
 
+def unlearnt(turn: Any) -> Any:
+    """A turn of a prompt: of a completion's row the completion is learnt, and no earlier answer unless it says so."""
+    if _ROLES.get(turn_role(turn)) != "assistant" or any(turn.get(key) is not None for key in WEIGHT):
+        return turn
+    return {**turn, "weight": 0}
+
+
 def ends_with_user(turns: Any) -> bool:
     return isinstance(turns, list) and bool(turns) and _ROLES.get(turn_role(turns[-1])) == "user"
 
 
 def turn_role(turn: Any) -> str:
     """The role as the turn names it, in lower case."""
-    found = next((turn[name] for name in ROLE if turn.get(name) is not None), "") if isinstance(turn, dict) else ""
+    if not isinstance(turn, dict):
+        return ""
+    found = turn.get("role")
+    if found is None:
+        found = turn.get("from")
     return found.lower() if isinstance(found, str) else ""
 
 
@@ -160,14 +172,15 @@ def left_out_of_turns(turns: Any, name: str) -> Iterator[str]:
     for turn in turns if isinstance(turns, list) else ():
         if not isinstance(turn, dict):
             continue
-        role = _ROLES.get(turn_role(turn), "user")
-        yield from _left(turn, TURN_READS[role], f"{name}[]")
+        said = turn_role(turn)
+        yield from _left(turn, TURN_READS[_ROLES.get(said, "user")], f"{name}[]")
         content = next((turn[key] for key in CONTENT if turn.get(key) is not None), None)
         for part in content if isinstance(content, list) else ():
             yield from _left(part, PART_READS, f"{name}[].content[]")
         for key in CALLS:
-            yield from _left_of_calls(turn.get(key), f"{name}[].{key}")
-        if turn_role(turn) in _CALL_ROLES:
+            if key in turn:
+                yield from _left_of_calls(turn[key], f"{name}[].{key}")
+        if said in _CALL_ROLES:
             yield from _left_of_calls(content, f"{name}[].value")
 
 
@@ -189,17 +202,16 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _message(turn: Record, role: str, where: str, calls_before: int) -> Record:
+def _message(turn: Record, role: str, is_call: bool, where: str, calls_before: int) -> Record:
     refuse(turn, TURN_REFUSES, f"{where} ")
     result: Record = {"role": role}
     content: Any = one_of(turn, CONTENT, f"{where} ")
-    if turn_role(turn) in _CALL_ROLES:
+    calls = _calls_in(turn, role, where)
+    if is_call:
         if not isinstance(content, str):
             raise BadRecord(f"{where} must have a call as its text: JSON with 'name' and 'arguments'")
-        calls: Any = listed(_json(content, where))
-        content = ""
+        calls, content = [*listed(_json(content, where)), *calls], ""
     else:
-        calls = _calls_in(turn, role, where)
         content = _text(where, content)
     if calls:
         result["tool_calls"] = [_call(call, where, calls_before + number) for number, call in enumerate(calls, 1)]
@@ -272,7 +284,7 @@ def _text(where: str, content: Any) -> str | None:
 
 
 def _calls_in(turn: Record, role: str, where: str) -> list[Any]:
-    found = {key: turn[key] for key in CALLS if not is_empty(turn.get(key))}
+    found = {key: turn[key] for key in CALLS if key in turn and not is_empty(turn[key])}
     for key in found:
         if role != "assistant":
             raise BadRecord(f"{where}.{key} belongs to assistant messages only")
@@ -318,8 +330,9 @@ def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
     unanswered[:] = [call for call in unanswered if call["id"] != identity]
 
 
-def _weigh_alike(one: Record, other: Record) -> bool:
-    return one.get("weight") == other.get("weight")
+def _is_call_alone(message: Record, last: Record) -> bool:
+    """Whether nothing of a message but its calls would be lost in the one before it."""
+    return message.keys() <= {"role", "content", "tool_calls", "weight"} and message.get("weight") == last.get("weight")
 
 
 def _json(text: str, where: str) -> Any:

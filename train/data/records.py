@@ -131,13 +131,18 @@ def quoted(value: Any) -> str:
 
 def is_empty(value: Any) -> bool:
     """Whether nothing is lost without this value."""
-    return value is None or value in ("", [], {})
+    return value is None or (not value and isinstance(value, (str, list, dict)))
 
 
 def one_of(record: Record, names: tuple[str, ...], where: str = "") -> Any:
     """The value under the first of several names of one field; None without any. Raises BadRecord where two differ."""
-    given = [name for name in names if not is_empty(record.get(name))]
-    for name in given[1:]:
-        if record[name] != record[given[0]]:
-            raise BadRecord(f"{where}has both {given[0]!r} and {name!r}, which differ; expected one of the two")
-    return record[given[0]] if given else next((record[name] for name in names if record.get(name) is not None), None)
+    found, first = None, ""
+    for name in names:
+        value = record.get(name)
+        if value is None:
+            continue
+        if first and not is_empty(value) and value != found:
+            raise BadRecord(f"{where}has both {first!r} and {name!r}, which differ; expected one of the two")
+        if not first:
+            found, first = value, "" if is_empty(value) else name
+    return found

@@ -1,0 +1,174 @@
+"""Turns of a conversation under all the names that their fields have."""
+
+import json
+
+import pytest
+
+from train.data.formats import BadRecord, NoAnswer, check_chat, left_out, shape_of, to_chat
+from train.data.lines import parse
+from train.data.messages import read_messages
+
+ASK, ANSWER = {"role": "user", "content": "3?"}, {"role": "assistant", "content": "12"}
+TOOL = {"name": "gauge", "parameters": {"type": "object"}}
+
+
+def call(identity: str, line: int, name: str = "gauge") -> dict:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": json.dumps({"line": line})}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tool_calls": [call("call_1", 3)]},
+        {"tool_calls": json.dumps([call("call_1", 3)])},
+        {"tool_calls": [{"name": "gauge", "arguments": {"line": 3}}]},
+        {"tool_calls": [{"function": {"name": "gauge", "parameters": {"line": 3}}}]},
+        {"function_call": {"name": "gauge", "arguments": '{"line": 3}'}},
+        {"function_call": [{"name": "gauge", "arguments": {"line": 3}}]},
+    ],
+)
+@pytest.mark.parametrize("result", [{"tool_call_id": "call_1"}, {"name": "gauge"}, {}])
+def test_read_messages_of_every_form_of_a_call_makes_one_message(given, result):
+    turns = [ASK, {"role": "assistant", **given}, {"role": "tool", "content": "12", **result}, ANSWER]
+    made = read_messages(turns)
+    assert made[1] == {"role": "assistant", "content": "", "tool_calls": [call("call_1", 3)]}
+    assert made[2]["tool_call_id"] == "call_1"
+
+
+def test_read_messages_joins_calls_after_calls_and_gives_results_in_order():
+    said = [json.dumps({"name": "gauge", "arguments": {"line": line}}) for line in (1, 2)]
+    turns = [
+        {"from": "human", "value": "both?"},
+        {"from": "gpt", "value": "I look."},
+        *({"from": "function_call", "value": text} for text in said),
+        {"from": "observation", "value": "7"},
+        {"from": "observation", "value": "9"},
+        {"from": "gpt", "value": "7 and 9."},
+    ]
+    made = read_messages(turns)
+    assert made[1] == {"role": "assistant", "content": "I look.", "tool_calls": [call("call_1", 1), call("call_2", 2)]}
+    assert [message["tool_call_id"] for message in made[2:4]] == ["call_1", "call_2"]
+    listed = [turns[0], {"from": "function_call", "value": f"[{', '.join(said)}]"}, *turns[4:]]
+    assert read_messages(listed)[1]["tool_calls"] == made[1]["tool_calls"]
+
+
+def test_read_messages_finds_the_call_of_a_result_by_its_name():
+    calls = {"role": "assistant", "tool_calls": [call("a", 1), call("b", 2, "scale")]}
+    results = [{"role": "tool", "name": name, "content": "1"} for name in ("scale", "gauge")]
+    made = read_messages([ASK, calls, *results, ANSWER])
+    assert [message["tool_call_id"] for message in made[2:4]] == ["b", "a"]
+    with pytest.raises(BadRecord, match="'clock'; expected one of the calls before it: 'gauge', 'scale'"):
+        read_messages([ASK, calls, results[0] | {"name": "clock"}])
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+@pytest.mark.parametrize("off", [0, 0.0, False])
+def test_read_messages_takes_every_name_of_a_weight(key, off):
+    turns = [{"from": "human", "value": "a", key: off}, {"from": "gpt", "value": "b", key: off}]
+    assert [message.get("weight") for message in read_messages(turns)] == [None, 0]
+    with pytest.raises(BadRecord, match="nothing to learn"):
+        to_chat({"conversations": turns}, "sharegpt")
+    with pytest.raises(BadRecord, match="expected 0 or 1, on assistant messages only"):
+        read_messages([turns[0] | {key: 1}])
+    with pytest.raises(BadRecord, match="expected 0 or 1"):
+        read_messages([turns[1] | {key: 0.5}])
+
+
+def test_read_messages_takes_reasoning_and_refusals():
+    made = read_messages([ASK, ANSWER | {"thinking": "hm"}, ASK, {"role": "assistant", "refusal": "No."}])
+    assert made[1]["reasoning_content"] == "hm" and made[3]["content"] == "No."
+    with pytest.raises(BadRecord, match="both 'reasoning' and 'thinking'"):
+        read_messages([ASK, ANSWER | {"thinking": "hm", "reasoning": "oh"}])
+    with pytest.raises(NoAnswer):
+        read_messages([ASK, {"role": "assistant", "content": None}])
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "function", "function": TOOL}],
+        [TOOL],
+        [TOOL | {"type": "function"}],
+        [json.dumps(TOOL)],
+        json.dumps([TOOL]),
+    ],
+)
+def test_tools_in_every_form_are_the_same(tools):
+    made = check_chat({"messages": [ASK, ANSWER], "tools": tools})
+    assert made["tools"] == [{"type": "function", "function": TOOL}]
+
+
+@pytest.mark.parametrize("tools", [[], "[]", "", None])
+def test_no_tools_in_every_form_are_none(tools):
+    assert "tools" not in check_chat({"messages": [ASK, ANSWER], "tools": tools})
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASK, ANSWER], "system": "Be brief."},
+        {"messages": [SYSTEM, ASK, ANSWER], "system": "Be brief. "},
+        {"conversation": [{"from": "human", "value": "3?"}, {"from": "gpt", "value": "12"}], "system": "Be brief."},
+        {"conversations": [ASK, ANSWER], "system_prompt": "Be brief."},
+        {"prompt": "3?", "completion": "12", "system": "Be brief."},
+        {"prompt": [ASK], "completion": [ANSWER], "system": "Be brief."},
+        {"question": "3?", "response": "12", "system_prompt": "Be brief."},
+        {"query": "3?", "response": "12", "system": "Be brief."},
+        {"instruction": "3?", "output": "12", "system": "Be brief.", "input": None},
+    ],
+)
+def test_system_prompt_of_every_shape_is_a_message(record):
+    assert to_chat(record, shape_of(record)) == {"messages": [SYSTEM, ASK, ANSWER]}
+
+
+def test_system_prompt_besides_another_is_refused():
+    with pytest.raises(BadRecord, match="'system'"):
+        check_chat({"messages": [SYSTEM, ASK, ANSWER], "system": "Be long."})
+
+
+def test_answers_within_a_prompt_are_not_trained():
+    record = {"prompt": [ASK, ANSWER, ASK], "completion": "13"}
+    made = to_chat(record, "prompt_completion")["messages"]
+    assert [message.get("weight") for message in made] == [None, 0, None, None]
+
+
+def test_calls_of_a_query_are_calls():
+    record = {"query": "3?", "answers": '[{"name": "gauge", "arguments": {"line": 3}}]', "tools": [TOOL]}
+    assert to_chat(record, "query_calls")["messages"][1]["tool_calls"] == [call("call_1", 3)]
+
+
+@pytest.mark.parametrize("label", [True, 0, 1.0, "good", "Rejected"])
+def test_unpaired_preferences_are_refused_by_name(label):
+    for record in ({"messages": [ASK, ANSWER]}, {"prompt": "3?", "completion": "12"}):
+        with pytest.raises(BadRecord, match="has 'label': a mark of good and bad answers"):
+            to_chat(record | {"label": label}, shape_of(record))
+
+
+@pytest.mark.parametrize("label", ["billing", 4, None, ["a"]])
+def test_labels_of_a_class_are_reported(label):
+    record = {"messages": [ASK, ANSWER], "label": label}
+    assert check_chat(record) and left_out(record, "chat") == ({"label"} if label else set())
+
+
+def test_left_out_names_keys_of_turns_parts_and_calls():
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "3?", "cache": 1}], "language": "en", "name": ""},
+        {"role": "assistant", "tool_calls": [{**call("a", 3), "index": 0}], "tool_call_id": "x", "empty": []},
+        ANSWER,
+    ]
+    assert left_out({"messages": turns, "id": 7}, "chat") == {
+        "id",
+        "messages[].language",
+        "messages[].content[].cache",
+        "messages[].tool_calls.index",
+        "messages[].tool_call_id",
+    }
+
+
+def test_parse_makes_a_record_of_a_bare_list_of_messages():
+    assert parse(json.dumps([ASK, ANSWER]).encode()) == {"messages": [ASK, ANSWER]}
+    assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
+    assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
