@@ -36,7 +36,6 @@ __all__ = [
     "BadRecord",
     "NoAnswer",
     "Record",
-    "check_chat",
     "left_out",
     "shape_of",
     "to_chat",
@@ -126,18 +125,13 @@ def shape_of(record: Any) -> str:
     return _shape(record).name
 
 
-def to_chat(record: Record, shape: str) -> Record:
+def to_chat(record: Record, shape: str = "chat") -> Record:
     """`record` of shape `shape` as {"messages": [...], "tools"?: [...]}, checked. Raises BadRecord."""
     row = _shape(record)
     if "preference" in (shape, row.name):
         raise BadRecord(f"has the shape {shape!r}, which is not a conversation")
     given = _read(row, record)
     return _checked(with_system(row.convert(given), given), given, _name(given))
-
-
-def check_chat(record: Record) -> Record:
-    """`to_chat` of a record of OpenAI's shape."""
-    return to_chat(record, "chat")
 
 
 def to_pair(record: Record) -> list[Record]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
 from train.data.chat import ChatEncoder, refuse_costly, vocabulary_of
-from train.data.formats import BadRecord, check_chat
+from train.data.formats import BadRecord, to_chat
 from train.plan.errors import UnsupportedModel
 
 QUESTION = {"role": "user", "content": "hello"}
@@ -125,7 +125,7 @@ def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
     talk = {"messages": [dict(message) for message in TALK["messages"]]}
     for number in (2, 4):
         talk["messages"][number][key] = f"\nI think of it {number} times.\n"
-    chat = check_chat(talk)
+    chat = to_chat(talk)
     encoder = ChatEncoder(tokenizer(FORGETFUL))
     assert sorted(trained(encoder, chat)) == [
         "<think>\n\nI think of it 2 times.\n\n</think>\nhello, fox<|im_end|>",
@@ -136,7 +136,7 @@ def test_encode_trains_the_thought_of_each_turn_or_refuses_it(key):
         ChatEncoder(tokenizer()).encode(chat)
     both = {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"}
     with pytest.raises(BadRecord, match="reasoning_content"):
-        check_chat({"messages": [QUESTION, both]})
+        to_chat({"messages": [QUESTION, both]})
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -231,7 +231,7 @@ def test_rows_in_the_older_form_of_calls_become_tool_calls():
         ],
         "functions": [{"name": "lookup", "parameters": {}}],
     }
-    chat = check_chat(row)
+    chat = to_chat(row)
     assert chat["tools"] == [{"type": "function", "function": row["functions"][0]}]
     call, answer = chat["messages"][1:3]
     assert call["tool_calls"][0] == {
@@ -241,12 +241,12 @@ def test_rows_in_the_older_form_of_calls_become_tool_calls():
     }
     assert (answer["role"], answer["tool_call_id"]) == ("tool", "call_1")
     with pytest.raises(BadRecord, match="both 'tools' and 'functions'"):
-        check_chat(row | {"tools": chat["tools"]})
+        to_chat(row | {"tools": chat["tools"]})
 
 
 def test_an_example_has_so_many_messages():
     with pytest.raises(BadRecord, match="has 8193 messages, at most 8192"):
-        check_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
+        to_chat({"messages": [{"role": "user", "content": "a"}] * 8193})
 
 
 def talk_of(pairs: int, text: str = "a", calls: int = 0, tools: int = 0) -> dict:
@@ -267,13 +267,13 @@ def test_an_example_costs_no_more_to_find_its_answers_in_than_some_seconds():
         talk_of(100, "a" * 50_000),
         talk_of(1, calls=20_000),
     ):
-        refuse_costly(check_chat(good))
-    refuse_costly(check_chat({"messages": [{"role": "user", "content": "a"}] * 8000 + talk_of(1)["messages"]}))
+        refuse_costly(to_chat(good))
+    refuse_costly(to_chat({"messages": [{"role": "user", "content": "a"}] * 8000 + talk_of(1)["messages"]}))
     for bad in (talk_of(1100), talk_of(4096), talk_of(300, "a" * 50_000), talk_of(100, calls=800)):
         with pytest.raises(BadRecord, match="answers among .* bytes with its tools: to find them takes too long"):
-            refuse_costly(check_chat(bad))
+            refuse_costly(to_chat(bad))
     with pytest.raises(BadRecord, match="has 400 answers among 800 messages"):
-        ChatEncoder(tokenizer()).encode(check_chat(talk_of(400, tools=300_000)))
+        ChatEncoder(tokenizer()).encode(to_chat(talk_of(400, tools=300_000)))
 
 
 @pytest.mark.parametrize("nested", [False, True])

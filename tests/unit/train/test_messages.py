@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from train.data.formats import BadRecord, NoAnswer, check_chat, left_out, shape_of, to_chat
+from train.data.formats import BadRecord, NoAnswer, left_out, shape_of, to_chat
 from train.data.lines import parse
 from train.data.messages import read_messages
 
@@ -94,13 +94,13 @@ def test_read_messages_takes_reasoning_and_refusals():
     ],
 )
 def test_tools_in_every_form_are_the_same(tools):
-    made = check_chat({"messages": [ASK, ANSWER], "tools": tools})
+    made = to_chat({"messages": [ASK, ANSWER], "tools": tools})
     assert made["tools"] == [{"type": "function", "function": TOOL}]
 
 
 @pytest.mark.parametrize("tools", [[], "[]", "", None])
 def test_no_tools_in_every_form_are_none(tools):
-    assert "tools" not in check_chat({"messages": [ASK, ANSWER], "tools": tools})
+    assert "tools" not in to_chat({"messages": [ASK, ANSWER], "tools": tools})
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -126,7 +126,7 @@ def test_system_prompt_of_every_shape_is_a_message(record):
 
 def test_system_prompt_besides_another_is_refused():
     with pytest.raises(BadRecord, match="'system'"):
-        check_chat({"messages": [SYSTEM, ASK, ANSWER], "system": "Be long."})
+        to_chat({"messages": [SYSTEM, ASK, ANSWER], "system": "Be long."})
 
 
 def test_answers_within_a_prompt_are_not_trained():
@@ -150,7 +150,7 @@ def test_unpaired_preferences_are_refused_by_name(label):
 @pytest.mark.parametrize("label", ["billing", 4, None, ["a"]])
 def test_labels_of_a_class_are_reported(label):
     record = {"messages": [ASK, ANSWER], "label": label}
-    assert check_chat(record) and left_out(record, "chat") == ({"label"} if label else set())
+    assert to_chat(record) and left_out(record, "chat") == ({"label"} if label else set())
 
 
 def test_left_out_names_keys_of_turns_parts_and_calls():
