@@ -12,6 +12,7 @@ import pytest
 
 from runtime.errors import ChildDied
 from runtime.processes.kernel import Vitals, group_vitals
+from serve.core import errors
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineRefused, EngineStartFailed
 from serve.core.spec import ReplicaSpec
@@ -244,6 +245,19 @@ def refusal(monkeypatch, tmp_path):
         return failed.value
 
     return start
+
+
+async def test_start_of_a_process_that_crashed_says_how_and_what_it_logged_last(refusal):
+    first = str(await refusal(None)).partition("\n")[0]
+    assert "its process was ended by SIGSEGV" in first and first.endswith("line 6 | line 7 | line 8")
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("CoreDied", True), ("CoreKilled", False)])
+async def test_start_whose_core_was_killed_says_nothing_of_its_settings(refusal, kind, refused):
+    kinds = [each.__name__ for each in getattr(errors, kind).__mro__]
+    error = await refusal({"event": "fatal", "type": kind, "kinds": kinds, "message": "its core was ended by SIGILL"})
+    assert isinstance(error, EngineRefused) is refused
+    assert "start: its core was ended by SIGILL; " in str(error)
 
 
 async def test_of_a_model_that_may_not_be_opened_the_file_is_told_and_no_log(refusal):
