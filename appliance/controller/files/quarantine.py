@@ -44,15 +44,19 @@ class Quarantine:
         self.today = data_dir / QUARANTINE / time.strftime("%Y-%m-%d", time.gmtime())
 
     def take(self, path: Path) -> None:
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-            return
-        target = self.today / path.relative_to(self._data_dir)
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if target.exists():  # it was brought back today, and no row names it once more
-            target = target.with_name(f"{target.name}.{time.time_ns()}")
-        path.rename(target)
-        self.moved += 1
+        """Where that fails (a full disk, a folder on another file system) it stays, for the next start."""
+        try:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+                return
+            target = self.today / path.relative_to(self._data_dir)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if target.exists():  # it was brought back today, and no row names it once more
+                target = target.with_name(f"{target.name}.{time.time_ns()}")
+            path.rename(target)
+            self.moved += 1
+        except OSError as error:
+            log.warning("no row names %s, and it could not be moved to %s: %s", path, self.today, error)
 
     def give_back(self, folder: Path, is_named: Callable[[str], bool]) -> None:
         """Move what was in `folder` back there, if a row names it and nothing is in its place."""

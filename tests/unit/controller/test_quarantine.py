@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from appliance.controller.files import quarantine, storage
@@ -51,6 +52,16 @@ async def test_sweep_of_a_second_file_of_a_name_keeps_both(control: Control):
         (control.context.files_dir / "file-unknown").write_bytes(data)
         quarantine.sweep(control.context)
     assert sorted(aside(control).values()) == [b"one", b"two"]
+
+
+async def test_sweep_that_cannot_move_a_file_leaves_it_and_goes_on(control: Control, monkeypatch):
+    def refuses(path: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link", str(path))
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    (control.context.files_dir / "file-unknown").write_bytes(b"whole")
+    quarantine.sweep(control.context)
+    assert names(control.context.files_dir) == ["file-unknown"]
 
 
 async def test_sweep_after_a_crash_in_a_deletion_completes_it(control: Control):
