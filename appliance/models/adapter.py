@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.models.checkpoint import Files, check_header, regular
+from appliance.models.checkpoint import ADAPTER_WEIGHTS_FILE as WEIGHTS_FILE
+from appliance.models.checkpoint import INDEX_SUFFIX, WEIGHT_SUFFIX, Files, chat_templates, check_header, regular
 from appliance.models.errors import AdapterRefused
 from serve.core.sizing import ADAPTER_MODULES
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused
+from weights.checkpoint.folder import ADAPTER_CONFIG_FILE as CONFIG_FILE
 from weights.checkpoint.folder import read_json
 from weights.format.layout import Layout, Placed
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE, _KEPT = "adapter_model.bin", ("README.md",)
 MAX_PATTERNS = 2048
 _LAYER = re.compile(r"\^?[A-Za-z0-9_.]{1,200}")
@@ -52,7 +53,14 @@ class AdapterFacts:
 
 def is_adapter(directory: Path) -> bool:
     """Whether this is the directory of an adapter and of no whole model."""
-    return (directory / CONFIG_FILE).is_file() and not (directory / "config.json").exists()
+    return names_adapter(os.listdir(directory))
+
+
+def names_adapter(names: Collection[str]) -> bool:
+    """Whether files of these names are an adapter's. Trainers write the base's config.json beside it, and some the
+    whole model."""
+    whole = any(name.endswith((WEIGHT_SUFFIX, INDEX_SUFFIX)) and name != WEIGHTS_FILE for name in names)
+    return CONFIG_FILE in names and not whole
 
 
 def wanted(where: str, names: Collection[str]) -> set[str]:
@@ -84,6 +92,18 @@ def read_base(directory: Path) -> str:
     config = read_json(regular(directory, CONFIG_FILE), CONFIG_FILE)
     named = config.get("base_model_name_or_path")
     return named if isinstance(named, str) else ""
+
+
+def template_note(directory: Path, base: str, base_path: Path) -> list[str]:
+    """That the adapter's directory has another chat template than its base, by which engines ask it. Raises
+    NotACheckpoint."""
+    own, _ = chat_templates(directory)
+    if own is None or own == chat_templates(base_path)[0]:
+        return []
+    return [
+        f"its directory has another chat template than {base}, which stays behind: engines ask an adapter by "
+        "its base's. If it was trained with its own, merge it (peft's `merge_and_unload`) and import the result"
+    ]
 
 
 def examine(directory: Path, layout: Layout, *, base: str, base_layout: Layout, rank_limit: int) -> AdapterFacts:

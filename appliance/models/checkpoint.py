@@ -40,6 +40,7 @@ MAX_FILES = 4096
 WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 # Formats that vLLM and DeepSpeed here do not read.
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 KEPT_TEXT = ("README.md",)
 # Where processors have a chat template of their own, which engines prefer for requests without tools.
 PROCESSORS = ("chat_template.json", *processor_settings.FILES)
@@ -129,6 +130,13 @@ def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
                 )
         return frozenset(weight_map.values())
     tensors = [name for name in names if name.endswith(WEIGHT_SUFFIX) and not name.startswith(".")]
+    if tensors == [ADAPTER_WEIGHTS_FILE]:
+        raise NotACheckpoint(
+            ADAPTER_WEIGHTS_FILE,
+            f"the weights of an adapter, without their {ADAPTER_CONFIG_FILE}: copy that too, and import the directory "
+            "with --base",
+        )
+    tensors = [name for name in tensors if name != ADAPTER_WEIGHTS_FILE]
     if "model.safetensors" in tensors:
         return frozenset({"model.safetensors"})
     if len(tensors) == 1:
@@ -185,7 +193,6 @@ def examine(directory: Path, layout: Layout) -> Facts:
     task = _task(arch)
     text, family = text_part(config), config.get("model_type")
     warnings: list[str] = []
-    _check_weights(text, layout)
     _require_tokenizer(directory)
     template, _ = chat_templates(directory)
     if template is None and task == "generate":
@@ -285,22 +292,3 @@ def _named_templates(given: Any, file: str) -> list[str]:
     if not all(isinstance(text, str) for text in texts):
         raise NotACheckpoint(file, "'chat_template' must be a text, or texts by their names")
     return texts
-
-
-def _check_weights(config: Mapping[str, Any], layout: Layout) -> None:
-    """Catches weights of another model than config.json describes, by what all these families share."""
-    for name in ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"):
-        if name in layout and isinstance(config.get("hidden_size"), int) and isinstance(config.get("vocab_size"), int):
-            found, expected = layout.find(name).spec.shape, (config["vocab_size"], config["hidden_size"])
-            if tuple(found) != expected:
-                raise NotACheckpoint(
-                    name, f"has shape {list(found)}, config.json says {list(expected)}: weights of another model?"
-                )
-    layers = config.get("num_hidden_layers")
-    present = {int(match[1]) for name in layout.names if (match := re.match(r"model\.layers\.(\d{1,6})\.", name))}
-    if isinstance(layers, int) and 0 < layers < 100_000 and present:
-        missing = sorted(set(range(layers)) - present)
-        if missing:
-            raise NotACheckpoint(
-                f"model.layers.{missing[0]}", f"no tensor of this layer; config.json says there are {layers} layers"
-            )

@@ -10,8 +10,9 @@ import os
 from pathlib import Path
 
 from appliance.models.checkpoint import PROCESSORS, chat_templates
-from appliance.models.template_trial import try_template
+from appliance.models.template_trial import Tried, try_template
 from appliance.models.tokenizer_trial import try_tokenizer
+from weights.checkpoint.folder import read_json, read_tokenizer_config
 from weights.checkpoint.tokenizer_settings import CONFIG_FILE, MAP_FILE
 from weights.format.foreign_json import config_in
 from weights.format.names import TOKENIZER_FILES
@@ -20,21 +21,33 @@ from weights.format.tool_template import with_tools
 RULES = 1
 """The number of these trials. Raise it whenever one of them refuses more than before: every version is tried again
 before it is opened."""
+ROLES = frozenset({"bos_token", "eos_token", "unk_token", "pad_token"})
 _TRIED = tuple(sorted({*TOKENIZER_FILES, *PROCESSORS, CONFIG_FILE, MAP_FILE}))
 
 
-def try_folder(directory: Path) -> str | None:
-    """Returns a warning if the template of plain conversations raised an error for one. Raises CheckpointRefused."""
+def try_folder(directory: Path) -> Tried:
+    """What the template of plain conversations makes of some, as engines and ranks render it. Raises
+    CheckpointRefused."""
     template, others = chat_templates(directory)
-    warning = None
+    tried, special = Tried(), special_tokens(directory)
     if template is not None:
-        warning = try_template(template)
+        tried = try_template(template, special)
         if (shown := with_tools(template)) != template:
-            try_template(str(shown))  # what engines and ranks render
+            tried = Tried(tried.warning, try_template(str(shown), special).rendered)
     for other in others:
-        try_template(other)
+        try_template(other, special)
     try_tokenizer(directory)
-    return warning
+    return tried
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """The tokens of the roles that templates may write, by what the files say."""
+    roles = directory / MAP_FILE
+    told = {**(read_json(roles, MAP_FILE) if roles.is_file() else {}), **read_tokenizer_config(directory)}
+    texts = {
+        role: told[role].get("content") if isinstance(told[role], dict) else told[role] for role in ROLES & told.keys()
+    }
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 def checksum_of_tried(directory: Path) -> str:

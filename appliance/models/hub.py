@@ -120,9 +120,9 @@ def list_files(repository: str, revision: str | None, settings: HubSettings) -> 
 
 def _wanted(repository: str, names: Iterable[str]) -> set[str]:
     top = {name for name in names if "/" not in name and not name.startswith(".")}
-    if adapter.CONFIG_FILE in top and "config.json" not in top:
+    if adapter.names_adapter(top):
         return adapter.wanted(repository, top)
-    top.discard(adapter.CONFIG_FILE)
+    top -= {adapter.CONFIG_FILE, adapter.WEIGHTS_FILE}
     weights = {name for name in top if name.endswith(WEIGHT_SUFFIX)}
     if not weights:
         pickles = sorted(name for name in top if name.endswith(PICKLES))

@@ -21,13 +21,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.models import adapter, hub, maker_process
+from appliance.models import adapter, checkpoint_trial, hub, maker_process
 from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.folder_trial import try_folder
+from appliance.models.put_right import put_right
 from appliance.models.recorded import check_same, recorded
 from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
+from weights.checkpoint import generation
 from weights.checkpoint.errors import NotACheckpoint, UnsafeLink
 from weights.checkpoint.folder import read_json
 from weights.format.errors import ManifestInvalid
@@ -43,8 +45,6 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
-GENERATION_FILE = "generation_config.json"
-SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MOST_NUMBERS = 1000
 _FORGOTTEN = "forgotten"
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
@@ -182,6 +182,7 @@ class ModelLibrary:
                 "params": facts.params,
                 "base": base,
                 "base_version": base_version,
+                "warnings": adapter.template_note(path, base, base_path) if local else [],
                 "info": {
                     "adapter": {"rank": facts.rank, "trained_on": facts.base, "modules": list(facts.modules)},
                 },
@@ -189,7 +190,7 @@ class ModelLibrary:
 
             def check(now: Manifest) -> None:
                 if before is not None:
-                    check_same(before, now, path)
+                    check_same(before, now, path, ())
 
             with self._family(name) as family:
                 taken = self._publish(staging, family, "adapter", name, meta, check)
@@ -203,7 +204,7 @@ class ModelLibrary:
         # At the least: bfloat16 has 16 bits for what the file may have in 4.
         with self._made("gguf", file.stat().st_size) as made:
             facts = maker_process.convert_gguf(file, made, report)
-            _keep_sampling(file.parent, made / GENERATION_FILE)
+            _keep_sampling(file.parent, made / generation.FILE)
             meta = {"converted_from": "gguf"} | facts
             return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
@@ -277,18 +278,26 @@ class ModelLibrary:
         files, before = choose_files(directory), recorded(directory)
         if not move:
             self._require_space(files.nbytes)
-        with self._staging(files.nbytes) as staging:
+        with self._staging(files.nbytes) as staging, checkpoint_trial.begun() as trial:
             _fill(staging, files, report, move=move)
-            layout = Layout.read(staging)
-            facts = examine(staging, layout)
+            facts = examine(staging, Layout.read(staging))
+            if adapter.CONFIG_FILE in files.left:
+                left = (
+                    f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
+                )
+                facts = replace(facts, warnings=(*facts.warnings, left))
             report(files.nbytes, files.nbytes, "bytes", "trying its tokenizer and chat template")
-            warning = try_folder(staging)
-            facts = replace(facts, warnings=(*facts.warnings, *([warning] if warning else [])))
+            tried = try_folder(staging)
+            report(files.nbytes, files.nbytes, "bytes", "comparing its tensors with its architecture")
+            found = trial.result(staging, facts.arch)
+            kept = {name: os.stat(staging / name).st_mtime_ns for name in os.listdir(staging)}
+            facts = put_right(staging, facts, tried, found)
+            changed = {name for name in os.listdir(staging) if os.stat(staging / name).st_mtime_ns != kept.get(name)}
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 
             def check(now: Manifest) -> None:
                 if before is not None:
-                    check_same(before, now, directory)
+                    check_same(before, now, directory, changed)
 
             described = {
                 "source": source,
@@ -471,11 +480,12 @@ def _fill(staging: Path, files: Files, report: Report, *, move: bool) -> None:
 def _keep_sampling(folder: Path, made: Path) -> None:
     """A GGUF file says nothing of sampling; what a generation_config.json beside it says is taken over. Raises
     NotACheckpoint, UnsafeLink."""
-    if not (folder / GENERATION_FILE).exists():
+    if not (folder / generation.FILE).exists():
         return
-    generation = read_json(regular(folder, GENERATION_FILE), GENERATION_FILE)
-    config = read_json(made, GENERATION_FILE) if made.is_file() else {}
-    made.write_text(json.dumps({**config, **{key: generation[key] for key in SAMPLING if key in generation}}, indent=2))
+    told = read_json(regular(folder, generation.FILE), generation.FILE)
+    config = read_json(made, generation.FILE) if made.is_file() else {}
+    sampling = {key: told[key] for key in (*generation.SAMPLING, "max_new_tokens") if key in told}
+    made.write_text(json.dumps({**config, **sampling}, indent=2))
 
 
 def _is_path(source: str) -> bool:

@@ -5,6 +5,7 @@ Checkpoints of others have none, and nobody can tell whether their bytes changed
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from weights.format.errors import ChecksumMismatch, IntegrityError, ManifestInvalid
@@ -34,9 +35,9 @@ def recorded(directory: Path) -> Manifest | None:
     return Manifest.from_bytes(raw, path=directory)
 
 
-def check_same(before: Manifest, now: Manifest, directory: Path) -> None:
+def check_same(before: Manifest, now: Manifest, directory: Path, changed: Collection[str]) -> None:
     """Raises IntegrityError, naming file and tensor in `directory`, if the import (`now`, sealed) differs from what was
-    recorded (`before`)."""
+    recorded (`before`), but for the settings that the import itself `changed`."""
     for name in sorted(before.tensors.keys() | now.tensors.keys()):
         was, found = before.tensors.get(name), now.tensors.get(name)
         if was is None or found is None:
@@ -45,6 +46,8 @@ def check_same(before: Manifest, now: Manifest, directory: Path) -> None:
         if (was.dtype, was.shape) != (found.dtype, found.shape) or was.checksum not in (None, found.checksum):
             raise _differs(ChecksumMismatch, "not what manifest.json recorded", directory, found.file, name)
     for name, was_file in before.aux_files.items():
+        if name in changed:
+            continue
         found_file = now.aux_files.get(name)
         if found_file is None or found_file.checksum != was_file.checksum:
             raise _differs(ChecksumMismatch, "not what manifest.json recorded", directory, name, None)

@@ -11,6 +11,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
@@ -19,6 +21,7 @@ import jinja2.sandbox
 
 from appliance.models.errors import ENDED, TemplateRefused, TrialEnded
 from runtime.processes.bounds import Bounds
+from weights.checkpoint.turns import ANSWER, QUESTION, RESULT, SECOND, SYSTEM, TOOL
 
 CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
 MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
@@ -52,19 +55,58 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def try_template(template: str) -> str | None:
-    """Renders `template` once in a child process.
+_ASKED: tuple[dict[str, Any], ...] = ({"role": "user", "content": QUESTION},)
+_ANSWERED = (*_ASKED, {"role": "assistant", "content": ANSWER})
+_GAUGE = {"type": "function", "function": {**_TOOL["function"], "name": TOOL}}
 
-    Returns None if it rendered, or a warning if the template itself raised an error for a plain conversation of two
-    users' turns. Raises TemplateRefused if it does not compile, or exceeds time, memory or output limits.
+
+def _called(count: int) -> dict[str, Any]:
+    calls = [
+        {"id": f"call0000{n}", "type": "function", "function": {"name": TOOL, "arguments": {"line": n}}}
+        for n in range(count)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+PROBES: Mapping[str, dict[str, Any]] = {
+    "asked": {"messages": _ASKED},
+    "unasked": {"messages": _ASKED, "add_generation_prompt": False},
+    "answered": {"messages": _ANSWERED, "add_generation_prompt": False},
+    "again": {"messages": (*_ANSWERED, {"role": "user", "content": SECOND})},
+    "system": {"messages": ({"role": "system", "content": SYSTEM}, *_ASKED)},
+    "tools": {"messages": _ASKED, "tools": [_GAUGE]},
+    "called": {"messages": (*_ASKED, _called(1)), "tools": [_GAUGE], "add_generation_prompt": False},
+    "called_twice": {"messages": (*_ASKED, _called(2)), "tools": [_GAUGE], "add_generation_prompt": False},
+    "result": {
+        "messages": (*_ASKED, _called(1), {"role": "tool", "content": RESULT, "tool_call_id": "call00000"}),
+        "tools": [_GAUGE],
+    },
+}
+"""Conversations whose renderings tell what a template does (`weights.checkpoint.turns`)."""
+_MOST_SHOWN = 100_000
+
+
+@dataclass(frozen=True)
+class Tried:
+    """warning: that the template raised an error for a plain conversation of two users' turns. rendered: the probes."""
+
+    warning: str | None = None
+    rendered: Mapping[str, str | None] = field(default_factory=dict)
+
+
+def try_template(template: str, special: Mapping[str, str] | None = None) -> Tried:
+    """Renders `template` in a child process. special: the texts of `bos_token`, `eos_token` and the like.
+
+    Raises TemplateRefused if it does not compile, or exceeds time, memory or output limits.
     """
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise TemplateRefused(
             "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
         )
+    given = json.dumps({"template": template, "special": dict(special or {})})
     try:
         command = [sys.executable, "-P", "-m", "appliance.models.template_trial"]
-        done = subprocess.run(command, input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
         raise TrialEnded(
             "chat template", f"{1 + len(OTHERS)} short conversations took more than {WALL_S:.0f} s: try again"
@@ -81,7 +123,7 @@ def try_template(template: str) -> str | None:
         ) from error
     if verdict["kind"] == "refused":
         raise TemplateRefused("chat template", verdict["reason"])
-    return verdict["reason"] if verdict["kind"] == "warning" else None
+    return Tried(verdict["reason"] if verdict["kind"] == "warning" else None, verdict["rendered"])
 
 
 class _Generation(jinja2.ext.Extension):
@@ -94,7 +136,7 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _render(template: str) -> dict[str, str | None]:
+def _render(template: str, special: Mapping[str, str]) -> dict[str, Any]:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -109,21 +151,26 @@ def _render(template: str) -> dict[str, str | None]:
         compiled = environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         return {"kind": "refused", "reason": f"line {error.lineno}: {error.message}"}
-    verdict = _one(compiled, {"messages": CONVERSATION})
+    verdict = _one(compiled, {"messages": CONVERSATION}, special)
     for given in OTHERS if verdict["kind"] != "refused" else ():
-        other = _one(compiled, given)
+        other = _one(compiled, given, special)
         if other["kind"] == "refused":
             return other
-    return verdict
+    rendered = {}
+    for name, given in PROBES.items() if verdict["kind"] != "refused" else ():
+        probe = _one(compiled, given, special)
+        rendered[name] = str(probe["text"])[:_MOST_SHOWN] if probe["kind"] == "fine" else None
+    return {**verdict, "text": None, "rendered": rendered}
 
 
-def _one(compiled: jinja2.Template, given: dict[str, Any]) -> dict[str, str | None]:
+def _one(compiled: jinja2.Template, given: dict[str, Any], special: Mapping[str, str]) -> dict[str, str | None]:
     """One conversation; that a template raises an error is no more than a warning."""
     common = {"add_generation_prompt": True, "bos_token": "", "eos_token": "", "tools": None, "documents": None}
     try:
-        length = 0
-        for piece in compiled.generate(**common | given):
+        length, pieces = 0, []
+        for piece in compiled.generate(**common | special | given):
             length += len(piece)
+            pieces.append(piece)
             if length > MAX_OUTPUT_CHARACTERS:
                 return {"kind": "refused", "reason": f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 20,000"}
     except jinja2.sandbox.SecurityError as error:
@@ -132,12 +179,12 @@ def _one(compiled: jinja2.Template, given: dict[str, Any]) -> dict[str, str | No
         return {"kind": "refused", "reason": f"needs more than {MEMORY_BYTES >> 20} MB of memory for three messages"}
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         return {"kind": "warning", "reason": f"the chat template fails on a plain conversation: {str(error)[:200]}"}
-    return {"kind": "fine", "reason": None}
+    return {"kind": "fine", "reason": None, "text": "".join(pieces)}
 
 
 def main() -> None:
     Bounds(CPU_S, MEMORY_BYTES).hold()
-    print(json.dumps(_render(json.load(sys.stdin))))
+    print(json.dumps(_render(**json.load(sys.stdin))))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,16 @@ def parsers(info: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     calls, thinks = info["tool_parser"], info["reasoning_parser"]
     return [
+        *([("chat template", _template(told))] if (told := info.get("template")) else []),
         ("tool calls", f"parser {calls}" if calls else "where required or named, not by tool_choice auto: no parser"),
         ("reasoning", f"parser {thinks}" if thinks else "none by its template"),
     ]
+
+
+def _template(told: Mapping[str, Any]) -> str:
+    """What the template does with each part of a conversation, and where it ends a turn of the model."""
+    parts = (f"{part} {told[part]}" for part in ("system", "tools", "calls", "results"))
+    return ", ".join([*parts, *([f"turns end with {' or '.join(told['ends'])}"] if told["ends"] else [])])
 
 
 def _short(value: object) -> str:

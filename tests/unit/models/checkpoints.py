@@ -18,7 +18,10 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "max_position_embeddings": 128,
 }
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def tensors() -> dict[str, np.ndarray]:

@@ -1,26 +1,51 @@
-"""Imports try a folder in two processes: each is tried once, as a box does with what it has tried before."""
+"""Imports try a folder in processes: two are tried once, as a box does with what it has tried before, and one is not
+started, because it imports torch (tests/unit/train/test_checkpoint_trial.py has it)."""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.models.folder_trial import checksum_of_tried, try_folder
+from appliance.models.template_trial import Tried
+from tests.unit.models.found import found
 
-_TRIED: dict[tuple[str, Any], str | None] = {}
+_TRIED: dict[tuple[str, Any], Tried] = {}
 
 
 @pytest.fixture(autouse=True)
 def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most imports of these tests are of the same few files; those that are refused are tried each time."""
 
-    def tried(directory: Path) -> str | None:
+    def tried(directory: Path) -> Tried:
         known = checksum_of_tried(directory), subprocess.run  # which a test may have replaced
         if known not in _TRIED:
             _TRIED[known] = try_folder(directory)
         return _TRIED[known]
 
     monkeypatch.setattr("appliance.models.library.try_folder", tried)
+
+
+@pytest.fixture(autouse=True)
+def compared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Set what the comparison with the architecture finds; nothing unless a test says otherwise."""
+    says = found()
+
+    def told(**changes: Any) -> None:
+        says.update(found(**changes))
+
+    class Trial:
+        def result(self, directory: Path, arch: str) -> dict[str, Any]:
+            return says
+
+    @contextmanager
+    def begun() -> Iterator[Trial]:
+        yield Trial()
+
+    monkeypatch.setattr("appliance.models.checkpoint_trial.begun", begun)
+    return told

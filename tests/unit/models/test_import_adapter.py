@@ -28,7 +28,7 @@ def factors(module: str = MODULE, rank: int = 4, inner: int = HIDDEN, outer: int
 
 
 def write(directory: Path, tensors: dict[str, np.ndarray] | None = None, **config) -> Path:
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(CONFIG | config))
     save_file(factors() if tensors is None else tensors, directory / "adapter_model.safetensors")
     return directory
@@ -140,3 +140,30 @@ def test_pickles_missing_weights_and_bases_without_adapters_are_refused(take, tm
     (broken / "adapter_config.json").write_text("[]")
     with pytest.raises(CheckpointRefused, match="adapter_config.json"):
         take(broken)
+
+
+def test_an_adapters_directory_with_the_bases_config_is_an_adapter(library, take, tmp_path):
+    directory = write(tmp_path / "lora-out")
+    checkpoints.write(directory, template="{{ messages[0].content }}")
+    (directory / "model.safetensors").unlink()
+    assert library.find_adapter(str(directory)) == ("lora-out", "org/source", None)
+    taken = take(directory)
+    assert {path.name for path in taken.path.glob("*.json")} == {"adapter_config.json", "manifest.json"}
+    assert len(taken.warnings) == 1, "its own chat template stays behind"
+
+
+def test_a_whole_model_beside_an_adapter_is_imported_alone(library, tmp_path):
+    directory = checkpoints.write(write(tmp_path / "merged"))
+    assert library.find_adapter(str(directory)) is None
+    taken = library.import_path(directory)
+    assert not (taken.path / "adapter_config.json").exists() and len(taken.warnings) == 1
+
+
+def test_an_adapters_weights_without_their_config_are_no_model(library, tmp_path):
+    directory = write(tmp_path / "lora-out")
+    checkpoints.write(directory)
+    for name in ("model.safetensors", "adapter_config.json"):
+        (directory / name).unlink()
+    with pytest.raises(NotACheckpoint) as refused:
+        library.import_path(directory)
+    assert refused.value.file == "adapter_model.safetensors"

@@ -15,7 +15,7 @@ from runtime.processes.oom import DiesAs
 SCORE = "print('score', open('/proc/self/oom_score_adj').read())"
 PROCESSES = {
     "a GGUF file": "from pathlib import Path\nfrom train.convert.gguf import main\nmain(Path('no model'), Path('out'))",
-    "a chat template": "import io, sys\nsys.stdin = io.StringIO('\"{{ messages }}\"')\n"
+    "a chat template": 'import io, sys\nsys.stdin = io.StringIO(\'{"template": "{{ messages }}", "special": {}}\')\n'
     "from appliance.models.template_trial import main\nmain()",
     "the starter": "import sys\nfrom train.starter import main as starter\n"
     "def ended(*_, **__): raise SystemExit\nstarter.train_tokenizer = ended\n"

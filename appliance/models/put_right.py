@@ -1,0 +1,222 @@
+"""Judges what a trial says of a checkpoint, and puts right in the copy what can be put right. Everything is said.
+
+An engine that is given a name it does not know, or lacks a tensor, dies at each start; so such a checkpoint is refused
+here, by the name of the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from appliance.models.checkpoint import Facts
+from appliance.models.template_trial import Tried
+from weights.checkpoint import generation
+from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
+from weights.checkpoint.folder import CONFIG_FILE, read_json, read_tokenizer_config
+from weights.checkpoint.tokenizer_settings import CONFIG_FILE as TOKENIZER_CONFIG
+from weights.checkpoint.tokenizer_settings import MAP_FILE
+from weights.checkpoint.turns import Turns, told, warnings_of
+from weights.format.files import open_regular
+from weights.format.layout import Layout
+from weights.format.rename import rename_tensors
+
+PLAIN_CLASS = "PreTrainedTokenizerFast"
+# Whose classes in vLLM 0.32 take the embedding for the head whatever tie_word_embeddings says.
+_ALWAYS_TIED = ("Cohere", "Gemma2", "Gemma3n", "TeleFLM", "DeepseekOCR")
+_CHUNK_BYTES = 8 << 20
+_NAMED = 3
+
+
+def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, Any]) -> Facts:
+    """Judges the copy in `directory` and changes it where it must be; returns `facts` with what is to be said.
+
+    tried: what its chat template does. found: what `checkpoint_trial` says. Raises CheckpointRefused.
+    """
+    tensors, tokenizer = found["tensors"], found["tokenizer"]
+    check_tensors(tensors)
+    notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
+    notes += put_tensors_right(directory, tensors, facts.arch)
+    if facts.task != "generate":
+        return replace(facts, warnings=tuple(notes))
+    notes += put_tokenizer_right(directory, tokenizer, tried.rendered)
+    config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
+    file = directory / generation.FILE
+    given = read_json(file, generation.FILE) if file.is_file() else None
+    turns, ends = Turns(), {}
+    if tried.rendered:
+        turns, ends = _turns(tried.rendered, tokenizer, generation.eos_ids(given, config))
+        notes += warnings_of(turns)
+    settled, more = generation.settled(
+        given, config, rows=tensors["rows"], ends=ends.values(), unreadable=tokenizer["generation"]
+    )
+    if settled is not None:
+        file.write_text(json.dumps(settled, indent=2))
+    if ends:
+        names = " and ".join(ends)
+        more.append(f"its chat template ends the model's turns with {names}: engines end an answer there too")
+    info = {**facts.info, "template": {**turns.uses, "ends": list(turns.ends)}} if tried.rendered else facts.info
+    return replace(facts, warnings=(*notes, *more), info=info)
+
+
+def _turns(
+    rendered: Mapping[str, str | None], tokenizer: Mapping[str, Any], eos: Sequence[Any]
+) -> tuple[Turns, dict[str, int]]:
+    """What the template does, and the tokens by which it ends a turn and that nothing else has as an end."""
+    added = dict(tokenizer["added"])
+    special = {role: token for role, (token, _) in tokenizer["special"].items()}
+    if special.get("bos_token") != special.get("eos_token"):
+        added.pop(special.get("bos_token", ""), None)
+    known = {token for token, number in added.items() if number in eos}
+    turns = told(rendered, added, known | {special.get("eos_token", "")} - {""})
+    return turns, {token: added[token] for token in turns.new}
+
+
+def check_tensors(found: Mapping[str, Any]) -> None:
+    """Raises NotACheckpoint, naming a tensor, for one that the architecture lacks, or that lacks in the files."""
+    if found["unchecked"]:
+        return
+    if lora := [name for name in found["unknown"] if ".lora_" in name]:
+        raise NotACheckpoint(
+            lora[0],
+            "a factor of an adapter that was not merged into its layer; save the model again after peft's "
+            "`merge_and_unload`, or import the adapter's own directory",
+        )
+    if found["unknown"]:
+        raise NotACheckpoint(
+            found["unknown"][0],
+            f"{_and_more(found['unknown'], found['unknown_count'])} not in the architecture that config.json "
+            "describes, so no engine would start; give the checkpoint the config.json that it was trained with, or "
+            "save it again without what was wrapped around the model",
+        )
+    if found["missing"] == [f"{found['head']}.weight"]:
+        raise NotACheckpoint(
+            found["missing"][0],
+            "not among the tensors, and config.json does not say that the head is the embedding. If the model was "
+            'trained with both tied, set "tie_word_embeddings": true in config.json; else save it again with its head',
+        )
+    if found["missing"]:
+        raise NotACheckpoint(
+            found["missing"][0],
+            f"{_and_more(found['missing'], found['missing_count'])} not among the tensors, though the architecture "
+            "that config.json describes has it; the copy is incomplete, or config.json is another model's",
+        )
+    for name, stored, expected in found["shapes"]:
+        raise NotACheckpoint(
+            name, f"has shape {stored}, config.json leads to {expected}: weights of another model, or an older config?"
+        )
+    for name in found["unconvertible"]:
+        raise NotACheckpoint(name, "cannot be made of the tensors that the files have for it: is one missing?")
+
+
+def _and_more(names: list[str], count: int) -> str:
+    more = f" (and {count - 1} more, such as {', '.join(names[1:_NAMED])})" if count > 1 else ""
+    return f"is{more}"
+
+
+def put_tensors_right(directory: Path, found: Mapping[str, Any], arch: str) -> list[str]:
+    """Renames what wrappers named, and lets a head of its own win over a config that ties it. Returns notes. Raises
+    NotACheckpoint."""
+    notes = []
+    if found["unchecked"]:
+        notes.append(f"its tensors were not compared with an architecture: {found['unchecked']}")
+    if names := found["renamed"]:
+        rename_tensors(directory, names)
+        old, new = next(iter(names.items()))
+        notes.append(f"{len(names)} tensors were renamed, as {old} to {new}: a wrapper had named them")
+    own_head = [pair for pair in found.get("tied", ()) if pair[0] == f"{found['head']}.weight"]
+    for head, embedding in own_head:
+        if not _same_bytes(directory, head, embedding):
+            notes.append(_untie(directory, head, embedding, arch))
+    return notes
+
+
+def _same_bytes(directory: Path, one: str, other: str) -> bool:
+    layout = Layout.read(directory)
+    a, b = layout.find(one), layout.find(other)
+    if (a.spec.dtype, a.spec.shape) != (b.spec.dtype, b.spec.shape):
+        return False
+    with open_regular(directory, a.file) as first, open_regular(directory, b.file) as second:
+        first.seek(a.start)
+        second.seek(b.start)
+        for at in range(0, a.nbytes, _CHUNK_BYTES):
+            count = min(_CHUNK_BYTES, a.nbytes - at)
+            if first.read(count) != second.read(count):
+                return False
+    return True
+
+
+def _untie(directory: Path, head: str, embedding: str, arch: str) -> str:
+    if arch.startswith(_ALWAYS_TIED):
+        raise NotACheckpoint(
+            head,
+            f"differs from {embedding}, and engines take the embedding for the head of {arch}: save the model again "
+            "with the two tied",
+        )
+    config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part["tie_word_embeddings"] = False
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    return (
+        f"{head} differs from {embedding}, though config.json ties the two: the head of the file is used "
+        "(tie_word_embeddings is false in the stored config.json)"
+    )
+
+
+def put_tokenizer_right(directory: Path, found: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
+    """Has tokenizer.json read as it is written, and no role that needs a token without an embedding. Returns notes.
+    Raises TokenizerRefused."""
+    notes = []
+    if found["differs"] and found["mended"]:
+        _set_in(directory, "tokenizer_class", PLAIN_CLASS)
+        notes.append(
+            f"its tokenizer_class would be read as {found['class']}, which makes other tokens of {found['differs']!r} "
+            f"than tokenizer.json; the stored tokenizer_config.json has {PLAIN_CLASS}, which reads it as it is written"
+        )
+    elif found["differs"]:
+        notes.append(
+            f"transformers reads this tokenizer by {found['class']}, which makes other tokens of {found['differs']!r} "
+            "than tokenizer.json: answers may be worse than elsewhere"
+        )
+    if found["changed"]:
+        text, back = found["changed"]
+        notes.append(f"its tokenizer does not give a text back as it was: {text!r} comes back as {back!r}")
+    return notes + (_without_a_row(directory, found, rendered) if found["beyond"] else [])
+
+
+def _without_a_row(directory: Path, found: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:
+    """Of tokens whose ids are beyond the embedding: an engine that computed one would die."""
+    beyond = {token: number for token, number in found["beyond"]}
+    roles = {role: token for role, (token, _) in found["special"].items() if token in beyond}
+    needed = roles.get("eos_token") or (roles.get("bos_token") if found["begins"] else None)
+    written = next((token for token in beyond if any(token in (text or "") for text in rendered.values())), None)
+    if needed or written:
+        token = str(needed or written)
+        raise TokenizerRefused(
+            TOKENIZER_CONFIG if needed else "chat template",
+            f"uses the token {token!r} ({beyond[token]}), for which the embedding has no row: the tokenizer is another "
+            "model's, or the model was saved before its embedding was resized (`resize_token_embeddings`)",
+        )
+    notes = []
+    if "pad_token" in roles and "eos_token" in found["special"]:
+        _set_in(directory, "pad_token", found["special"]["eos_token"][0])
+        notes.append(f"its pad_token {roles['pad_token']!r} has no row in the embedding; the end of text pads instead")
+    some = ", ".join(f"{token} ({number})" for token, number in list(beyond.items())[:_NAMED])
+    count = found["beyond_count"]
+    return [
+        *notes,
+        f"{count} {'token' if count == 1 else 'tokens'} of the tokenizer have no row in the embedding: {some}"
+        f"{', …' if count > _NAMED else ''}; a request that has one is refused",
+    ]
+
+
+def _set_in(directory: Path, key: str, value: str) -> None:
+    settings = read_tokenizer_config(directory) | {key: value}
+    (directory / TOKENIZER_CONFIG).write_text(json.dumps(settings, ensure_ascii=False, indent=2))
+    roles = directory / MAP_FILE
+    if roles.is_file() and key in (found := read_json(roles, MAP_FILE)):
+        roles.write_text(json.dumps(found | {key: value}, ensure_ascii=False, indent=2))

@@ -1,0 +1,38 @@
+"""What `train.convert.checkpoint_trial` says of a checkpoint, for tests that do not run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TENSORS: dict[str, Any] = {
+    "unchecked": "",
+    "rows": 32,
+    "head": "lm_head",
+    "missing": [],
+    "missing_count": 0,
+    "unknown": [],
+    "unknown_count": 0,
+    "shapes": [],
+    "unconvertible": [],
+    "tied": [],
+    "renamed": {},
+}
+TOKENIZER: dict[str, Any] = {
+    "added": {"</s>": 2},
+    "special": {"eos_token": ["</s>", 2]},
+    "beyond": [],
+    "beyond_count": 0,
+    "begins": False,
+    "differs": "",
+    "class": "TokenizersBackend",
+    "mended": False,
+    "changed": [],
+    "generation": "",
+}
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    """Nothing to remark on, but for `changes`: keys of the tensors or of the tokenizer."""
+    assert changes.keys() <= TENSORS.keys() | TOKENIZER.keys()
+    parts = {"tensors": TENSORS, "tokenizer": TOKENIZER}
+    return {name: {key: changes.get(key, value) for key, value in part.items()} for name, part in parts.items()}

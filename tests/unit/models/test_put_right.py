@@ -1,0 +1,120 @@
+"""What is put right in the copy of a checkpoint, and what refuses it, by the tensor's or the token's name."""
+
+import json
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
+from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def library(tmp_path):
+    return ModelLibrary(tmp_path / "models")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return checkpoints.write(tmp_path / "source")
+
+
+def stored(taken, file):
+    return json.loads((taken.path / file).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        ({"unknown": ["model.layers.0.v_head.weight"], "unknown_count": 1}, "model.layers.0.v_head.weight"),
+        ({"unknown": ["a.b.lora_A.default.weight"], "unknown_count": 1}, "a.b.lora_A.default.weight"),
+        ({"missing": ["model.norm.weight", "b"], "missing_count": 2}, "model.norm.weight"),
+        ({"missing": [HEAD], "missing_count": 1}, HEAD),
+        ({"shapes": [[EMBEDDING, [34, 8], [32, 8]]]}, EMBEDDING),
+        ({"unconvertible": ["model.layers.0.mlp.experts.down_proj"]}, "model.layers.0.mlp.experts.down_proj"),
+    ],
+)
+def test_import_refuses_tensors_that_do_not_fit_by_name(library, source, compared, found, names):
+    compared(**found)
+    with pytest.raises(NotACheckpoint) as refused:
+        library.import_path(source)
+    assert refused.value.file == names and not library.list()
+
+
+def test_import_takes_an_unknown_architecture_with_a_warning(library, source, compared):
+    compared(unchecked="transformers does not know it", unknown=["x"], unknown_count=1)
+    assert len(library.import_path(source).warnings) == 1
+
+
+def test_import_renames_what_a_wrapper_named(library, source, compared):
+    compared(renamed={EMBEDDING: "embed.weight"})
+    taken = library.import_path(source)
+    assert "embed.weight" in load_file(taken.path / "model.safetensors") and len(taken.warnings) == 1
+    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+
+
+def test_import_lets_a_head_of_its_own_win_over_tied_embeddings(library, source, compared):
+    compared(tied=[[HEAD, EMBEDDING]])
+    taken = library.import_path(source)
+    assert stored(taken, "config.json")["tie_word_embeddings"] is False and len(taken.warnings) == 1
+
+
+def test_import_keeps_a_head_tied_that_is_the_embedding(library, source, compared):
+    tensors = checkpoints.tensors()
+    save_file(tensors | {HEAD: tensors[EMBEDDING]}, source / "model.safetensors", metadata={"format": "pt"})
+    compared(tied=[[HEAD, EMBEDDING]])
+    taken = library.import_path(source)
+    assert "tie_word_embeddings" not in stored(taken, "config.json") and not taken.warnings
+
+
+def test_import_refuses_a_head_of_its_own_that_engines_would_ignore(library, tmp_path, compared):
+    source = checkpoints.write(tmp_path / "source", config={"architectures": ["Gemma2ForCausalLM"]})
+    compared(tied=[[HEAD, EMBEDDING]])
+    with pytest.raises(NotACheckpoint, match=HEAD):
+        library.import_path(source)
+
+
+def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compared):
+    compared(differs="Hello world", mended=True)
+    taken = library.import_path(source)
+    assert stored(taken, "tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert len(taken.warnings) == 1
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"beyond": [["</s>", 40]], "special": {"eos_token": ["</s>", 40]}},
+        {"beyond": [["<s>", 40]], "special": {"bos_token": ["<s>", 40]}, "begins": True},
+        {"beyond": [["assistant: ", 40]], "special": {}},
+    ],
+)
+def test_import_refuses_a_needed_token_beyond_the_embedding(library, source, compared, found):
+    compared(**found, beyond_count=1)
+    with pytest.raises(TokenizerRefused):
+        library.import_path(source)
+
+
+def test_import_pads_with_the_end_of_text_where_the_pad_token_has_no_row(library, source, compared):
+    special = {"eos_token": ["</s>", 2], "pad_token": ["<pad>", 40]}
+    compared(beyond=[["<pad>", 40], ["<more>", 41]], beyond_count=2, special=special)
+    taken = library.import_path(source)
+    assert stored(taken, "tokenizer_config.json")["pad_token"] == "</s>" and len(taken.warnings) == 2
+
+
+def test_import_makes_the_end_of_turn_an_end_for_engines(library, tmp_path, compared):
+    template = checkpoints.TEMPLATE.replace("</s>", "<|im_end|>")
+    source = checkpoints.write(tmp_path / "source", config={"eos_token_id": 2}, template=template)
+    compared(added={"</s>": 2, "<|im_end|>": 7})
+    taken = library.import_path(source)
+    assert stored(taken, "generation_config.json")["eos_token_id"] == [2, 7]
+    assert taken.info["template"]["ends"] == ["<|im_end|>"] and len(taken.warnings) == 1
+
+
+def test_import_of_a_copy_compares_what_it_did_not_change(library, source, compared, tmp_path):
+    first = library.import_path(source)
+    compared(differs="Hello world", mended=True)
+    assert library.import_path(first.path, name="again").version == "v1"

@@ -1,0 +1,198 @@
+"""Checkpoints held against the architecture of their config.json: names, shapes, tied heads, and tokenizers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from train.convert.checkpoint_trial import Unfit, compare, compared, read
+
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ARCHS = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+CLEAN = {"unchecked", "rows", "head", "tied", "missing_count", "unknown_count"}
+
+
+def write(directory: Path, family: str = "llama", **more) -> dict[str, torch.Tensor]:
+    config = AutoConfig.for_model(family, **SHAPE | EXPERTS | more)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def remarks(directory: Path, family: str = "llama") -> dict:
+    found = compare(directory, ARCHS[family])
+    assert not found["unchecked"]
+    return {key: value for key, value in found.items() if value and key not in CLEAN}
+
+
+@pytest.mark.parametrize("family", ARCHS)
+def test_compare_finds_nothing_in_what_transformers_wrote(tmp_path, family):
+    write(tmp_path, family)
+    assert remarks(tmp_path, family) == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.module.", "base_model.model.", "_forward_module.model."])
+def test_compare_takes_wrappers_names_back(tmp_path, family, wrapper):
+    tensors = write(tmp_path, family)
+    save_file({wrapper + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert remarks(tmp_path, family) == {"renamed": {wrapper + name: name for name in tensors}}
+
+
+@pytest.mark.parametrize("inner", [".base_layer", "._orig_mod", "._fsdp_wrapped_module", "._checkpoint_wrapped_module"])
+def test_compare_takes_a_wrapper_within_a_name_back(tmp_path, inner):
+    tensors = write(tmp_path)
+    names = {name: name.replace("q_proj", "q_proj" + inner) for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert remarks(tmp_path)["renamed"] == {new: name for name, new in names.items() if new != name}
+
+
+def test_compare_adds_the_prefix_of_the_base_model(tmp_path):
+    tensors = write(tmp_path)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert remarks(tmp_path)["renamed"]["layers.0.mlp.up_proj.weight"] == "model.layers.0.mlp.up_proj.weight"
+
+
+def test_compare_names_what_is_missing_unknown_or_of_another_shape(tmp_path):
+    tensors = write(tmp_path)
+    del tensors["model.norm.weight"]
+    tensors["v_head.summary.weight"] = torch.zeros(1, 32)
+    tensors["lm_head.weight"] = torch.zeros(301, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert remarks(tmp_path) == {
+        "missing": ["model.norm.weight"],
+        "unknown": ["v_head.summary.weight"],
+        "shapes": [["lm_head.weight", [301, 32], [300, 32]]],
+    }
+
+
+def test_compare_ignores_what_transformers_ignores(tmp_path):
+    tensors = write(tmp_path)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert remarks(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("tied", "missing"), [(True, []), (False, ["lm_head.weight"])])
+def test_compare_misses_a_head_only_where_it_is_not_the_embedding(tmp_path, tied, missing):
+    tensors = write(tmp_path, tie_word_embeddings=tied)
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert compare(tmp_path, "LlamaForCausalLM")["missing"] == missing
+
+
+def test_compare_reports_a_stored_head_of_tied_embeddings(tmp_path):
+    tensors = write(tmp_path, tie_word_embeddings=True)
+    head = {"lm_head.weight": torch.zeros(300, 32)}
+    save_file(tensors | head, tmp_path / "model.safetensors")
+    assert compare(tmp_path, "LlamaForCausalLM")["tied"] == [["lm_head.weight", "model.embed_tokens.weight"]]
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {"lm_head.weight": embedding}, tmp_path / "model.safetensors")
+    assert remarks(tmp_path) == {"renamed": {"lm_head.weight": "model.embed_tokens.weight"}}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"qweight": (4, 32), "qzeros": (1, 4), "scales": (1, 32), "g_idx": (32,)},
+        {"weight": (32, 32), "weight_scale_inv": (1, 1)},
+        {"weight": (512, 1), "weight.absmax": (16,), "weight.quant_state.bitsandbytes__nf4": (90,)},
+        {"weight_packed": (32, 4), "weight_scale": (32, 1), "weight_shape": (2,)},
+    ],
+    ids=["gptq", "fp8", "bitsandbytes", "compressed-tensors"],
+)
+def test_compare_takes_quantised_layers_by_their_modules(tmp_path, parts):
+    tensors = write(tmp_path)
+    made = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        made |= {f"{module}.{p}": torch.zeros(s) for p, s in parts.items()} if "_proj" in name else {name: tensor}
+    save_file(made, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
+    assert remarks(tmp_path) == {}
+    made = {name: tensor for name, tensor in made.items() if "1.mlp.up_proj" not in name}
+    save_file(made | {"model.extra.thing": torch.zeros(1)}, tmp_path / "model.safetensors")
+    found = remarks(tmp_path)
+    assert found == {"missing": ["model.layers.1.mlp.up_proj.weight"], "unknown": ["model.extra.thing"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "unchecked"),
+    [({"model_type": "not_yet_known"}, True), ({"hidden_size": 33}, False), ({"num_attention_heads": "4"}, False)],
+)
+def test_compare_refuses_only_what_transformers_knows(tmp_path, change, unchecked):
+    write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    if unchecked:
+        assert compared(tmp_path, "LlamaForCausalLM")["unchecked"]
+        return
+    try:
+        found = compared(tmp_path, "LlamaForCausalLM")
+    except Unfit:
+        return
+    assert found["shapes"]
+
+
+# --- tokenizers
+
+
+def tokenizer(directory: Path, **settings) -> Path:
+    letters = [*pre_tokenizers.ByteLevel.alphabet()]
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(sorted(letters))}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    made.save(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", **settings}))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "LlamaTokenizer"])
+def test_read_finds_a_class_that_reads_tokenizer_json_otherwise(tmp_path, name):
+    found = read(tokenizer(tmp_path, tokenizer_class=name), 300)
+    assert found["differs"] and found["mended"] and not found["changed"]
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "NobodysTokenizerFast"])
+def test_read_finds_nothing_where_texts_go_round(tmp_path, name):
+    found = read(tokenizer(tmp_path, tokenizer_class=name), 300)
+    assert not found["differs"] and not found["changed"] and not found["beyond"]
+    assert found["special"] == {"eos_token": ["<|end|>", 256]} and found["added"] == {"<|end|>": 256}
+
+
+def test_read_names_tokens_beyond_the_embedding_as_the_file_numbers_them(tmp_path):
+    folder = tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    body = json.loads((folder / "tokenizer.json").read_text())
+    body["added_tokens"].append({**body["added_tokens"][0], "content": "<|late|>", "id": 390})
+    (folder / "tokenizer.json").write_text(json.dumps(body))
+    assert read(folder, 300)["beyond"] == [["<|late|>", 390]]
+    assert read(folder, 0)["beyond"] == []
+
+
+def test_read_says_why_a_generation_config_cannot_be_read(tmp_path):
+    folder = tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    (folder / "generation_config.json").write_text(json.dumps({"cache_implementation": "nobody's"}))
+    assert read(folder, 300)["generation"]

@@ -1,0 +1,409 @@
+"""Compares a checkpoint with what transformers makes of it: `python -m train.convert.checkpoint_trial`.
+
+The architecture of config.json is built on the meta device, and the safetensors headers go through the renamings and
+conversions by which transformers would load them, so that nothing is allocated and no byte of a tensor is read. Then
+the tokenizer that transformers makes of the files is held against tokenizer.json itself. The process starts before it
+has the path, on its standard input, because its imports take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.processes.bounds import Bounds
+from weights.format.layout import Layout
+
+# transformers imports them for losses, generation and training: 2.5 s of CPU.
+_NOT_NEEDED = ("pandas", "scipy", "sklearn", "accelerate", "deepspeed", "peft", "triton", "torchvision", "torchao")
+CPU_S, MEMORY_BYTES = 1200, 8 << 30
+MOST_NAMED, MOST_ADDED, MOST_BEYOND = 20, 65_536, 1024
+# Of wrappers and of adapters: torch.compile, FSDP, activation checkpointing, DDP, Lightning, peft.
+_WRAPPERS = re.compile(
+    r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module|base_layer)(?=\.)"
+)
+_PEFT, _INNER = "base_model.model.", re.compile(r"(^|\.)language_model(?=\.)")
+# Heads for speculation, which engines and transformers leave out.
+_SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
+_OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
+_QUANTISED_SUFFIX = re.compile(r"_[a-z0-9]+$")
+_QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# A space in every place, lines, indentation, CJK and emoji, all in Unicode's composed form.
+TEXTS = (
+    "Hello big wide world, it's 12:30.",
+    "def f(x):\n    return x + 1\n\n\tdone  twice",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \ud55c\uad6d\uc5b4 \u65e5\u672c\u8a9e",
+    "caf\u00e9 \U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 ok",
+)
+
+
+class Unfit(Exception):
+    """config.json cannot be what an engine or a rank builds the model from; the text says why."""
+
+
+def main() -> None:
+    sys.modules.update(dict.fromkeys(_NOT_NEEDED))  # type: ignore[arg-type]
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    import transformers.conversion_mapping
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
+    asked = json.loads(sys.stdin.readline())
+    Bounds(CPU_S, MEMORY_BYTES).hold()
+    path = Path(asked["path"])
+    try:
+        tensors = compared(path, asked["arch"])
+        found = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
+    except Unfit as error:
+        found = {"unfit": str(error)[:400]}
+    print(json.dumps(found), file=out)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def compared(path: Path, arch: str) -> dict[str, Any]:
+    """As `compare`; where the comparison itself fails, nobody knows, and nothing is refused. Raises Unfit."""
+    try:
+        return compare(path, arch)
+    except (Unfit, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever an architecture raises that nobody tried
+        reason = f"transformers failed to compare them: {type(error).__name__}: {str(error)[:200]}"
+        return {"unchecked": reason, "renamed": {}, "rows": 0}
+
+
+def compare(path: Path, arch: str) -> dict[str, Any]:
+    """What differs between the tensors in `path` and its architecture.
+
+    renamed: stored name -> the name without wrappers. missing, unknown: names. shapes: [name, stored, expected]. tied:
+    stored [head, embedding] of models whose config ties the two. head: the architecture's name of the head, "" without
+    one. rows: of the embedding. unchecked: why nothing was compared, "" if it was. Raises Unfit.
+    """
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, unchecked = _built(path, arch)
+    stored = {placed.spec.name: placed.spec for placed in Layout.read(path)}
+    if model is None:
+        names = _without_wrappers_everywhere(stored)
+        return {"unchecked": unchecked, "renamed": names, "rows": 0}
+    names = _names(model, stored, is_whole=not arch.endswith("Model"))
+    shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
+    clash = len(shapes) < len(stored)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    found = {"unchecked": "", "rows": embedding.weight.shape[0] if embedding is not None else 0}
+    found["head"] = next((name for name, module in model.named_modules() if module is head), "") if head else ""
+    tied = dict(model.all_tied_weights_keys)
+    if clash or _is_quantised(path, model.config):
+        found |= _loosely(model, shapes, tied)
+    else:
+        with torch.device("meta"):
+            tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        found |= _loaded(model, tensors, is_whole=not arch.endswith("Model"))
+    for target, source in tied.items():
+        if target in shapes and source not in shapes:
+            names[next(name for name in stored if names.get(name, name) == target)] = source
+    found["tied"] = [[target, source] for target, source in tied.items() if target in shapes and source in shapes]
+    return found | {"renamed": {name: new for name, new in names.items() if name != new}}
+
+
+def _built(path: Path, arch: str) -> tuple[Any, str]:
+    """The model without weights; None, and why, where transformers does not know or cannot build it. Raises Unfit."""
+    import torch
+    import transformers
+
+    model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        return None, f"transformers {transformers.__version__} does not know the model_type {str(model_type)[:80]!r}"
+    cls = getattr(transformers, arch, None)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - each configuration checks itself in its own way
+        raise Unfit(f"transformers cannot read it: {type(error).__name__}: {error}") from error
+    if cls is None:
+        cls = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if cls is None or not issubclass(cls, transformers.PreTrainedModel):
+        return None, f"transformers {transformers.__version__} does not know the architecture {arch}"
+    if cls.config_class is not None and not isinstance(config, cls.config_class):
+        parts = [part for part in vars(config).values() if isinstance(part, cls.config_class)]
+        if not parts:
+            return None, f"in transformers {arch} does not belong to the model_type {str(model_type)[:80]!r}"
+        config = parts[0]
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop("quantization_config", None)
+    try:
+        with torch.device("meta"):
+            return cls._from_config(config, attn_implementation="eager", dtype=torch.bfloat16), ""
+    except (ImportError, OSError, NotImplementedError) as error:
+        return None, f"transformers cannot build {arch} here: {str(error)[:200]}"
+    except Exception as error:  # noqa: BLE001 - what a model raises for sizes that do not fit
+        raise Unfit(f"transformers cannot build {arch} from it: {type(error).__name__}: {error}") from error
+
+
+def _conversions(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    every = get_model_conversion_mapping(model)
+    renamings = [one for one in every if isinstance(one, WeightRenaming)]
+    return every, renamings, [one for one in every if isinstance(one, WeightConverter)]
+
+
+def _names(model: Any, stored: Iterable[str], *, is_whole: bool) -> dict[str, str]:
+    """The names that are to be changed: of a wrapper, or of a whole model without the prefix of its base model."""
+    from transformers.core_model_loading import rename_source_key
+
+    expected = dict.fromkeys(model.state_dict(), True)
+    _, renamings, converters = _conversions(model)
+    prefix = model.base_model_prefix
+    # Parts of a multimodal model are stored without it (multi_modal_projector, vision_tower).
+    is_whole = is_whole and model.config.get_text_config() is model.config
+
+    def leads(name: str, *base: Any) -> bool:
+        """Whether transformers loads it; with `base`, also by adding or leaving out the prefix of the base model."""
+        return name in expected or rename_source_key(name, renamings, converters, *base)[0] in expected
+
+    names = {}
+    for name in stored:
+        options = [name, *_candidates(name)]
+        if is_whole:  # engines neither add the prefix nor leave it out
+            exact = [*options, *(f"{prefix}.{option}" for option in options)]
+            found = next((option for option in exact if leads(option)), None)
+        else:
+            found = None
+        found = found or next((option for option in options if leads(option, prefix, expected)), name)
+        if found != name:
+            names[name] = found
+    return names
+
+
+def _candidates(name: str) -> Iterable[str]:
+    """The name without what wrappers put into it, the least change first."""
+    plain = _without_wrappers(name)
+    yield plain
+    yield plain.removeprefix("model.")
+    yield _INNER.sub("", plain).removeprefix(".")
+    yield _INNER.sub("", plain.removeprefix("model.")).removeprefix(".")
+
+
+def _without_wrappers(name: str) -> str:
+    before = None
+    while name != before:
+        before = name
+        name = _WRAPPERS.sub("", name).removeprefix(".").removeprefix(_PEFT)
+    return name
+
+
+def _without_wrappers_everywhere(stored: Iterable[str]) -> dict[str, str]:
+    """Of an architecture that nobody here knows: only what begins every name."""
+    names = list(stored)
+    for start in ("module.", "_orig_mod.", _PEFT):
+        if names and all(name.startswith(start) for name in names):
+            return {name: name.removeprefix(start) for name in names}
+    return {}
+
+
+def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[str, Any]:
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    every, _, _ = _conversions(model)
+    buffers = {name for name, _ in model.named_buffers()}
+    config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=every)
+    info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    missing = sorted(info.missing_keys - buffers)
+    unknown = sorted(name for name in info.unexpected_keys if not _SPECULATION.search(name))
+    if not is_whole:
+        missing, unknown = ([n for n in some if not _OF_EMBEDDINGS.search(n)] for some in (missing, unknown))
+    shapes = [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)]
+    broken = sorted(info.conversion_errors)
+    return _counted(missing, unknown, shapes) | {"unconvertible": broken[:MOST_NAMED]}
+
+
+def _loosely(model: Any, shapes: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, Any]:
+    """Of quantised tensors, whose names and shapes are those of their format: that each belongs to a module of the
+    architecture, and that each of its weights has one."""
+    from transformers.core_model_loading import rename_source_key
+
+    expected = dict.fromkeys(model.state_dict(), True)
+    _, renamings, converters = _conversions(model)
+    modules, buffers = {name for name, _ in model.named_modules()}, {name for name, _ in model.named_buffers()}
+    ignored = model._keys_to_ignore_on_load_unexpected
+    covered, unknown = set(), []
+
+    def target(name: str) -> str:
+        return rename_source_key(name, renamings, converters, model.base_model_prefix, expected)[0]
+
+    for name in shapes:
+        hit = next((one for one in map(target, _could_belong_to(name)) if one in expected), None)
+        parts = target(name).split(".")
+        if hit is not None:
+            covered.add(hit)
+        elif not (
+            any(".".join(parts[:end]) in modules for end in (len(parts) - 1, len(parts) - 2) if end > 2)
+            or _SPECULATION.search(name)
+            or any(re.search(pattern, name) for pattern in ignored)
+        ):
+            unknown.append(name)
+    tied_ones = {*tied, *tied.values()} if covered & {*tied, *tied.values()} else set()
+    missing = [name for name in expected.keys() - covered - buffers - tied_ones if name.endswith(".weight")]
+    missing = [name for name in missing if ".experts." not in name]
+    return _counted(sorted(missing), sorted(unknown), [])
+
+
+def _could_belong_to(name: str) -> Iterable[str]:
+    """The name, and the weights that it may be a part of: `q_proj.qweight`, `weight.absmax`, `gate_up_proj_blocks`."""
+    yield name
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:end])
+        yield module if module.endswith(".weight") else f"{module}.weight"
+    while (shorter := _QUANTISED_SUFFIX.sub("", name)) != name:
+        yield (name := shorter)
+
+
+def _is_quantised(path: Path, config: Any) -> bool:
+    own = json.loads((path / "config.json").read_bytes())
+    parts = [own, *(part for part in own.values() if isinstance(part, dict))]
+    told = any(part.get("quantization_config") or part.get("compression_config") for part in parts)
+    return told or any((path / name).is_file() for name in _QUANTISED_FILES)
+
+
+def _counted(missing: list[str], unknown: list[str], shapes: list[Any]) -> dict[str, Any]:
+    return {
+        "missing": missing[:MOST_NAMED],
+        "missing_count": len(missing),
+        "unknown": unknown[:MOST_NAMED],
+        "unknown_count": len(unknown),
+        "shapes": shapes[:MOST_NAMED],
+    }
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, rows: int) -> dict[str, Any]:
+    """What the tokenizer of transformers makes of the files, for an embedding of so many rows, 0 for unknown.
+
+    added: its added tokens and their ids. special: the token and id of each role. beyond: [token, id] without a row in
+    the embedding, the first few, and how many. begins: whether every text begins with the BOS token. differs: a text
+    that its class reads otherwise than tokenizer.json, "" without. mended: whether it does not as
+    PreTrainedTokenizerFast. changed: [text, what became of it] for one that does not go round. generation: why
+    generation_config.json cannot be read, "" if it can. Raises Unfit.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        made = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
+        raise Unfit(f"the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
+    written, found = _as_written(path), {"differs": "", "class": type(made).__name__, "mended": False}
+    if written is not None and (text := _differs(made, written)):
+        found["differs"] = text
+        with tempfile.TemporaryDirectory() as folder:
+            other = _with_plain_class(path, Path(folder))
+        if other is not None and not _differs(other, written):
+            found["mended"], made = True, other
+    # tokenizers numbers an added token anew where ids before it are missing.
+    ids = {**made.get_vocab(), **_claimed(path)}
+    beyond = sorted((number, token) for token, number in ids.items() if rows and number >= rows)
+    roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {role: str(token) for role in roles if (token := getattr(made, role, None)) is not None}
+    added = sorted(made.get_added_vocab().items(), key=lambda one: one[1])
+    first = made("a")["input_ids"][:1]
+    return found | {
+        "added": dict(added[-MOST_ADDED:]),
+        "special": {role: [token[:200], ids.get(token)] for role, token in special.items()},
+        "beyond": [[token[:200], number] for number, token in beyond[:MOST_BEYOND]],
+        "beyond_count": len(beyond),
+        "generation": _unreadable_generation(path),
+        "begins": made.bos_token_id is not None and first == [made.bos_token_id],
+        "changed": _changed(made),
+    }
+
+
+def _unreadable_generation(path: Path) -> str:
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:  # there is none, or no JSON, which others say
+        return ""
+    except Exception as error:  # noqa: BLE001 - whatever its values make it raise
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def _claimed(path: Path) -> dict[str, int]:
+    """The ids of added tokens as tokenizer.json has them."""
+    file = path / "tokenizer.json"
+    added = json.loads(file.read_bytes()).get("added_tokens") if file.is_file() else None
+    return {one["content"]: one["id"] for one in added or ()}
+
+
+def _as_written(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - the library raises it bare
+        print(f"nothing to compare the tokenizer with: {error}", file=sys.stderr)
+        return None
+
+
+def _texts(special: Iterable[str]) -> Iterable[str]:
+    yield from TEXTS
+    for token in list(special)[:2]:
+        yield f"{token}user\nWhat is it?{token}\nA cat."
+
+
+def _differs(made: Any, written: Any) -> str:
+    """The first text whose tokens, or their text, are not what tokenizer.json says; "" without any."""
+    inner = getattr(made, "backend_tokenizer", None)
+    if inner is None:
+        return ""
+    for text in _texts(token.content for token in written.get_added_tokens_decoder().values()):
+        theirs, ours = (one.encode(text, add_special_tokens=False).ids for one in (written, inner))
+        if theirs != ours or written.decode(theirs) != inner.decode(ours):
+            return text
+    return ""
+
+
+def _with_plain_class(path: Path, folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    for file in path.iterdir():
+        if not file.name.endswith(".safetensors") and file.name != "tokenizer_config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    told = path / "tokenizer_config.json"
+    settings = json.loads(told.read_bytes()) if told.is_file() else {}
+    (folder / told.name).write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - each tokenizer has errors of its own
+        print(f"not loaded by the plain class: {error}", file=sys.stderr)
+        return None
+
+
+def _changed(made: Any) -> list[str]:
+    for text in TEXTS:
+        tokens = made.encode(text, add_special_tokens=False)
+        back = made.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if back != text:
+            return [text, back[:200]]
+    return []
+
+
+if __name__ == "__main__":
+    main()

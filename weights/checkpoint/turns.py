@@ -1,0 +1,153 @@
+"""What a chat template does with the parts of a conversation, told by what it makes of a few short ones.
+
+Pure. The renderings are those of `template_trial.PROBES`: text by the probe's name, None where the template raised an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Use = Literal["used", "ignored", "refused"]
+SYSTEM, QUESTION, ANSWER, SECOND = (
+    "Answer for the night shift.",
+    "Which tray takes the seals?",
+    "Blue seals go into tray four.",
+    "And the belts?",
+)
+TOOL, RESULT = "read_gauge", "seventeen point two"
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Turns:
+    """ends: tokens that end a turn of the model, as the template writes them. new: those of them that nothing else has
+    as an end. unstopped: text that it writes after an
+    answer and that begins with no token of its own. header: how an answer's turn begins where a request's prompt does
+    not, though the template was asked for it."""
+
+    ends: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    unstopped: str = ""
+    header: str = ""
+    uses: Mapping[str, Use] = field(default_factory=dict)
+
+
+def told(rendered: Mapping[str, str | None], added: Collection[str], known: Collection[str]) -> Turns:
+    """added: tokens of the tokenizer that are read whole. known: those that end an answer anyway."""
+    tokens = sorted((token for token in added if token.strip()), key=len, reverse=True)
+    ends = _ends_of_answers(rendered, tokens, known)
+    ends += [end for end in _ends_of_calls(rendered, tokens, [*known, *ends]) if end not in ends]
+    tail = _after(rendered.get("answered"), ANSWER).strip()
+    unstopped = "" if _group(tail, tokens) else tail[:_SHOWN]
+    uses: dict[str, Use] = {
+        "system": _use(rendered, "system", SYSTEM),
+        "tools": _use(rendered, "tools", TOOL),
+        "calls": _use(rendered, "called", TOOL, rendered.get("tools")),
+        "results": _use(rendered, "result", RESULT),
+    }
+    new = tuple(end for end in ends if end not in known)
+    return Turns(tuple(ends), new, unstopped, _lost_header(rendered), uses)
+
+
+def warnings_of(turns: Turns) -> list[str]:
+    """For whoever imports the model: what the template does not do, and what then happens."""
+    said = {
+        ("system", "refused"): "the chat template refuses system messages: so are requests and training rows with one",
+        ("system", "ignored"): "the chat template leaves system messages out: the model never sees them",
+        ("tools", "refused"): "the chat template refuses tools: so are requests and training rows with them",
+        ("tools", "ignored"): "the chat template leaves tools out: the model never sees them",
+        ("calls", "refused"): "the chat template refuses earlier calls of tools: so are requests with them",
+        ("calls", "ignored"): "the chat template leaves earlier calls of tools out: the model never sees them",
+        ("results", "refused"): "the chat template refuses results of tools: so are requests with them",
+        ("results", "ignored"): "the chat template leaves results of tools out: the model never sees them",
+    }
+    notes = [said[key] for key in turns.uses.items() if key in said]
+    if turns.uses.get("tools") != "used":
+        notes = [note for note in notes if "calls of " not in note and "results of" not in note]
+    if turns.header:
+        notes.append(
+            f"the chat template ignores add_generation_prompt: a prompt ends without {turns.header!r}, with which the "
+            "model's turns begin, so that the model has to write it itself; mend the template and import again"
+        )
+    if turns.unstopped:
+        notes.append(
+            f"the chat template ends a turn with {turns.unstopped!r}, which does not begin with a token of its own: no "
+            "engine stops there. Answers end with the end of text alone, or where a request's `stop` says; add the "
+            "token to tokenizer and embedding, or choose a template whose end is one"
+        )
+    return notes
+
+
+def _use(rendered: Mapping[str, str | None], probe: str, mark: str, before: str | None = "") -> Use:
+    """before: a rendering that has the mark already; then one more is looked for."""
+    if probe not in rendered:
+        return "used"
+    text = rendered[probe]
+    if text is None:
+        return "refused"
+    return "used" if text.count(mark) > (before or "").count(mark) else "ignored"
+
+
+def _ends_of_answers(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
+    for probe in ("answered", "again"):
+        # What follows an answer in the middle is looked at only where nothing ends the last one: there it may end a
+        # part of a turn alone (gpt-oss).
+        group = _group(_after(rendered.get(probe), ANSWER), tokens)
+        if group:
+            end = next((token for token in group if token in known), group[0])
+            return [end] if end in known or end not in _before_answer(rendered) else []
+    return []
+
+
+def _before_answer(rendered: Mapping[str, str | None]) -> str:
+    """What the template writes in the model's turn before its answer: no end of a turn is in there."""
+    asked, answered = rendered.get("asked") or "", (rendered.get("answered") or "").partition(ANSWER)[0]
+    start = answered.rfind(QUESTION)
+    tail = answered[start + len(QUESTION) :] if start >= 0 else ""
+    opened = asked.rpartition(QUESTION)[2]
+    common = 0
+    while common < min(len(tail), len(opened)) and tail[common] == opened[common]:
+        common += 1
+    return tail[common:]
+
+
+def _ends_of_calls(rendered: Mapping[str, str | None], tokens: list[str], known: Collection[str]) -> list[str]:
+    text = rendered.get("called")
+    if text is None or TOOL not in text:
+        return []
+    group: list[str] = []
+    rest = text.rstrip()
+    while (token := next((one for one in tokens if rest.endswith(one)), None)) is not None:
+        group.append(token)
+        rest = rest.removesuffix(token)
+    if not group:
+        return []
+    if stops := [token for token in group if token in known]:
+        return stops[:1]
+    twice = rendered.get("called_twice") or text
+    # A token that comes once for each call ends a call, and not the turn.
+    return [group[0]] if twice.count(group[0]) == text.count(group[0]) else []
+
+
+def _after(text: str | None, mark: str) -> str:
+    return (text or "").rpartition(mark)[2] if mark in (text or "") else ""
+
+
+def _group(tail: str, tokens: list[str]) -> list[str]:
+    """The tokens side by side with which the tail begins, after white space."""
+    group, rest = [], tail.lstrip()
+    while (token := next((one for one in tokens if rest.startswith(one)), None)) is not None:
+        group.append(token)
+        rest = rest.removeprefix(token)
+    return group
+
+
+def _lost_header(rendered: Mapping[str, str | None]) -> str:
+    asked, unasked, answered = (rendered.get(name) for name in ("asked", "unasked", "answered"))
+    if not asked or asked != unasked or not answered or ANSWER not in answered:
+        return ""
+    before = answered.partition(ANSWER)[0]
+    return before.removeprefix(asked).strip()[:_SHOWN] if before.startswith(asked) else ""
