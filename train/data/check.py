@@ -249,4 +249,4 @@ def _summarise(report: DataReport) -> None:
         report.notes.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
     if report.ok and report.left_out:
         keys = ", ".join(f"{name} ({count})" for name, count in sorted(report.left_out.items()))
-        report.notes.append(f"left out, as nothing is learnt from these keys (of so many examples): {keys}")
+        report.notes.append(f"left out these keys, which are not trained (number of examples): {keys}")

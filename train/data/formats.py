@@ -17,20 +17,21 @@ from train.data.messages import (
     SYSTEM,
     Refusals,
     ends_with_user,
-    is_given,
+    has_value,
     is_off,
     left_out_of_turns,
     listed,
     read_messages,
     read_tools,
     refuse,
-    unlearnt,
+    untrained,
     with_system,
 )
 from train.data.preferences import OUTPUTS, SIDES, Pair
 from train.data.records import BadFile, BadRecord, NoAnswer, Record, is_empty, kind_of, one_of
 
 __all__ = [
+    "REFUSES",
     "SHAPES",
     "BadFile",
     "BadRecord",
@@ -63,26 +64,29 @@ def _is_mark(value: Any) -> bool:
 
 
 def _is_set(value: Any) -> bool:
-    return is_given(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
+    return has_value(value) and not (isinstance(value, dict) and all(map(is_empty, value.values())))
 
 
 _UNPAIRED = (
     "a mark of good and bad answers without pairs (as for KTO), which no method takes; keep the good answers without "
     "the key, or make pairs for dpo: prompt, chosen, rejected"
 )
-_ONE_SIDE = "the answer not to give, which is learnt from pairs only: prompt, chosen, rejected, with the method dpo"
-_REFUSES: Refusals = {
+_ONE_SIDE = "an answer to avoid, which only pairs can train: prompt, chosen and rejected, with the method dpo"
+REFUSES: Refusals = {
     **MEDIA_REFUSES,
-    "chat_template_kwargs": (_is_set, "chat templates get no arguments of a row; write them into the system message"),
+    "chat_template_kwargs": (
+        _is_set,
+        "arguments of a row do not reach the chat template; write them into the system message",
+    ),
 }
 _CHAT_REFUSES: Refusals = {
-    **_REFUSES,
+    **REFUSES,
     **{
         key: (_is_mark, _UNPAIRED)
         for key in "label kto_tag kto_label is_chosen is_preferred is_good desirable preference feedback chosen".split()
     },
     **{key: (_is_set, _ONE_SIDE) for key in ("rejected", "rejected_response", "rejected_messages", OUTPUTS[1])},
-    **{key: (is_off, "so nothing of the row would be learnt; leave out the row") for key in ("weight", "train")},
+    **{key: (is_off, "nothing of the row would be trained; leave out the row") for key in ("weight", "train")},
 }
 
 
@@ -109,7 +113,7 @@ class Shape:
         if any(key not in record for key in self.has):
             return False
         for group in self.needs:
-            if not any(is_given(record.get(key)) for key in group):
+            if not any(has_value(record.get(key)) for key in group):
                 return False
         return self.when(record)
 
@@ -135,7 +139,7 @@ def to_chat(record: Record, shape: str = "chat") -> Record:
 
 
 def to_pair(record: Record) -> list[Record]:
-    """[with the preferred output, with the other] as checked chats, of which only the output is learnt. Raises
+    """[with the preferred output, with the other] as checked chats, of which only the output is trained. Raises
     BadRecord."""
     row = _shape(record)
     given = _read(row, record)
@@ -160,11 +164,11 @@ def left_out(record: Record, shape: str) -> set[str]:
     further fields of a prompt are its item."""
     row, names = _shape(record), set[str]()
     unread = ("parallel_tool_calls",) if shape == "prompt" else record.keys() - row.keys
-    names |= {key for key in unread if is_given(record.get(key))}
+    names |= {key for key in unread if has_value(record.get(key))}
     for key in row.keys & record.keys():
         value = record[key]
         if key == "input" and isinstance(value, dict):
-            names |= {f"input.{inner}" for inner in value.keys() - _INPUT_READS if is_given(value[inner])}
+            names |= {f"input.{inner}" for inner in value.keys() - _INPUT_READS if has_value(value[inner])}
             names.update(left_out_of_turns(value.get("messages"), "input.messages"))
         elif key not in _REQUEST:
             names.update(left_out_of_turns(listed(value), key))
@@ -223,7 +227,7 @@ def _checked(turns: Any, record: Record, name: str = "messages") -> Record:
 
 
 def _check_parallel_calls(record: Record, messages: list[Record]) -> None:
-    """Raises BadRecord: templates do not know of it, so that it is only kept by what is learnt."""
+    """Raises BadRecord: templates do not know of it, so that it is only kept by what is trained."""
     allowed = record.get("parallel_tool_calls")
     if allowed is not None and not isinstance(allowed, bool):
         raise BadRecord(f"'parallel_tool_calls' is a {kind_of(allowed)}, expected true or false")
@@ -235,13 +239,13 @@ def _check_parallel_calls(record: Record, messages: list[Record]) -> None:
 # -- converters --------------------------------------------------------------------------------------------------------
 
 
-def _asked(record: Record) -> list[Record]:
+def _question_turns(record: Record) -> list[Record]:
     """The turns up to the question, of a text with more of it in another field, or a list of messages."""
     asked, more = one_of(record, _QUESTION), one_of(record, _MORE)
     if isinstance(asked, list):
-        if is_given(more):
+        if has_value(more):
             raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
-        return [*_history(record), *map(unlearnt, asked)]
+        return [*_history(record), *map(untrained, asked)]
     for value in (asked, more):
         if value is not None and not isinstance(value, str):
             key = next(key for key in record if record[key] is value)
@@ -261,19 +265,22 @@ def _history(record: Record) -> Iterator[Record]:
         yield {"role": "assistant", "content": turn[1]}
 
 
-def _answered(record: Record, answer: tuple[str, ...]) -> list[Record]:
+def _with_answer(record: Record, answer: tuple[str, ...]) -> list[Record]:
     value = one_of(record, answer)
     if is_empty(value):
         raise NoAnswer(f"{next(key for key in answer if key in record)!r} is empty")
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         key = next(key for key in answer if record.get(key) is value)
         raise BadRecord(f"{key!r} is a {kind_of(value)}, expected a string or a list of messages")
-    return [*_asked(record), *(value if isinstance(value, list) else [{"role": "assistant", "content": value}])]
+    return [
+        *_question_turns(record),
+        *(value if isinstance(value, list) else [{"role": "assistant", "content": value}]),
+    ]
 
 
-def _called(record: Record) -> list[Record]:
+def _with_calls(record: Record) -> list[Record]:
     """The answers are calls, as a list or as JSON text."""
-    return [*_asked(record), {"role": "assistant", "tool_calls": record["answers"]}]
+    return [*_question_turns(record), {"role": "assistant", "tool_calls": record["answers"]}]
 
 
 def _conversation(record: Record) -> Any:
@@ -281,26 +288,32 @@ def _conversation(record: Record) -> Any:
 
 
 def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **more: Any) -> Shape:
-    return Shape(name, (question, answer), partial(_answered, answer=answer), _ASKED, **more)
+    return Shape(name, (question, answer), partial(_with_answer, answer=answer), _ASKED, **more)
 
 
 def _pair(convert: Callable[[Record], Pair], *needs: tuple[str, ...], **more: Any) -> Shape:
-    return Shape("preference", (SIDES, *needs), convert, refuses=_REFUSES, has=SIDES, **more)
+    return Shape("preference", (SIDES, *needs), convert, refuses=REFUSES, has=SIDES, **more)
 
 
 SHAPES: tuple[Shape, ...] = (
-    Shape("preference", (("input",), OUTPUTS), preferences.of_openai, frozenset(), _REFUSES, has=OUTPUTS),
+    Shape("preference", (("input",), OUTPUTS), preferences.of_openai, frozenset(), REFUSES, has=OUTPUTS),
     # TRL's implicit prompts; answers to a prompt (TRL, orca, alpaca) or to a conversation (ShareGPT); texts that begin
     # alike.
     _pair(preferences.of_conversations, when=preferences.is_conversations),
-    _pair(lambda record: preferences.of_prompt(_asked(record), record), (*_QUESTION, "input"), reads=_ASKED),
+    _pair(lambda record: preferences.of_prompt(_question_turns(record), record), (*_QUESTION, "input"), reads=_ASKED),
     _pair(lambda record: preferences.of_prompt(_conversation(record), record), (*_CONVERSATION, "messages")),
     _pair(preferences.of_texts),
     # The method decides what a conversation that ends with the user is: train.data.prompts.
-    Shape("prompt", (("messages",),), _conversation, when=lambda record: ends_with_user(record["messages"])),
+    Shape(
+        "prompt",
+        (("messages",),),
+        _conversation,
+        refuses=REFUSES,
+        when=lambda record: ends_with_user(record["messages"]),
+    ),
     Shape("chat", (("messages",),), _conversation),
     Shape("sharegpt", (_CONVERSATION,), _conversation),
-    Shape("query_calls", (("query", "question", "instruction"), ("answers",), ("tools",)), _called, _ASKED),
+    Shape("query_calls", (("query", "question", "instruction"), ("answers",), ("tools",)), _with_calls, _ASKED),
     _single("alpaca", ("instruction",), ("output", "response")),
     _single("prompt_completion", ("prompt",), ("completion", "response")),
     _single("question_answer", ("question", "query"), ("answer", "response")),

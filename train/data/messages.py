@@ -59,7 +59,7 @@ Refusals = Mapping[str, tuple[Callable[[Any], bool], str]]
 """By key: which of its values make a record unusable, and why."""
 
 
-def is_given(value: Any) -> bool:
+def has_value(value: Any) -> bool:
     return not is_empty(value)
 
 
@@ -69,14 +69,14 @@ def is_off(value: Any) -> bool:
 
 _MEDIA_KINDS = ("image", "images", "img", "picture", "pictures", "photo", "audio", "audios", "video", "videos")
 MEDIA_REFUSES: Refusals = {
-    kind + tail: (is_given, "images, audio and video cannot be trained on; leave out these examples")
+    kind + tail: (has_value, "images, audio and video cannot be trained on; leave out these examples")
     for kind in _MEDIA_KINDS
     for tail in ("", "_url", "_urls", "_path", "_paths", "_file", "_files", "_bytes")
-} | {"pixel_values": (is_given, "images cannot be trained on; leave out these examples")}
+} | {"pixel_values": (has_value, "images cannot be trained on; leave out these examples")}
 TURN_REFUSES: Refusals = {
     **MEDIA_REFUSES,
-    "train_detail": (is_given, "a part of a message cannot be left out of what is learnt; make two messages of it"),
-    "eot": (is_off, "the end of a turn is always learnt; leave out the key, or give the message the weight 0"),
+    "train_detail": (has_value, "a part of a message cannot be left out of the loss; make two messages of it"),
+    "eot": (is_off, "the end of a turn is always trained; leave out the key, or give the message the weight 0"),
 }
 
 
@@ -132,8 +132,8 @@ def with_system(turns: Any, record: Record) -> Any:
     return turns
 
 
-def unlearnt(turn: Any) -> Any:
-    """A turn of a prompt: of a completion's row the completion is learnt, and no earlier answer unless it says so."""
+def untrained(turn: Any) -> Any:
+    """A turn of a prompt: of a completion's row the completion is trained, and no earlier answer unless it says so."""
     if _ROLES.get(turn_role(turn)) != "assistant" or any(turn.get(key) is not None for key in WEIGHT):
         return turn
     return {**turn, "weight": 0}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import orjson
 
-from train.data.messages import MEDIA_REFUSES, read_messages, read_tools, refuse, with_system
+from train.data.formats import REFUSES
+from train.data.messages import read_messages, read_tools, refuse, with_system
 from train.data.records import BadRecord, Record
 
 MAX_ITEM_BYTES, MAX_ITEM_MARKS = 1 << 20, 1 << 14
@@ -20,7 +21,7 @@ _OF_THE_REQUEST = ("messages", "tools", "functions", "parallel_tool_calls")
 def prompt(record: Record) -> Record:
     """{"messages", "tools"?, "item"}: checked messages, and all further fields as `item`, which a grader sees with the
     messages. Raises BadRecord with the reason."""
-    refuse(record, MEDIA_REFUSES)
+    refuse(record, REFUSES)
     messages = read_messages(with_system(record.get("messages"), record))
     if messages[-1]["role"] != "user":
         raise BadRecord(
@@ -28,7 +29,7 @@ def prompt(record: Record) -> Record:
             "and what its answer is compared with belongs in fields next to 'messages'"
         )
     if any("weight" in message for message in messages):
-        raise BadRecord("has a message with a 'weight'; nothing is learnt from a prompt")
+        raise BadRecord("has a message with a 'weight'; nothing of a prompt is trained")
     item = {name: value for name, value in record.items() if name not in _OF_THE_REQUEST}
     _check_size({**item, "messages": messages})
     return {"messages": messages, **read_tools(record), "item": item}

@@ -30,7 +30,7 @@ class BadRecord(Exception):
 
 
 class NoAnswer(BadRecord):
-    """A text that is to be learnt is empty."""
+    """A text that is to be trained is empty."""
 
 
 class BadFile(BadRecord):
