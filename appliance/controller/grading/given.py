@@ -16,6 +16,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
+from serve.api.followed_schemas import fault_of_tool
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
@@ -120,6 +121,13 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
         raise BadRequest(
             f"Invalid '{param}': its schema has `{name}`, and the ranks follow no expressions; use `enum`, or let the "
             "grader reward it.",
+            param=param,
+            code="unsupported_value",
+        )
+    if kind == "json_schema" and (found := fault_of_tool(given["json_schema"]["schema"])) is not None:
+        raise BadRequest(
+            f"Invalid '{param}': the ranks of a job do not enforce `{found.keyword}` at `{found.path}` of its schema; "
+            "use a simpler form, or let the grader reward it.",
             param=param,
             code="unsupported_value",
         )

@@ -162,7 +162,11 @@ def _reasoning(item: Item, place: int, left_out: list[str]) -> list[Item]:
             return [item]
         texts = [text for part in parts if isinstance(text := _text(part), str) and text]
         if texts:
-            made: Item = {"type": "reasoning", "id": item["id"] if _is_text(item, "id") else f"rs_{place}", "summary": []}
+            made: Item = {
+                "type": "reasoning",
+                "id": item["id"] if _is_text(item, "id") else f"rs_{place}",
+                "summary": [],
+            }
             return [made | {"content": [{"type": "reasoning_text", "text": "\n\n".join(texts)}]}]
     if item.get("encrypted_content"):
         left_out.append("reasoning")

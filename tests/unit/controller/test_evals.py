@@ -613,13 +613,13 @@ async def test_what_no_engine_takes_is_refused_with_the_run_and_not_with_each_it
         await control.sdk.evals.runs.create(eval_id, data_source=source)
     assert caught.value.param == "data_source.sampling_params"
     named = {"name": "n", "schema": {"type": "nope"}}
-    for said, inside in (
-        ({"response_format": {"type": "json_schema", "json_schema": named}}, "response_format.json_schema.schema"),
-        ({"text": {"format": {"type": "json_schema", **named}}}, "text.format.schema"),
+    for said in (
+        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"text": {"format": {"type": "json_schema", **named}}},
     ):
-        with pytest.raises(openai.BadRequestError, match="it is no JSON schema at type: 'nope'") as caught:
+        with pytest.raises(openai.BadRequestError, match="nope") as caught:
             await control.sdk.evals.runs.create(eval_id, data_source=asked(sampling_params=said))
-        assert caught.value.param == f"data_source.sampling_params.{inside}"
+        assert caught.value.param == "data_source.sampling_params"
         assert caught.value.code == "invalid_json_schema"
 
 

@@ -1,0 +1,71 @@
+"""A real engine answers every schema that the gateway lets through with a value that fits it."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import check_body
+from tests.e2e.engine_support import client
+from tests.property.test_schema_keywords import PARTS
+
+KINDS = (None, "object", "array", "string", "integer", "number")
+CHAT = resolve(b"POST", b"/v1/chat/completions")
+ASKED = {"model": "starter", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 96}
+
+
+def read(more: dict[str, Any]) -> dict[str, Any] | None:
+    """The body that an engine gets; None where the gateway refuses it."""
+    body = orjson.dumps(ASKED | more)
+    try:
+        return orjson.loads(check_body(CHAT, body, Limits()).rewritten or body)
+    except HttpError as error:
+        assert error.code in ("unsupported_schema_keyword", "invalid_json_schema"), error.message
+        return None
+
+
+def schemas(count: int, seed: int) -> list[dict[str, Any]]:
+    chance = random.Random(seed)
+    single = [part if kind is None else {"type": kind, **part} for part in PARTS for kind in KINDS]
+    pairs = [{"type": chance.choice(KINDS[1:]), **chance.choice(PARTS), **chance.choice(PARTS)} for _ in range(count)]
+    return chance.sample([*single, *pairs], count)
+
+
+async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[Any], int]:
+    """Answers that do not fit their schema, and how many were whole."""
+    wrong, whole = [], 0
+    for place, schema in enumerate(wanted):
+        body = read({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}})
+        if body is None:
+            continue
+        answer = await sdk.chat.completions.create(**body, seed=place, temperature=1)
+        choice = answer.choices[0]
+        if choice.finish_reason != "stop":
+            continue  # its limit cut it
+        whole += 1
+        if not jsonschema.Draft202012Validator(schema).is_valid(json.loads(choice.message.content)):
+            wrong.append((schema, choice.message.content))
+    return wrong, whole
+
+
+async def test_answers_fit_their_schemas(engine_box: Any, replicas: Any) -> None:
+    spec = engine_box.spec("schemas", engine_box.version("a", seed=1))
+    await replicas().start(spec)
+    wrong, whole = await wrong_answers(client(spec), schemas(40, seed=1))
+    assert not wrong and whole >= 10
+
+
+@pytest.mark.soak
+async def test_answers_fit_all_schemas(engine_box: Any, replicas: Any) -> None:
+    spec = engine_box.spec("schemas-all", engine_box.version("a", seed=1))
+    await replicas().start(spec)
+    wrong, whole = await wrong_answers(client(spec), schemas(400, seed=2))
+    assert not wrong and whole >= 100
