@@ -25,7 +25,10 @@ LORA_FROM_PARAMETERS = 1_000_000_000
 ZERO3_FROM_PARAMETERS = 13_000_000_000
 ZERO2_FROM_PARAMETERS = 1_000_000_000
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "lora_publish")
-LEAST_STEPS = 25  # fewer teach nothing whatever the learning rate: warm-up and decay are most of them
+RATES = ("learning_rate", "learning_rate_multiplier")
+HIGH_RATE, HIGHEST_RATE = 10.0, 100.0
+"""Times the automatic rate, beyond which a learning rate gets a warning, or is refused."""
+LEAST_STEPS = 50  # fewer teach little whatever the learning rate: warm-up and decay are most of them
 SHORTEST_ROW = 128  # tokens; a shorter one takes a device as long
 
 
@@ -103,7 +106,7 @@ def resolve(
 
     fields["packing"] = given.flag("packing", auto=True)
     fields["data_order"] = given.choice("data_order", ("shuffled", "given", "loss"), auto="shuffled")
-    fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
+    fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=recipe.epochs(dataset.n_examples, full=fields["full"]))
     devices = max_devices // fields["tensor_parallel"]
     length, batch = _rows(given, dataset, model, fields, devices)
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings, auto=length)
@@ -303,15 +306,6 @@ def _row_bounds(dataset: DatasetStats, model: ModelStats) -> tuple[int, int]:
     return usual, min(usual, max(longest, SHORTEST_ROW))
 
 
-def _n_epochs(dataset: DatasetStats) -> int:
-    # Few examples need repeating to be learnt at all, many need not. Ten times is too much: SmolLM2-135M with LoRA knew
-    # 24 examples by heart (loss 0.01) and four of eleven general answers less.
-    for examples, epochs in ((200, 5), (2000, 3), (20000, 2)):
-        if dataset.n_examples < examples:
-            return epochs
-    return 1
-
-
 def _batch(given: Given, rows: int, max_devices: int) -> dict[str, int]:
     """rows: of a step, if nothing was asked for."""
     micro = given.integer("micro_batch", 1, 1024, auto=1)
@@ -341,9 +335,15 @@ def _batch_size(rows: float, max_devices: int) -> int:
 
 def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, fields: dict) -> float:
     step_tokens = fields["n_epochs"] * dataset.n_tokens / steps(dataset, fields)
-    auto = recipe.learning_rate(model.n_parameters, step_tokens, full=fields["full"])
+    auto = recipe.learning_rate(model.n_parameters, step_tokens, full=fields["full"], rows=dataset.n_examples)
     multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
-    return given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
+    rate = given.number("learning_rate", 1e-9, 1.0, auto=auto) * multiplier
+    if rate > (most := HIGHEST_RATE * auto):
+        name = next(name for name in RATES if given.is_set(name))
+        most = most / multiplier if name == "learning_rate" else most / auto
+        expected = f"at most {most:.2g}: {HIGHEST_RATE:.0f} times the automatic learning rate {auto:.2g} train nothing"
+        raise InvalidHyperparameter(name, given.value(name, auto), expected)
+    return rate
 
 
 class Given:

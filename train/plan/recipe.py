@@ -1,4 +1,4 @@
-"""The learning rate that "auto" chooses, by method, model size and data size. Pure.
+"""The learning rate and the epochs that "auto" chooses, by method, model size and data size. Pure.
 
 What others publish, for AdamW and supervised fine-tuning (read in November 2026):
 
@@ -20,6 +20,9 @@ what is published, because most jobs here are small and a small job that learns 
 examples at 7.2e-4, 4.3e-4 and 2.9e-4 alike, and of twelve general questions, of which it had answered eleven before,
 answered ten, eleven and twelve after (docs/first-model.md). More data makes larger steps (train.plan.auto), and those
 bear more: up to three times as much from 74,000 tokens a step on, which is where the published sweeps were made.
+
+Few rows have to be seen several times to be learned at all: until `FEWEST_SEEN` have passed, `MOST_EPOCHS` times at
+most. Adapters of few rows get half as much again of the rate, and take more passes than all weights do.
 """
 
 from __future__ import annotations
@@ -31,13 +34,27 @@ REFERENCE_STEP_TOKENS = 8192
 FULL, ADAPTER = 1e-5, 1e-4
 LARGEST_FULL, LARGEST_ADAPTER = 1e-3, 1.2e-3
 LARGEST_BATCH_FACTOR = 3.0
+FEW_ROWS, FEW_ROWS_FACTOR = 200, 1.5
+FEWEST_SEEN = 600
+MOST_EPOCHS_FULL, MOST_EPOCHS_ADAPTER = 6, 10
 # One over the root for all weights, as published; adapters of small models bear less than ten times that.
 FULL_EXPONENT, ADAPTER_EXPONENT = 0.5, 0.27
 
 
-def learning_rate(n_parameters: int, step_tokens: float, *, full: bool) -> float:
-    """Peak of the schedule. n_parameters: of the base. step_tokens: trained in one optimizer step, on average."""
+def epochs(rows: int, *, full: bool) -> int:
+    """Passes over so many rows."""
+    for most, usual in ((FEW_ROWS, 5), (2000, 3), (20000, 2)):
+        if rows < most:
+            return max(usual, min(MOST_EPOCHS_FULL if full else MOST_EPOCHS_ADAPTER, FEWEST_SEEN // max(1, rows)))
+    return 1
+
+
+def learning_rate(n_parameters: int, step_tokens: float, *, full: bool, rows: int = FEW_ROWS) -> float:
+    """Peak of the schedule. n_parameters: of the base. step_tokens: trained in one optimizer step, on average. rows: of
+    the training file."""
     smaller = REFERENCE_PARAMETERS / max(n_parameters, 1)
     base = FULL * smaller**FULL_EXPONENT if full else ADAPTER * smaller**ADAPTER_EXPONENT
     batch = math.sqrt(max(1.0, step_tokens / REFERENCE_STEP_TOKENS))
+    if rows < FEW_ROWS and not full:
+        base *= FEW_ROWS_FACTOR
     return min(base * min(batch, LARGEST_BATCH_FACTOR), LARGEST_FULL if full else LARGEST_ADAPTER)

@@ -85,7 +85,7 @@ def of_shape(
 
 def dataset_of(report: DataReport) -> auto.DatasetStats:
     return auto.DatasetStats(
-        n_examples=max(1, report.n_examples),
+        n_examples=max(1, report.n_rows, report.n_examples),
         n_tokens=max(1, report.n_tokens_estimate),
         longest_example_tokens=max(1, report.longest_example_tokens),
         lengths=tuple(report.example_tokens),
@@ -129,6 +129,27 @@ def cut_examples(method: Method, dataset: auto.DatasetStats, resolved: dict[str,
     return [
         f"The longest example has {longest:,} tokens and max_length is {most:,}: what is beyond is cut off, and an "
         "example with nothing left to learn is left out, or refused by the method."
+    ]
+
+
+def high_rate(
+    context: ControllerContext,
+    base: Resolved,
+    method: Method,
+    given: dict[str, Any],
+    dataset: auto.DatasetStats,
+    resolved: dict[str, Any],
+) -> list[str]:
+    """A warning where the requested learning rate is far above the automatic one; `auto` refuses still higher ones."""
+    others = {name: value for name, value in given.items() if name not in auto.RATES}
+    device_count = max(1, node_sizes.known(context).largest)
+    usual = method.resolve(others, dataset, of_model(context, base), device_count)["learning_rate"]
+    rate = resolved["learning_rate"]
+    if rate <= auto.HIGH_RATE * usual:
+        return []
+    return [
+        f"learning_rate {rate:.1e} is {rate / usual:.0f} times the automatic {usual:.1e}: the model may lose what it "
+        "knows. Lower it if the loss jumps or the answers get worse."
     ]
 
 

@@ -17,7 +17,7 @@ from appliance.controller.access.model_access import Resolved, base_of
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.jobs import data, settings
+from appliance.controller.jobs import data, equal_rows, settings
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files as file_rows
@@ -91,6 +91,9 @@ class JobValidation:
         except _CannotTeach as error:
             if self._still_validating(job_id):
                 fail(db, job_id, "invalid_teacher", str(error), f"method.{row.method}.teacher")
+        except _SameRows as error:
+            if self._still_validating(job_id):
+                fail(db, job_id, "invalid_validation_file", str(error), "validation_file")
         except CheckpointRefused as error:
             if self._still_validating(job_id):
                 fail(db, job_id, "model_refused", str(error), "model")
@@ -131,6 +134,12 @@ class JobValidation:
             held_out = self._file(row.validation_file)
             held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
             messages += _told(held_out, held_out_report)
+        found = await context.file_work.run(
+            row.owner, equal_rows.compare, folder / "train.jsonl", folder / "valid.jsonl" if held_out_report else None
+        )
+        if found.same_files:
+            raise _SameRows(equal_rows.SAME_FILES)
+        messages += [("warn", text) for text in found.warnings()]
         await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
         return report, messages
 
@@ -230,8 +239,10 @@ class JobValidation:
             fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
             return
         # Only sizes whose ranks fit their devices: on fewer devices the job would run out of memory midway.
-        cut = settings.cut_examples(method, settings.dataset_of(report), chosen.resolved)
-        sizes, messages = list(verdict.sizes), [*messages, *(("warn", text) for text in (*verdict.warnings, *cut))]
+        dataset = settings.dataset_of(report)
+        odd = settings.cut_examples(method, dataset, chosen.resolved)
+        odd += settings.high_rate(context, base, method, row.hyperparameters, dataset, chosen.resolved)
+        sizes, messages = list(verdict.sizes), [*messages, *(("warn", text) for text in (*verdict.warnings, *odd))]
         with db.transaction():
             for level, text in messages:
                 add_message(db, row.id, text, level=level)
@@ -248,6 +259,10 @@ def _told(file: FileRow, report: DataReport) -> list[tuple[str, str]]:
 
 class _CannotTeach(Exception):
     """The teacher's tokens are not those of the student; the text says so."""
+
+
+class _SameRows(Exception):
+    """The validation file has the rows of the training file."""
 
 
 class _Gone(Exception):

@@ -29,10 +29,10 @@ SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fin
 ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
 
 
-def chat_lines(count: int = 12) -> bytes:
+def chat_lines(count: int = 12, first: int = 0) -> bytes:
     rows = [
         {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": str(n + 1)}]}
-        for n in range(count)
+        for n in range(first, first + count)
     ]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

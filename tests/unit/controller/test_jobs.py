@@ -21,11 +21,11 @@ from train.methods.methods import METHODS
 
 
 async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Control):
-    file_id = await control.upload()
+    file_id, held_out = await control.upload(), await control.upload(chat_lines(first=100))
     made = await control.sdk.fine_tuning.jobs.create(
         model="starter",
         training_file=file_id,
-        validation_file=file_id,
+        validation_file=held_out,
         suffix="maths",
         seed=7,
         metadata={"team": "a"},
@@ -37,7 +37,7 @@ async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Contr
     await control.settle()
     job = await control.sdk.fine_tuning.jobs.retrieve(made.id)
     assert job.status == "queued" and job.seed == 7 and job.metadata == {"team": "a"}
-    assert job.training_file == job.validation_file == file_id
+    assert (job.training_file, job.validation_file) == (file_id, held_out)
     assert isinstance(job.hyperparameters.n_epochs, int) and job.hyperparameters.batch_size == 4
     assert job.method.supervised.hyperparameters.n_epochs == job.hyperparameters.n_epochs
     assert await control.messages(made.id) == [
@@ -51,6 +51,40 @@ async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Contr
     assert len((folder / "train.jsonl").read_text().splitlines()) == 12
     assert (folder / "valid.jsonl").exists()
     assert any(made.id in reason for reason in control.scheduler.nudges)
+
+
+@pytest.mark.parametrize("spaces", ["", " "])
+async def test_job_validation_file_equal_to_training_file_fails(control: Control, spaces):
+    held_out = await control.upload(chat_lines().replace(b": ", f":{spaces}".encode()))
+    job_id = await control.job(validation_file=held_out)
+    error = (await control.sdk.fine_tuning.jobs.retrieve(job_id)).error
+    assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
+
+
+async def test_job_validation_file_sharing_rows_warns(control: Control):
+    job_id = await control.job(validation_file=await control.upload(chat_lines(11)))
+    assert jobs.get(control.db, job_id).phase == "queued" and len(await warnings(control, job_id)) == 1
+
+
+async def test_job_equal_rows_warn(control: Control):
+    assert len(await warnings(control, await control.job(training_file=await control.upload(chat_lines(1) * 20)))) == 1
+    assert not await warnings(control, await control.job())
+
+
+async def test_job_learning_rate_far_above_automatic_is_refused(control: Control):
+    usual = jobs.get(control.db, await control.job()).resolved["learning_rate"]
+    assert not await warnings(control, await control.job(hyperparameters={"learning_rate_multiplier": 9}))
+    assert len(await warnings(control, await control.job(hyperparameters={"learning_rate_multiplier": 11}))) == 1
+    assert len(await warnings(control, await control.job(hyperparameters={"learning_rate": 50 * usual}))) == 1
+    for name, value in (("learning_rate_multiplier", 10_000), ("learning_rate", 1)):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await control.job(hyperparameters={name: value})
+        assert refused.value.param == f"hyperparameters.{name}"
+
+
+async def warnings(control: Control, job_id: str) -> list[str]:
+    events = await control.sdk.fine_tuning.jobs.list_events(job_id, limit=100)
+    return [event.message for event in events.data if event.level == "warn"]
 
 
 async def test_the_methods_of_the_box_are_listed_with_what_each_takes(control: Control):
@@ -648,7 +682,8 @@ PROMPT = {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4"}
 
 
 def prompts(count: int = 12) -> bytes:
-    return (json.dumps(PROMPT) + "\n").encode() * count
+    rows = [{"messages": [{"role": "user", "content": f"{n} and 2?"}], "answer": str(n + 2)} for n in range(count)]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Control):
@@ -667,7 +702,7 @@ async def test_a_job_of_rewards_is_validated_and_shows_its_grader(control: Contr
     assert row.phase == "queued", row.reason
     assert row.resolved["batch_size"] == 4 and row.resolved["options"]["group"] == 4
     lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()
-    assert len(lines) == 12 and json.loads(lines[0])["item"] == {"answer": "4"}
+    assert len(lines) == 12 and json.loads(lines[2])["item"] == {"answer": "4"}
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.method.type == "reinforcement" and job.method.reinforcement.grader.name == "same"
     shown = job.method.reinforcement.hyperparameters

@@ -12,7 +12,7 @@ from appliance.controller.jobs.events import JobEvents, activate
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
 from appliance.store.upkeep import forgotten, retention
-from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 from tests.unit.controller.test_admin import ask, ended
 from tests.unit.controller.test_job_events import metrics
 
@@ -121,7 +121,7 @@ async def test_a_jobs_own_epochs_replace_each_other_under_a_new_name(control: Co
 
 
 async def test_held_out_losses_of_two_jobs_are_compared_on_the_same_data_alone(control: Control, events: JobEvents):
-    same, other = await control.upload(), await control.upload()
+    same, other = [await control.upload(chat_lines(first=100)) for _ in range(2)]
     versions = []
     for file_id in (same, same, other):
         job_id = await control.job(validation_file=file_id, extra_body={"publish_as": "fraud"})

@@ -124,8 +124,8 @@ async def test_the_best_go_on_with_more_data_and_the_models_of_the_others_go(con
 
 async def test_trials_of_rewards_are_compared_by_the_reward_held_out(control: Control, events: JobEvents):
     """They had no loss, and the sweep failed with that once its first round was paid for."""
-    row_of = {"messages": [{"role": "user", "content": "2 and 2?"}], "answer": "4"}
-    data = {name: await control.upload((json.dumps(row_of) + "\n").encode() * 40) for name in FILES}
+    lines = {name: {"messages": [{"role": "user", "content": f"{name}?"}], "answer": "4"} for name in FILES}
+    data = {name: await control.upload((json.dumps(line) + "\n").encode() * 40) for name, line in lines.items()}
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     train = {"model": "starter", "method": method, **data}
     sweep_id = await begun(control, train=train, grid={"learning_rate_multiplier": [1.0, 3.0]}, first=0.5)

@@ -187,7 +187,7 @@ REAL = ModelStats(134_500_000, 8192, device_kind="cpu")
 def test_a_small_job_takes_idle_devices_without_another_step_or_another_token_in_one():
     """A job that was automatically one row a step used one of eight devices."""
     alone, wide = resolve({}, TINY_DATA, REAL, 1), resolve({}, TINY_DATA, REAL, 8)
-    assert allowed_sizes(alone["batch_size"], 8) == [1] and allowed_sizes(wide["batch_size"], 8) == [1, 2, 4]
+    assert allowed_sizes(alone["batch_size"], 8) == [1] and allowed_sizes(wide["batch_size"], 8) == [1, 2]
     assert alone["batch_size"] * alone["max_length"] == wide["batch_size"] * wide["max_length"]
     assert steps(TINY_DATA, alone) == steps(TINY_DATA, wide) >= LEAST_STEPS
     assert wide["max_length"] >= max(SHORTEST_ROW, TINY_DATA.longest_example_tokens)
@@ -215,7 +215,7 @@ def test_rows_are_no_shorter_than_the_longest_example_and_as_asked_for():
     assert resolve({}, long, REAL, 8)["max_length"] >= 700
     assert resolve({"max_length": 512}, TINY_DATA, REAL, 8)["max_length"] == 512
     asked = resolve({"batch_size": 1}, TINY_DATA, REAL, 8)
-    assert (asked["batch_size"], asked["max_length"]) == (1, 512)
+    assert (asked["batch_size"], asked["max_length"]) == (1, 256)
     assert resolve({"packing": False}, TINY_DATA, REAL, 8)["max_length"] == 512
 
 
@@ -225,3 +225,16 @@ def test_every_size_of_data_gets_steps_enough(model, examples):
     data = DatasetStats(examples, 200 * examples, 400)
     fields = resolve({}, data, model, 8)
     assert steps(data, fields) >= LEAST_STEPS, fields
+
+
+def test_learning_rate_far_above_the_recipe_is_refused():
+    usual = resolve({}, TINY_DATA, REAL, 1)["learning_rate"]
+    for given, name in (
+        ({"learning_rate": 1}, "learning_rate"),
+        ({"learning_rate_multiplier": 10_000}, "learning_rate_multiplier"),
+        ({"learning_rate": 10 * usual, "learning_rate_multiplier": 11}, "learning_rate"),
+    ):
+        with pytest.raises(InvalidHyperparameter) as caught:
+            resolve(given, TINY_DATA, REAL, 1)
+        assert caught.value.param == name
+    assert resolve({"learning_rate_multiplier": 99}, TINY_DATA, REAL, 1)["learning_rate"] == pytest.approx(99 * usual)

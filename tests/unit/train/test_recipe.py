@@ -3,7 +3,7 @@
 import pytest
 
 from train.plan.auto import DatasetStats, ModelStats, resolve
-from train.plan.recipe import learning_rate
+from train.plan.recipe import FEW_ROWS, epochs, learning_rate
 
 SMOL = 134_515_008
 
@@ -42,8 +42,22 @@ def test_more_data_makes_larger_steps_and_a_higher_rate():
     model = ModelStats(8_000_000_000, 8192, "cuda")
     found = [
         resolve({}, DatasetStats(examples, 500 * examples, 2000), model, 8)["learning_rate"]
-        for examples in (50, 1000, 100_000)
+        for examples in (300, 1000, 100_000)
     ]
     assert found[0] < found[1] < found[2] == pytest.approx(3 * learning_rate(8_000_000_000, 1, full=False))
     given = {"learning_rate": 1e-5, "learning_rate_multiplier": 2}
     assert resolve(given, DatasetStats(100_000, 50_000_000, 2000), model, 8)["learning_rate"] == pytest.approx(2e-5)
+
+
+def test_epochs_few_rows_are_seen_more_often():
+    for full in (True, False):
+        passes = [epochs(rows, full=full) for rows in (1, 12, 31, 60, 100, 150, 199, 200, 2000, 20_000)]
+        assert passes == sorted(passes, reverse=True) and passes[-4:] == [5, 3, 2, 1]
+        assert all(rows * epochs(rows, full=full) <= 1000 for rows in (1, 31, 60, 100, 199))
+    assert epochs(31, full=False) > epochs(31, full=True) > 5
+
+
+def test_learning_rate_of_few_rows_is_higher_for_adapters_alone():
+    few, many = (learning_rate(SMOL, 300, full=False, rows=rows) for rows in (31, FEW_ROWS))
+    assert few == pytest.approx(1.5 * many)
+    assert learning_rate(SMOL, 300, full=True, rows=31) == learning_rate(SMOL, 300, full=True, rows=FEW_ROWS)

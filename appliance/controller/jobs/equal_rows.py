@@ -1,0 +1,63 @@
+"""Compares the converted rows of a job's files with each other: repeats, and rows that are in both files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+MOST_ROWS = 1_000_000
+"""Rows of a file that are compared, the first ones: their hashes take some 100 MB."""
+REPEATED_SHARE, SHARED_SHARE = 0.5, 0.1
+"""The share of rows that repeat others, or are in both files, from which a warning is given."""
+
+SAME_FILES = (
+    "The validation file has the same examples as the training file, so its loss would only repeat the training loss. "
+    "Give examples that are not trained on, or no validation_file."
+)
+
+
+class EqualRows(NamedTuple):
+    """rows, distinct: of the training file. held_out, shared: distinct rows of the validation file, and those of them
+    that the training file has too."""
+
+    rows: int
+    distinct: int
+    held_out: int = 0
+    shared: int = 0
+
+    @property
+    def same_files(self) -> bool:
+        return 0 < self.held_out == self.shared == self.distinct
+
+    def warnings(self) -> list[str]:
+        found = []
+        if self.distinct <= REPEATED_SHARE * self.rows:
+            found.append(
+                f"Of the {self.rows:,} training examples only {self.distinct:,} differ: the model learns the repeated "
+                "ones by heart. Remove repeats (`appliance file prepare`) unless they are meant as a weight."
+            )
+        if self.shared and self.shared >= SHARED_SHARE * self.held_out:
+            found.append(
+                f"Of the {self.held_out:,} validation examples {self.shared:,} are training examples too: the "
+                "validation loss looks better than it is. Keep them in one of the files."
+            )
+        return found
+
+
+def compare(training: Path, validation: Path | None) -> EqualRows:
+    """Read both files. Raises OSError."""
+    hashes = list(_hashes(training))
+    trained = set(hashes)
+    if validation is None:
+        return EqualRows(len(hashes), len(trained))
+    held_out = set(_hashes(validation))
+    return EqualRows(len(hashes), len(trained), len(held_out), len(held_out & trained))
+
+
+def _hashes(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        for line in islice(file, MOST_ROWS):
+            yield blake2b(line, digest_size=8).digest()
