@@ -335,7 +335,7 @@ def _quarantine(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "quarantine",
             "warn",
-            f"{found.files} files that the database did not name at a start are in {found.folder}, {size}",
+            f"{found.folder}, which the database did not name at a start (files: {found.files}, {size})",
             "nothing",
             "put the database back that names them, and they return at the next start; or send one again, `appliance "
             f"file upload {found.folder}/files/FILE`; what nobody needs goes by `rm -r {found.folder}`",
