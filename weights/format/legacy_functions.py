@@ -1,7 +1,7 @@
 """OpenAI's older form of tools, `functions` and `function_call`, as `tools` and `tool_choice`. Pure.
 
 https://platform.openai.com/docs/api-reference/chat/create has both; chat templates and engines know the newer one
-alone. The gateway measures requests through it, engines answer through it, and training data is read through it.
+alone. The gateway measures requests through it, and engines answer through it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pytest
 from tests.train_support.tiny import gsm8k
 from train.data.check import (
     MAX_COUNTED_ERRORS,
+    MAX_LEFT_OUT,
     MAX_LISTED_ERRORS,
     MAX_REASON_CHARACTERS,
     check_training_file,
@@ -175,7 +176,7 @@ def test_tools_survive_and_are_checked(tmp_path):
         (b'{"messages": Infinity}', "Infinity"),
         (b"{'messages': [{'role': 'user'}]}", "as Python prints it"),
         (b'{"messages": None}', "as Python prints it"),
-        ('{“messages”: 1}'.encode(), "curly quotes"),
+        ("{“messages”: 1}".encode(), "curly quotes"),
         (b'{"prompt": "a"},\n{"prompt": "b"},\n', "a comma follows"),
         (b'{"prompt": "a"}{"prompt": "b"}\n', "several JSON values on one line"),
         (b'{"prompt": "a", "completion": "b", "prompt": "c"}', "the key 'prompt' twice"),
@@ -197,9 +198,37 @@ def test_errors_in_an_array_name_the_line(tmp_path):
     assert report.n_examples == 1 and [line for line, _ in report.errors] == [4]
 
 
-def test_a_byte_order_mark_and_windows_lines_do_no_harm(tmp_path):
-    (tmp_path / "f").write_bytes(b"\xef\xbb\xbf" + (json.dumps(GOOD) + "\r\n").encode() * 10)
+def test_byte_order_marks_at_any_line_and_windows_lines_are_taken(tmp_path):
+    line = b"\xef\xbb\xbf" + (json.dumps(GOOD) + "\r\n").encode()
+    (tmp_path / "f").write_bytes(line * 2 + line.removeprefix(b"\xef\xbb\xbf") * 8)
     assert check_training_file(tmp_path / "f").n_examples == 10
+
+
+def test_objects_over_several_lines_are_one_error(tmp_path):
+    (tmp_path / "f").write_text("\n".join(json.dumps(GOOD, indent=2) for _ in range(12)))
+    report = check_training_file(tmp_path / "f")
+    assert [line for line, _ in report.errors] == [1] and "jq -c . FILE" in report.errors[0][1]
+
+
+@pytest.mark.parametrize("sep", ["lines", "array", "one"])
+def test_bare_lists_of_messages_are_chats(tmp_path, sep):
+    turns = GOOD["messages"]
+    text = {"lines": f"{json.dumps(turns)}\n" * 3, "array": json.dumps([turns] * 3, indent=1), "one": json.dumps(turns)}
+    (tmp_path / "f").write_text(text[sep])
+    report = check_training_file(tmp_path / "f")
+    assert report.ok and (report.shape, report.n_examples) == ("chat", 1 if sep == "one" else 3), report.errors
+
+
+def test_keys_that_no_shape_reads_are_counted_in_a_note(tmp_path):
+    rows = [{**GOOD, "source": "x", "empty": "", "none": None, **({"id": n} if n % 2 else {})} for n in range(12)]
+    report = check_training_file(write(tmp_path / "f", *rows))
+    assert report.ok and report.left_out == {"source": 12, "id": 6}
+    assert [note for note in report.notes if "id (6), source (12)" in note]
+
+
+def test_keys_left_out_are_bounded(tmp_path):
+    report = check_training_file(write(tmp_path / "f", {**GOOD, **{f"key{n}": 1 for n in range(500)}}))
+    assert len(report.left_out) == MAX_LEFT_OUT + 1 and sum(report.left_out.values()) == 500
 
 
 def test_gsm8k_as_published(tmp_path):

@@ -88,6 +88,12 @@ def test_other_shapes_and_several_files(tmp_path):
     assert lines(report, "empty") == [1] and report["files"][0]["shape"] == "preference"
 
 
+def test_report_counts_keys_that_are_left_out(tmp_path):
+    row = chat("Who is it?", "It is the nightingale.")
+    path = write(tmp_path / "f.jsonl", {**row, "source": "x"}, {**row, "source": None, "id": 3})
+    assert checked(path)["keys_left_out"] == {"id": 1, "source": 1}
+
+
 def test_an_array_and_windows_lines(tmp_path):
     array = tmp_path / "a.json"
     array.write_text(json.dumps([chat("a b c", "d e f"), chat("a b c", "d e f")], indent=1))
