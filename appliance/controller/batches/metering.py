@@ -24,6 +24,7 @@ from appliance.gateway.access.allowance import Allowance
 from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import TokenRequest, longest_of
 from appliance.gateway.core import errors as gateway_errors
+from appliance.gateway.payload.media_tokens import media_in
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
@@ -200,7 +201,11 @@ def asked_of(url: str, body: dict[str, Any], size: int) -> TokenRequest:
     sequences = (len(prompt) if several else 1) * max(_count(body, "n"), _count(body, "best_of"))
     named = (_count(body, name, 0) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
     most = next((tokens for tokens in named if tokens), _UNBOUNDED)
-    return TokenRequest(size // BYTES_PER_TOKEN, 0 if url == "/v1/embeddings" else most * sequences, sequences)
+    media_chars, media_tokens = media_in(body.get("messages") or body.get("input"))
+    size = max(0, size - media_chars)
+    return TokenRequest(
+        size // BYTES_PER_TOKEN + media_tokens, 0 if url == "/v1/embeddings" else most * sequences, sequences
+    )
 
 
 def most_of(url: str, body: dict[str, Any], size: int) -> int:

@@ -14,6 +14,7 @@ from appliance.gateway.readings.tools import tools_as_meant
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
 _ROUTES: Final = {"responses.input_tokens": "responses", "messages.count_tokens": "messages"}
+_FORMED: Final = frozenset({"chat.completions", "completions", "responses"})
 _MOST_NAMED: Final = 16
 _NAME_CHARS: Final = 80
 
@@ -44,7 +45,8 @@ def as_meant(route: str, data: dict[str, Any]) -> Reading:
     if route == "responses" and isinstance(made.get("input"), list):
         made = with_settings_of_items(made)
     tools_as_meant(route, made, tools)
-    formats_as_meant(made)
+    if route in _FORMED:
+        formats_as_meant(made)
     if route == "responses":
         _response(made, items)
     elif isinstance(made.get("messages"), list):

@@ -230,6 +230,7 @@ async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_compute
 
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'iVBORw0KGgo' * 800}"}}
 
 
 @pytest.mark.parametrize(
@@ -242,6 +243,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         ("/v1/completions", {"model": "m", "prompt": [[1], [2]]}),
         ("/v1/responses", {"model": "m", "input": "x", "max_output_tokens": 9}),
         ("/v1/embeddings", {"model": "m", "input": ["x", "y"]}),
+        ("/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": [IMAGE]}]}),
     ],
 )
 def test_what_a_checked_line_may_cost_is_told_without_another_check(url: str, body: dict[str, Any]) -> None:
