@@ -5,6 +5,7 @@ Engines are started with them, and `appliance model show` names them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 # vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets none:
@@ -30,8 +31,22 @@ TOOL_PARSERS: Mapping[str, str] = {
     "gpt_oss": "openai",
 }
 
+# What a chat template writes around calls, and vLLM's parser of it. The syntax of the template wins over the family:
+# several families are fine-tuned with another one's, whatever their architecture. The first that is found counts.
+CALL_SYNTAX = (
+    ("<function=", "qwen3_coder"),  # Qwen 3.5, Nemotron 3
+    ("<arg_key>", "glm45"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_call>", "gemma4"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+)
+
 # vLLM's reasoning parser of a family, and what its chat template has where the model reasons (vllm/reasoning; docs
-# "Reasoning Outputs"). Others with `<think>` tags are read by THINK_PARSER whatever their family.
+# "Reasoning Outputs"). Others with `<think>` tags are read by the two parsers below whatever their family.
 REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
     "gpt_oss": ("openai_gptoss", "<|channel|>"),
     "seed_oss": ("seed_oss", "<seed:think>"),
@@ -40,25 +55,23 @@ REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
     "deepseek_v3": ("deepseek_v3", "thinking"),
     "gemma4": ("gemma4", "<|channel>"),
 }
-# It takes tags that are several tokens too, knows `enable_thinking: false`, and lets a tool call end the reasoning;
-# deepseek_r1, the other one for these tags, does none of that.
-THINK_PARSER = "qwen3"
+THINK_PARSER, BEGUN_THOUGHT_PARSER = "thought", "begun_thought"
+"""Parsers of `<think>` (serve.vllm.thoughts): where the model begins its thought, or the generation prompt does."""
 _THINK, _ANSWER_BEGINS = "<think>", "add_generation_prompt"
+_CLOSED_THOUGHT = re.compile(r"<think>(\\n|\s)*</think>")
 
 
 def tool_parser(model_type: str | None, chat_template: str | None) -> str | None:
     """vLLM's tool parser for a model family (`model_type` of config.json), None if unknown.
 
-    Several families are fine-tuned with the Hermes tags whatever their architecture, and their chat template
-    says so: the tag wins over the family. A family's own parser is used only with a template that mentions
-    tools, otherwise text that merely looks like a call would be taken for one. A template that does not mention them
-    has been given a way to show them, with the same tags (weights.format.tool_template).
+    A family's own parser is used only with a template that mentions tools, otherwise text that merely looks like a call
+    would be taken for one. A template that does not mention them has been given a way to show them, with Hermes' tags
+    (weights.format.tool_template).
     """
     template = chat_template or ""
-    if "<tool_call>" in template:
-        return "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
+    for mark, parser in CALL_SYNTAX:
+        if mark in template:
+            return parser
     if "tools" not in template:
         return None
     return TOOL_PARSERS.get(model_type or "")
@@ -67,13 +80,13 @@ def tool_parser(model_type: str | None, chat_template: str | None) -> str | None
 def reasoning_parser(model_type: str | None, chat_template: str | None) -> str | None:
     """vLLM's reasoning parser for a model family, None for a model that does not reason.
 
-    A parser takes what stands before the closing tag for reasoning, all of it if there is no tag. So the name of the
-    family is not enough: Qwen3's instruct models do not reason. The template of one that does has the tag where the
-    answer begins, opened for it or closed where reasoning is switched off; older turns alone prove nothing.
+    The name of a family is not enough: Qwen 3's instruct models do not reason. A template that may leave a thought open
+    where the answer begins has its closing tag alone to tell one by; under others a thought begins with its tag.
     """
     template = chat_template or ""
     own, sign = REASONING_PARSERS.get(model_type or "", (None, ""))
     if own is not None and sign in template:
         return own
-    _, found, beginning = template.rpartition(_ANSWER_BEGINS)
-    return THINK_PARSER if found and _THINK in beginning else None
+    if _THINK in _CLOSED_THOUGHT.sub("", template.rpartition(_ANSWER_BEGINS)[2]):
+        return BEGUN_THOUGHT_PARSER
+    return THINK_PARSER if _THINK in template else None

@@ -62,6 +62,7 @@ def refused(spec: ReplicaSpec) -> str:
     except WeightsError as error:
         return str(error)
     template = read_chat_template(spec.version_path)
+    plugin.register()
     try:
         options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
         validate_parsed_serve_args(options)
@@ -71,7 +72,6 @@ def refused(spec: ReplicaSpec) -> str:
         ):
             if name and name not in known():
                 raise ArgumentsRefused(f"there is no {kind} parser {name}; vLLM has {', '.join(sorted(known()))}")
-        plugin.register()
         config = AsyncEngineArgs.from_cli_args(options).create_engine_config()
         return refused_later(config, on_host=kind_of(spec.kind).on_host)
     except ValidationError as error:

@@ -1,0 +1,96 @@
+"""Reasoning parsers for models that may answer without a thought.
+
+A model that is fine-tuned on answers without thoughts writes none. vLLM's parser for `<think>` takes whatever has no
+`</think>` for a thought, and such an answer would have no content. And templates write empty lines between a thought
+and the answer; vLLM makes them part of the answer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from vllm.parser.abstract_parser import DelegatingParser
+from vllm.parser.engine.adapters import make_adapters
+from vllm.parser.engine.events import EventType
+from vllm.parser.engine.parser_engine_config import ParserState, Transition
+from vllm.parser.qwen3 import Qwen3Parser, qwen3_config
+from vllm.reasoning import ReasoningParserManager
+
+from serve.core.parsers import BEGUN_THOUGHT_PARSER, THINK_PARSER
+
+
+class ThoughtParser(Qwen3Parser):
+    """For a template whose generation prompt begins no thought: one begins with `<think>`, all else is the answer."""
+
+    def __init__(self, tokenizer: Any, tools: Any = None, **kwargs: Any) -> None:
+        config = qwen3_config(thinking=False, name=THINK_PARSER, turn_boundary_tokens=self.TURN_BOUNDARIES)
+        begins = Transition(ParserState.REASONING, (EventType.REASONING_START,))
+        transitions = {**config.transitions, (ParserState.CONTENT, "THINK_START"): begins}
+        # A structured answer may have a thought before it, which its grammar does not hold.
+        kwargs["parser_engine_config"] = replace(config, transitions=transitions, wait_for_reasoning=True)
+        super().__init__(tokenizer, tools, **kwargs)
+
+
+class BegunThoughtParser(Qwen3Parser):
+    """For a template whose generation prompt begins a thought: what ended without `</think>` is the answer."""
+
+    _streamed = ""
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        reasoning, content = super().extract_reasoning(model_output, request)
+        if reasoning and not (content or "").strip() and self._ended(reasoning, request):
+            return None, reasoning
+        return reasoning, content
+
+    def extract_reasoning_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        delta = super().extract_reasoning_streaming(*args, **kwargs)
+        self._streamed += (delta and delta.reasoning) or ""
+        return delta
+
+    def get_streaming_fallback_content(self, text: str, request: Any) -> str | None:
+        """What the stream sent as reasoning, when it turns out to be the answer."""
+        return self._streamed if self._ended(self._streamed, request) else None
+
+    def _ended(self, text: str, request: Any) -> bool:
+        """Whether the model ended by itself: vLLM does not tell parsers."""
+        limits = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        most = next((limit for name in limits if (limit := getattr(request, name, None))), None)
+        return most is None or len(self.model_tokenizer.encode(text, add_special_tokens=False)) < most - 1
+
+
+def register() -> None:
+    """Make the parsers known to vLLM. It may be called several times."""
+    if not hasattr(DelegatingParser.parse, "strips"):
+        DelegatingParser.parse = _stripped(DelegatingParser.parse)
+        DelegatingParser.parse_delta = _stripped_delta(DelegatingParser.parse_delta)
+    for name, parser in ((THINK_PARSER, ThoughtParser), (BEGUN_THOUGHT_PARSER, BegunThoughtParser)):
+        ReasoningParserManager.register_module(name, module=make_adapters(parser)[0])
+
+
+def _stripped(parse: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse)
+    def run(self: DelegatingParser, *args: Any, **kwargs: Any) -> Any:
+        reasoning, content, calls = parse(self, *args, **kwargs)
+        if self._reasoning_parser is not None and content:
+            content = content.lstrip("\n") or None
+        return reasoning, content, calls
+
+    run.strips = True  # type: ignore[attr-defined]
+    return run
+
+
+def _stripped_delta(parse_delta: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(parse_delta)
+    def run(self: DelegatingParser, *args: Any, **kwargs: Any) -> Any:
+        delta = parse_delta(self, *args, **kwargs)
+        if self._reasoning_parser is None or delta is None or not delta.content or hasattr(self, "answer_begun"):
+            return delta
+        delta.content = delta.content.lstrip("\n") or None
+        if delta.content:
+            self.answer_begun = True  # type: ignore[attr-defined]
+        return delta if delta.content or delta.reasoning or delta.tool_calls else None
+
+    return run
