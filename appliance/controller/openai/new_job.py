@@ -212,7 +212,7 @@ def _who_judges(body: JobCreate) -> tuple[Any, str]:
 def _seen(file: FileRow) -> auto.DatasetStats:
     """What the check at the file's upload saw, without a tokenizer."""
     report = file.report or {}
-    names = ("n_examples", "n_tokens_estimate", "longest_example_tokens")
+    names = ("n_examples", "n_rows", "n_tokens_estimate", "longest_example_tokens")
     return settings.dataset_of(DataReport(**{name: report[name] for name in names if name in report}))
 
 
