@@ -74,3 +74,11 @@ def test_a_local_file_is_prepared_beside_it(tmp_path: Path):
     assert again.exit_code == 1 and "exists" in again.stderr
     assert run("file", "prepare", str(path), "--drop-too-long").exit_code == 2
     assert run("file", "prepare", str(path), "--mix", "a.jsonl").exit_code == 2
+
+
+def test_file_check_shows_keys_left_out_and_each_cause_once(tmp_path: Path):
+    path = tmp_path / "f.jsonl"
+    rows = [{"prompt": "3?", "completion": "4", "source": "x", **({"label": True} if n > 2 else {})} for n in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = run("file", "check", str(path), "--leave-out", "duplicates").stdout
+    assert "source 3" in shown and shown.count("kto") + shown.count("KTO") == 1 and "and 5 more" in shown
