@@ -35,6 +35,7 @@ from appliance.controller.models.settings_check import ForkedSettingsCheck
 from appliance.memory.box_memory import BoxMemory
 from appliance.memory.host_memory import HostMemory, Means, StoredHere
 from appliance.memory.job_memory import JobMemory
+from appliance.models.checkpoint_trial import WarmParent
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
@@ -148,8 +149,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
     adapters = AdapterSource(paths.adapter_socket, db, store, back)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
-    library = ModelLibrary(paths.models, hub_settings=hub)
     node_config = node_config_of(config, paths, devices)
+    warm = WarmParent(node_config.warm_socket("train"), node_config.log_dir / "imports.log")
+    library = ModelLibrary(paths.models, hub_settings=hub, warm=warm)
     removed = NodeCertificate.below(paths.certificates).removed
     nodes = Nodes(node_config, signals.node_changed, removed.out)
     model_ops = LibraryOps(library, store, tiers, flow, opening, provider.let_go, nodes.forget)

@@ -78,8 +78,15 @@ class ModelVersion:
 class ModelLibrary:
     """All models below `models_dir` (made 0700). One process at a time may import; any number may read."""
 
-    def __init__(self, models_dir: Path, *, hub_settings: hub.HubSettings | None = None):
+    def __init__(
+        self,
+        models_dir: Path,
+        *,
+        hub_settings: hub.HubSettings | None = None,
+        warm: checkpoint_trial.WarmParent | None = None,
+    ):
         self._root = Path(models_dir)
+        self._warm = warm
         self._hub = hub_settings or hub.HubSettings()
 
     def import_model(
@@ -278,20 +285,20 @@ class ModelLibrary:
         files, before = choose_files(directory), recorded(directory)
         if not move:
             self._require_space(files.nbytes)
-        with self._staging(files.nbytes) as staging, checkpoint_trial.begun() as trial:
+        with self._staging(files.nbytes) as staging, checkpoint_trial.begun(self._warm) as trial:
             _fill(staging, files, report, move=move)
             facts = examine(staging, Layout.read(staging))
-            if adapter.CONFIG_FILE in files.left:
-                left = (
-                    f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
-                )
-                facts = replace(facts, warnings=(*facts.warnings, left))
             report(files.nbytes, files.nbytes, "bytes", "trying its tokenizer and chat template")
             tried = try_folder(staging)
             report(files.nbytes, files.nbytes, "bytes", "comparing its tensors with its architecture")
             found = trial.result(staging, facts.arch)
             kept = {name: os.stat(staging / name).st_mtime_ns for name in os.listdir(staging)}
             facts = put_right(staging, facts, tried, found)
+            if adapter.CONFIG_FILE in files.left:
+                left = (
+                    f"{adapter.CONFIG_FILE} and the adapter that it describes stay behind: the model is imported alone"
+                )
+                facts = replace(facts, warnings=(*facts.warnings, left))
             changed = {name for name in os.listdir(staging) if os.stat(staging / name).st_mtime_ns != kept.get(name)}
             report(files.nbytes, files.nbytes, "bytes", "computing checksums")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from appliance.models.checkpoint import Facts
+from appliance.models.checkpoint import Facts, examine
 from appliance.models.template_trial import Tried
 from weights.checkpoint import generation
 from weights.checkpoint.errors import NotACheckpoint, TokenizerRefused
@@ -27,6 +27,7 @@ from weights.format.rename import rename_tensors
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 # Whose classes in vLLM 0.32 take the embedding for the head whatever tie_word_embeddings says.
 _ALWAYS_TIED = ("Cohere", "Gemma2", "Gemma3n", "TeleFLM", "DeepseekOCR")
+_QUANTISATION = ("quantization_config", "compression_config")
 _CHUNK_BYTES = 8 << 20
 _NAMED = 3
 
@@ -38,7 +39,12 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     """
     tensors, tokenizer = found["tensors"], found["tokenizer"]
     check_tensors(tensors)
+    if tensors.get("plain"):
+        _drop_quantisation(directory)
+        facts = examine(directory, Layout.read(directory))
     notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
+    if tensors.get("plain"):
+        notes.append("config.json has a quantization_config, and no tensor is quantised: the stored one is without it")
     notes += put_tensors_right(directory, tensors, facts.arch)
     if facts.task != "generate":
         return replace(facts, warnings=tuple(notes))
@@ -156,15 +162,28 @@ def _untie(directory: Path, head: str, embedding: str, arch: str) -> str:
             f"differs from {embedding}, and engines take the embedding for the head of {arch}: save the model again "
             "with the two tied",
         )
-    config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part["tie_word_embeddings"] = False
+    config, parts = _config_parts(directory)
+    for part in parts:
+        part["tie_word_embeddings"] = False
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
     return (
         f"{head} differs from {embedding}, though config.json ties the two: the head of the file is used "
         "(tie_word_embeddings is false in the stored config.json)"
     )
+
+
+def _drop_quantisation(directory: Path) -> None:
+    config, parts = _config_parts(directory)
+    for part in parts:
+        for key in _QUANTISATION:
+            part.pop(key, None)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+
+
+def _config_parts(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """config.json, and those of its parts that describe the language model."""
+    config = read_json(directory / CONFIG_FILE, CONFIG_FILE)
+    return config, [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
 
 
 def put_tokenizer_right(directory: Path, found: Mapping[str, Any], rendered: Mapping[str, str | None]) -> list[str]:

@@ -13,11 +13,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from runtime.processes.bounds import Bounds
+from runtime.processes.lifeline import Lifeline
 from weights.format.layout import Layout
 
 # transformers imports them for losses, generation and training: 2.5 s of CPU.
@@ -33,6 +34,7 @@ _PEFT, _INNER = "base_model.model.", re.compile(r"(^|\.)language_model(?=\.)")
 _SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
 _OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
 _QUANTISED_SUFFIX = re.compile(r"_[a-z0-9]+$")
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # A space in every place, lines, indentation, CJK and emoji, all in Unicode's composed form.
 TEXTS = (
@@ -55,14 +57,23 @@ def main() -> None:
 
     out, sys.stdout = sys.stdout, sys.stderr  # where libraries that print may print to
     asked = json.loads(sys.stdin.readline())
+    print(json.dumps(_said(**asked)), file=out)
+
+
+def forked(lifeline: Lifeline, args: dict[str, Any]) -> int:
+    """The same in a child of the warm parent of training, which has the imports. `args`: path and arch. Tells
+    {"event": "compared", "found": …}."""
+    lifeline.emit("compared", found=_said(**args))
+    return 0
+
+
+def _said(path: str, arch: str) -> dict[str, Any]:
     Bounds(CPU_S, MEMORY_BYTES).hold()
-    path = Path(asked["path"])
     try:
-        tensors = compared(path, asked["arch"])
-        found = {"tensors": tensors, "tokenizer": read(path, tensors["rows"])}
+        tensors = compared(Path(path), arch)
+        return {"tensors": tensors, "tokenizer": read(Path(path), tensors["rows"])}
     except Unfit as error:
-        found = {"unfit": str(error)[:400]}
-    print(json.dumps(found), file=out)
+        return {"unfit": str(error)[:400]}
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -83,8 +94,9 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     """What differs between the tensors in `path` and its architecture.
 
     renamed: stored name -> the name without wrappers. missing, unknown: names. shapes: [name, stored, expected]. tied:
-    stored [head, embedding] of models whose config ties the two. head: the architecture's name of the head, "" without
-    one. rows: of the embedding. unchecked: why nothing was compared, "" if it was. Raises Unfit.
+    stored [head, embedding] of models whose config ties the two. plain: whether config.json calls tensors quantised
+    that are not. head: the architecture's name of the head, "" without one. rows: of the embedding. unchecked: why
+    nothing was compared, "" if it was. Raises Unfit.
     """
     import torch
     from transformers.utils import logging
@@ -97,18 +109,19 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
         return {"unchecked": unchecked, "renamed": names, "rows": 0}
     names = _names(model, stored, is_whole=not arch.endswith("Model"))
     shapes = {names.get(name, name): spec.shape for name, spec in stored.items()}
-    clash = len(shapes) < len(stored)
+    strict: dict[str, Any] | None = None
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     found = {"unchecked": "", "rows": embedding.weight.shape[0] if embedding is not None else 0}
     found["head"] = next((name for name, module in model.named_modules() if module is head), "") if head else ""
     tied = dict(model.all_tied_weights_keys)
-    if clash or _is_quantised(path, model.config):
-        found |= _loosely(model, shapes, tied)
-    else:
+    quantised = _is_quantised(path)
+    if not quantised or all(spec.dtype in _FLOATS for spec in stored.values()):
         with torch.device("meta"):
             tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        found |= _loaded(model, tensors, is_whole=not arch.endswith("Model"))
+        strict = _loaded(model, tensors, is_whole=not arch.endswith("Model"))
+    found["plain"] = quantised and strict is not None and not any(strict.values())
+    found |= strict if strict is not None and (found["plain"] or not quantised) else _loosely(model, shapes, tied)
     for target, source in tied.items():
         if target in shapes and source not in shapes:
             names[next(name for name in stored if names.get(name, name) == target)] = source
@@ -158,7 +171,7 @@ def _conversions(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     return every, renamings, [one for one in every if isinstance(one, WeightConverter)]
 
 
-def _names(model: Any, stored: Iterable[str], *, is_whole: bool) -> dict[str, str]:
+def _names(model: Any, stored: Collection[str], *, is_whole: bool) -> dict[str, str]:
     """The names that are to be changed: of a wrapper, or of a whole model without the prefix of its base model."""
     from transformers.core_model_loading import rename_source_key
 
@@ -181,7 +194,8 @@ def _names(model: Any, stored: Iterable[str], *, is_whole: bool) -> dict[str, st
         else:
             found = None
         found = found or next((option for option in options if leads(option, prefix, expected)), name)
-        if found != name:
+        # Two tensors of one name would be one; the other stays unknown.
+        if found != name and found not in stored and found not in names.values():
             names[name] = found
     return names
 
@@ -273,7 +287,7 @@ def _could_belong_to(name: str) -> Iterable[str]:
         yield (name := shorter)
 
 
-def _is_quantised(path: Path, config: Any) -> bool:
+def _is_quantised(path: Path) -> bool:
     own = json.loads((path / "config.json").read_bytes())
     parts = [own, *(part for part in own.values() if isinstance(part, dict))]
     told = any(part.get("quantization_config") or part.get("compression_config") for part in parts)

@@ -15,6 +15,7 @@ TENSORS: dict[str, Any] = {
     "shapes": [],
     "unconvertible": [],
     "tied": [],
+    "plain": False,
     "renamed": {},
 }
 TOKENIZER: dict[str, Any] = {

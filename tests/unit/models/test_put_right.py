@@ -77,6 +77,14 @@ def test_import_refuses_a_head_of_its_own_that_engines_would_ignore(library, tmp
         library.import_path(source)
 
 
+def test_import_drops_a_quantisation_of_which_nothing_is_left(library, tmp_path, compared):
+    source = checkpoints.write(tmp_path / "source", config={"quantization_config": {"quant_method": "bitsandbytes"}})
+    compared(plain=True)
+    taken = library.import_path(source)
+    assert "quantization_config" not in stored(taken, "config.json")
+    assert not taken.info["quantized"] and len(taken.warnings) == 1
+
+
 def test_import_has_tokenizer_json_read_as_it_is_written(library, source, compared):
     compared(differs="Hello world", mended=True)
     taken = library.import_path(source)

@@ -138,6 +138,21 @@ def test_compare_takes_quantised_layers_by_their_modules(tmp_path, parts):
     assert found == {"missing": ["model.layers.1.mlp.up_proj.weight"], "unknown": ["model.extra.thing"]}
 
 
+def test_compare_finds_a_quantisation_of_which_nothing_is_left(tmp_path):
+    write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+    assert remarks(tmp_path) == {"plain": True}
+
+
+def test_compare_does_not_rename_a_tensor_to_the_name_of_another(tmp_path):
+    tensors = write(tmp_path)
+    save_file(tensors | {"module.model.norm.weight": torch.zeros(32)}, tmp_path / "model.safetensors")
+    assert remarks(tmp_path) == {"unknown": ["module.model.norm.weight"]}
+
+
 @pytest.mark.parametrize(
     ("change", "unchecked"),
     [({"model_type": "not_yet_known"}, True), ({"hidden_size": 33}, False), ({"num_attention_heads": "4"}, False)],
