@@ -11,7 +11,7 @@ from pathlib import Path
 from runtime.libc import last_error, libc
 from runtime.logs import readable
 
-_TAIL_BYTES, _TAIL_CHARACTERS = 16_384, 2000  # one line may have a whole traceback
+_TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may have a traceback or all settings
 _PR_SET_PDEATHSIG = 1
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -148,4 +148,4 @@ def tail(path: str | Path, begin: int = 0) -> str:
         return ""
     if size - _TAIL_BYTES > begin and "\n" in lines:  # half of a line is not JSON
         lines = lines.partition("\n")[2]
-    return readable(lines)[-_TAIL_CHARACTERS:]
+    return "\n".join(line[:_LINE_CHARACTERS] for line in readable(lines).splitlines())[-_TAIL_CHARACTERS:]

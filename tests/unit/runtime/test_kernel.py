@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.processes.kernel import group_alive, group_pids
+from runtime.processes.kernel import group_alive, group_pids, tail
 
 # A process whose first thread has ended while another still holds a lock, as one holds a GPU.
 HEADLESS = """
@@ -49,3 +49,15 @@ def test_a_process_lives_until_its_last_thread_has_ended(tmp_path):
             os.sched_yield()
         assert state(process.pid) == "Z", "not reaped yet, and no device waits for that"
         assert not is_held(lock) and group_pids(process.pid) == []
+
+
+def test_tail_begins_with_a_whole_line_after_what_was_there_before(tmp_path):
+    log = tmp_path / "l.log"
+    log.write_text("of an earlier engine\n")
+    begin = log.stat().st_size
+    with open(log, "a") as file:
+        file.write("first\n" + "x" * 30_000 + "\nlast\n")
+    lines = tail(log, begin).splitlines()
+    assert lines[-1] == "last" and all(len(line) <= 500 for line in lines)
+    log.write_text("rotated\n")
+    assert tail(log, begin) == "rotated"
