@@ -36,12 +36,12 @@ class EqualRows(NamedTuple):
         found = []
         if self.distinct <= REPEATED_SHARE * self.rows:
             found.append(
-                f"Of the {self.rows:,} training examples only {self.distinct:,} differ: the model learns the repeated "
+                f"Only {self.distinct:,} of the {self.rows:,} training examples differ: the model learns the repeated "
                 "ones by heart. Remove repeats (`appliance file prepare`) unless they are meant as a weight."
             )
         if self.shared and self.shared >= SHARED_SHARE * self.held_out:
             found.append(
-                f"Of the {self.held_out:,} validation examples {self.shared:,} are training examples too: the "
+                f"{self.shared:,} of the {self.held_out:,} validation examples are training examples too: the "
                 "validation loss looks better than it is. Keep them in one of the files."
             )
         return found

@@ -288,7 +288,7 @@ class JobEvents:
         if len(last) >= EQUAL_STEPS and all(last[-EQUAL_STEPS:]) and (len(last) == EQUAL_STEPS or not last[0]):
             text = (
                 f"The last {EQUAL_STEPS} steps trained nothing: all answers to a prompt got the same reward. Look at "
-                "the grader and at how hard the prompts are; if this goes on to the end, the job fails."
+                "the grader and at how hard the prompts are; the job fails if all its steps are like that."
             )
             add_message(self._db, row.id, text, level="warn")
 
