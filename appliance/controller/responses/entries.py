@@ -11,6 +11,7 @@ import orjson
 
 from appliance.controller.responses.completions import asked_messages
 from appliance.controller.responses.items import Item
+from appliance.gateway.readings.items import items_as_meant
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
@@ -21,6 +22,8 @@ Message = dict[str, Any]
 MAX_TURNS, MAX_BYTES = 100, 1 << 20
 """The longest conversation before a response: each turn is a row with its texts. A response after a longer one is left
 out."""
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Arguments of a free-form custom tool, as the model sees it."""
 _READ_AT_ONCE = 16
 _ANSWERED = ("completed", "incomplete")
 """An answer that was cut off counts, like a chat completion whose `finish_reason` is "length"."""
@@ -92,7 +95,7 @@ def _fits(row: ResponseRow, wanted: Wanted) -> bool:
         return False
     if wanted.users and response.get("user") not in wanted.users:
         return False
-    calls = any(item.get("type") == "function_call" for item in response.get("output") or ())
+    calls = any(item.get("type") in ("function_call", "custom_tool_call") for item in response.get("output") or ())
     return wanted.has_tool_calls is None or calls == wanted.has_tool_calls
 
 
@@ -147,20 +150,24 @@ def _conversation(db: Database, row: ResponseRow, response: Item) -> list[Messag
 
 
 def _chat_messages(items: list[Item]) -> list[Message]:
-    """Items of responses as messages of a chat; reasoning, for which such a message has no place, is left out."""
+    """Items of responses as messages of a chat, as engines read them; reasoning, for which such a message has no place,
+    is left out."""
     messages = list[Message]()
-    for item in items:
+    for item in items_as_meant(items, []):
         kind = item.get("type") or "message"
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments")
+            if kind == "custom_tool_call":
+                arguments = orjson.dumps({"input": item.get("input")}).decode()
+            function = {"name": _flat(item.get("namespace"), item.get("name")), "arguments": arguments}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if messages and messages[-1].get("tool_calls"):
                 messages[-1]["tool_calls"].append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             text = item.get("output")
             text = text if isinstance(text, str) else orjson.dumps(text).decode()
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
@@ -183,12 +190,24 @@ def _part(part: Item) -> Item:
 
 
 def _chat_tools(tools: Any) -> list[Item]:
-    """Function tools as chat completions have them."""
-    return [
-        tool if "function" in tool else chat_tool(tool)
-        for tool in tools
-        if isinstance(tool, dict) and tool.get("type") == "function"
-    ]
+    """Tools that an engine runs, as it shows them to the model: functions, as chat completions have them."""
+    found = list[Item]()
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "function":
+            found.append(tool if "function" in tool else chat_tool(tool))
+        elif kind == "custom":
+            told = {name: tool[name] for name in ("name", "description") if tool.get(name)}
+            found.append(chat_tool(told | {"parameters": _CUSTOM}))
+        elif kind == "namespace":
+            inner = (one for one in tool.get("tools") or () if one.get("type") == "function")
+            found += [chat_tool({**one, "name": _flat(tool.get("name"), one.get("name"))}) for one in inner]
+    return found
+
+
+def _flat(namespace: Any, name: Any) -> Any:
+    """The name of a namespace's function for the model."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def chat_tool(tool: Item) -> Item:

@@ -56,7 +56,7 @@ def tools_as_meant(route: str, data: Object, left_out: list[str]) -> None:
     if not kept:
         _without_tools(data)
     elif (allowed := _allowed(choice)) is not None:
-        _only_allowed(data, *allowed)
+        _only_allowed(data, tools, *allowed)
 
 
 def _without_tools(data: Object) -> None:
@@ -167,22 +167,25 @@ def _allowed(choice: Any) -> tuple[Any, list[Any]] | None:
     return (inner.get("mode", "auto"), tools) if isinstance(tools, list) else None
 
 
-def _only_allowed(data: Object, mode: Any, allowed: list[Any]) -> None:
-    """The model sees the allowed tools alone. Raises HttpError 400 for one that is not there."""
+def _only_allowed(data: Object, given: list[Any], mode: Any, allowed: list[Any]) -> None:
+    """The model sees the allowed tools alone. given: with those that are left out. Raises HttpError 400 for a name that
+    is not among them."""
     names = [_own_name(one) for one in allowed if isinstance(one, dict)]
-    kept = [tool for tool in data["tools"] if isinstance(tool, dict) and _own_name(tool) in names]
-    known = [_own_name(tool) for tool in kept]
+    known = [_own_name(tool) for tool in given if isinstance(tool, dict)]
     missing = [name for name in names if name not in known]
+    kept = [tool for tool in data["tools"] if isinstance(tool, dict) and _own_name(tool) in names]
     if missing or not kept or mode not in ("auto", "required"):
-        shown = f"'{str(missing[0])[:_SHOWN]}' is not in `tools`" if missing else "expected a mode and a list of tools"
+        shown = f"'{str(missing[0])[:_SHOWN]}' is not in `tools`" if missing else "none of these tools is run here"
         raise errors.bad_request(
-            f"Invalid value for `tool_choice`: {shown}.", param="tool_choice", code="invalid_value"
+            f"Invalid value for `tool_choice`: {shown}, expected a mode ('auto' or 'required') and tools of `tools`.",
+            param="tool_choice",
+            code="invalid_value",
         )
     data["tools"], data["tool_choice"] = kept, mode
 
 
 def _own_name(tool: Object) -> Any:
-    inner = tool.get("function")
+    inner = tool.get("function") or tool.get("custom")
     return inner.get("name") if isinstance(inner, dict) else tool.get("name")
 
 

@@ -158,6 +158,13 @@ def test_allowed_tools_are_the_only_ones() -> None:
     tools = [FUNCTION["chat"], other]
     body = read("chat", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
     assert body["tools"] == [other] and body["tool_choice"] == "required"
+    both = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "shelf"}, {"type": "shell"}],
+    }
+    body = read("responses", tools=[FUNCTION["responses"], {"type": "shell"}], tool_choice=both)
+    assert body["tools"] == [FUNCTION["responses"]] and body["tool_choice"] == "auto"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nope"}]}
     assert refused("responses", tools=[FUNCTION["responses"]], tool_choice=allowed).param == "tool_choice"
 
