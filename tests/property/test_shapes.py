@@ -139,3 +139,31 @@ def test_every_key_of_a_turn_is_used_refused_or_reported(place, role, keys, answ
 def test_every_shape_is_taken_by_a_method_or_refused_in_words(method):
     for shape in SHAPES:
         assert method.refuses(shape.name) is None or "wants" in method.refuses(shape.name)
+
+
+TEXTS = st.text(max_size=4) | st.sampled_from(["user", "tool", "text", '{"name": "f"}', "[1]", "\n\nHuman: a"])
+ANY_KEY = st.sampled_from([*TURN_KEYS, "function", "arguments", "id", "type", "text", "messages"])
+ANY_VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.floats(-1, 1) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_KEY, inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@given(data=st.data(), method=st.sampled_from(list(METHODS.values())))
+@settings(max_examples=300, deadline=None)
+def test_any_row_is_converted_or_refused_in_words(place, data, method):
+    shape = SHAPES[place]
+    record = row_of(shape, [*(group[0] for group in shape.needs), *shape.has])
+    record |= data.draw(st.dictionaries(st.sampled_from(sorted(shape.keys)), ANY_VALUE, max_size=2))
+    for key in ("messages", "conversations"):
+        if isinstance(record.get(key), list) and record[key] and isinstance(record[key][0], dict):
+            changed = data.draw(st.dictionaries(st.sampled_from(TURN_KEYS), ANY_VALUE, max_size=2))
+            record[key] = [{**record[key][0], **changed}, *record[key][1:]]
+    try:
+        record = parse(json.dumps(record).encode())
+        method.convert(record, shape_of(record))
+        left_out(record, shape_of(record))
+    except BadRecord as bad:
+        assert str(bad)

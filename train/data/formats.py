@@ -258,7 +258,7 @@ def _question_turns(record: Record) -> list[Record]:
 
 
 def _history(record: Record) -> Iterator[Record]:
-    for turn in record.get("history") or []:
+    for turn in listed(record.get("history") or None):
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(side, str) for side in turn)):
             raise BadRecord("'history' must be a list of [question, answer] pairs")
         yield {"role": "user", "content": turn[0]}
