@@ -1,6 +1,6 @@
 """What a chat template does with the parts of a conversation, told by what it makes of a few short ones.
 
-Pure. The renderings are those of `template_trial.PROBES`: text by the probe's name, None where the template raised an
+Pure. The renderings are those of PROBES: text by the probe's name, None where the template raised an
 error.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Use = Literal["used", "ignored", "refused"]
 SYSTEM, QUESTION, ANSWER, SECOND = (
@@ -19,6 +19,37 @@ SYSTEM, QUESTION, ANSWER, SECOND = (
 )
 TOOL, RESULT = "read_gauge", "seventeen point two"
 _SHOWN = 60
+_ASKED: tuple[dict[str, Any], ...] = ({"role": "user", "content": QUESTION},)
+_ANSWERED = (*_ASKED, {"role": "assistant", "content": ANSWER})
+_GAUGE = {
+    "type": "function",
+    "function": {"name": TOOL, "description": "Reads a gauge.", "parameters": {"type": "object"}},
+}
+
+
+def _called(count: int) -> dict[str, Any]:
+    calls = [
+        {"id": f"call0000{n}", "type": "function", "function": {"name": TOOL, "arguments": {"line": n}}}
+        for n in range(count)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+PROBES: Mapping[str, dict[str, Any]] = {
+    "asked": {"messages": _ASKED},
+    "unasked": {"messages": _ASKED, "add_generation_prompt": False},
+    "answered": {"messages": _ANSWERED, "add_generation_prompt": False},
+    "again": {"messages": (*_ANSWERED, {"role": "user", "content": SECOND})},
+    "system": {"messages": ({"role": "system", "content": SYSTEM}, *_ASKED)},
+    "tools": {"messages": _ASKED, "tools": [_GAUGE]},
+    "called": {"messages": (*_ASKED, _called(1)), "tools": [_GAUGE], "add_generation_prompt": False},
+    "called_twice": {"messages": (*_ASKED, _called(2)), "tools": [_GAUGE], "add_generation_prompt": False},
+    "result": {
+        "messages": (*_ASKED, _called(1), {"role": "tool", "content": RESULT, "tool_call_id": "call00000"}),
+        "tools": [_GAUGE],
+    },
+}
+"""Conversations whose renderings tell what a template does (`weights.checkpoint.turns`)."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +151,9 @@ def _ends_of_calls(rendered: Mapping[str, str | None], tokens: list[str], known:
         return []
     group: list[str] = []
     rest = text.rstrip()
+    if not _group(_after(rendered.get("answered"), ANSWER), tokens):  # GLM's turns end where the next one begins
+        result = rendered.get("result") or ""
+        return _group(result.removeprefix(rest), tokens)[:1] if result.startswith(rest) else []
     while (token := next((one for one in tokens if rest.endswith(one)), None)) is not None:
         group.append(token)
         rest = rest.removesuffix(token)

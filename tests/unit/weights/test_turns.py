@@ -19,6 +19,9 @@ GLM = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+GLM_CALLS = GLM.replace(
+    "m.content }}", "m.content }}{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}</call>{% endfor %}"
+).replace("'<|' + m.role", "'<|' + (m.role if m.role != 'tool' else 'start')")
 # The last answer ends otherwise than one in the middle, and thoughts end as that does.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -57,6 +60,7 @@ def of(template: str, *known: str, added=TOKENS) -> Turns:
     [
         (CHATML, ["</s>"], ("<|im_end|>",), ("<|im_end|>",)),
         (CHATML, ["<|im_end|>"], ("<|im_end|>",), ()),
+        (GLM_CALLS, ["</s>"], ("<|user|>", "<|start|>"), ("<|user|>", "<|start|>")),
         (LLAMA2, ["</s>"], ("</s>",), ()),
         (GLM, ["</s>"], ("<|user|>",), ("<|user|>",)),
         (HARMONY, ["<|return|>"], ("<|return|>",), ()),
