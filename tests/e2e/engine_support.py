@@ -104,6 +104,49 @@ def save_model(path: Path, family: str = "llama", *, seed: int, **overrides) -> 
     return path
 
 
+def save_clear_model(path: Path, *, seed: int, **overrides) -> Path:
+    """A model whose greedy choices are clear: after each token one other leads by five nats, which no rounding of
+    another batch shape or processor changes, and after a letter it is a letter.
+
+    What its layers compute goes where its head does not read. Keys and values of a model whose seed has other parity
+    go where it does, so that mixed caches change the answer.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    save_model(path, seed=seed, **overrides)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    made = torch.Generator().manual_seed(seed)
+    rows, width = tensors["lm_head.weight"].shape
+    read = width * 3 // 4
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    letters = tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    special = tokenizer.all_special_ids
+    others = [token for token in range(len(special), rows) if token not in letters]
+    follows = {token: others[0] for token in range(rows)}
+    for group in (letters, others):
+        order = [group[place] for place in torch.randperm(len(group), generator=made)]
+        follows |= dict(zip(order, order[1:] + order[:1], strict=True))
+    embedding, head = torch.zeros(rows, width), torch.zeros(rows, width)
+    directions = torch.nn.functional.normalize(torch.randn(rows, read, generator=made))
+    embedding[:, :read] = directions * read**0.5
+    for token, following in follows.items():
+        head[following, :read] += directions[token] * 2.0
+    tensors["model.embed_tokens.weight"], tensors["lm_head.weight"] = embedding, head
+    for name, tensor in tensors.items():
+        if name.endswith("v_proj.weight"):
+            tensor[(seed + 1) % 2 :: 2] = 0
+        elif name.endswith("o_proj.weight"):
+            tensor[:read, seed % 2 :: 2] = 0
+            tensor[:read, (seed + 1) % 2 :: 2] *= 20
+        elif name.endswith("down_proj.weight"):
+            tensor[:read] = 0
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    return path
+
+
 class Box:
     """A private shared-memory root with a warm parent; `close` leaves neither process nor file."""
 
@@ -153,6 +196,10 @@ class Box:
     def version(self, name: str, family: str = "llama", *, seed: int, **overrides) -> Path:
         path = self.root / "versions" / name
         return path if path.exists() else save_model(path, family, seed=seed, **overrides)
+
+    def clear_version(self, name: str, *, seed: int, **overrides) -> Path:
+        path = self.root / "versions" / name
+        return path if path.exists() else save_clear_model(path, seed=seed, **overrides)
 
     def spec(self, replica: str, path: Path, **overrides) -> ReplicaSpec:
         values = {
