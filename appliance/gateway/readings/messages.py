@@ -20,7 +20,28 @@ _NOTHING_TO_READ: Final = frozenset({"container_upload", "fallback"})
 
 
 def chat_messages_as_meant(messages: list[Any]) -> list[Any]:
-    return [_chat_message(one) if isinstance(one, dict) else one for one in messages]
+    made: list[Any] = []
+    unnamed: list[str] = []  # ids made for calls whose results have none either, in their order
+    for place, one in enumerate(messages):
+        message = _chat_message(one) if isinstance(one, dict) else one
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+            message, unnamed = _with_ids(message, place)
+        elif (
+            unnamed and isinstance(message, dict) and message.get("role") == "tool" and not message.get("tool_call_id")
+        ):
+            message = {**message, "tool_call_id": unnamed.pop(0)}
+        made.append(message)
+    return made
+
+
+def _with_ids(message: Message, place: int) -> tuple[Message, list[str]]:
+    """The message with an id for each of its calls, and those that it had not."""
+    calls, made = list(message["tool_calls"]), []
+    for at, call in enumerate(calls):
+        if isinstance(call, dict) and not call.get("id"):
+            made.append(f"call_{place}_{at}")
+            calls[at] = {**call, "id": made[-1]}
+    return ({**message, "tool_calls": calls} if made else message), made
 
 
 def _chat_message(message: Message) -> Message:

@@ -390,6 +390,14 @@ def test_document_that_is_not_text_is_refused_by_place() -> None:
     assert (error.code, error.param) == ("unsupported_document", "messages[0].content[0]")
 
 
+def test_calls_and_results_without_ids_belong_together() -> None:
+    calls = [{"id": None, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+    results = [{"role": "tool", "tool_call_id": None, "content": text} for text in ("1", "2")]
+    body = read("chat", messages=[{"role": "assistant", "content": None, "tool_calls": calls}, *results])
+    ids = [call["id"] for call in body["messages"][0]["tool_calls"]]
+    assert len(set(ids)) == 2 and [message["tool_call_id"] for message in body["messages"][1:]] == ids
+
+
 # --- what a request counts, and whose conversation it is
 
 

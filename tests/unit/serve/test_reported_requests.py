@@ -1,0 +1,191 @@
+"""Requests after public reports of clients that were refused elsewhere: the gateway passes them, and vLLM reads them.
+
+Each has the issue or pull request after which it is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+from vllm.sampling_params import SamplingParams
+
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import check_body
+from serve.api import greedy
+
+Body = dict[str, Any]
+USER = {"role": "user", "content": "How many boxes?"}
+SCHEMA = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+CHAT_TOOL = {"type": "function", "function": {"name": "shelf", "description": None, "parameters": SCHEMA}}
+TOOL = {"type": "function", "name": "shelf", "parameters": SCHEMA, "strict": False}
+CALL = {"type": "function", "function": {"name": "shelf", "arguments": '{"number": 3}'}}
+BELL = {"type": "function", "name": "bell", "parameters": {"type": "object", "properties": {}}}
+
+
+def after_call(call_id: str | None, content: Any, **more: Any) -> list[Body]:
+    asked = {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, **CALL}], **more}
+    return [USER, asked, {"role": "tool", "tool_call_id": call_id, "content": content}]
+
+
+CHAT: dict[str, Body] = {
+    "sigoden/aichat 1296: ids of calls are null": {"messages": after_call(None, "14"), "tools": [CHAT_TOOL]},
+    "VirtusLab/llm-tools-mcp 51: description null": {"messages": [USER], "tools": [CHAT_TOOL]},
+    "vllm 10015: refusal, function_call, audio null": {
+        "messages": after_call("c", "14", refusal=None, function_call=None, audio=None, annotations=[]),
+        "tools": [CHAT_TOOL],
+    },
+    "langchain-ai/openwiki 626: lists of parts in lists": {
+        "messages": [{"role": "user", "content": [[{"type": "text", "text": "x"}]]}]
+    },
+    "langchaingo 667: parts of text": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+    "vllm 10463: ids and other fields in messages": {"messages": [{**USER, "id": "1", "name": "n"}]},
+    "vllm 39741: tools []": {"messages": [USER], "tools": [], "tool_choice": "auto"},
+    "vllm 639: two greedy answers": {"messages": [USER], "n": 2, "temperature": 0},
+    "vllm 47494: top_p 0": {"messages": [USER], "top_p": 0},
+    "vllm 35438: schema outside json_schema": {
+        "messages": [USER],
+        "response_format": {"type": "json_schema", "schema": SCHEMA},
+    },
+    "vllm 4597: guided_choice": {"messages": [USER], "guided_choice": ["positive", "negative"]},
+    "dynamo 13789: tool without parameters": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "bell"}}],
+        "tool_choice": "required",
+    },
+    "result of a tool is null": {"messages": after_call("c", None), "tools": [CHAT_TOOL]},
+    "tool_calls []": {"messages": [USER, {"role": "assistant", "content": "14", "tool_calls": []}, USER]},
+    "custom call in the history": {
+        "messages": [
+            USER,
+            {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "p", "input": "x"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "ok"},
+        ]
+    },
+}
+RESPONSES: dict[str, Body] = {
+    "openai/codex 12669: items without id": {
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "function_call", "name": "shelf", "arguments": "{}", "call_id": "c"},
+            {"type": "function_call_output", "call_id": "c", "output": "14"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "14"}]},
+            USER,
+        ],
+        "tools": [TOOL],
+        "client_metadata": {"x": "y"},
+    },
+    "token_proxy 307: additional_tools": {
+        "input": [
+            {
+                "type": "additional_tools",
+                "role": "developer",
+                "tools": [{"type": "namespace", "name": "functions", "description": "d", "tools": [BELL]}],
+            },
+            USER,
+        ]
+    },
+    "openai/codex 6945: a search of another kind": {
+        "input": [
+            USER,
+            {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "other"}},
+            USER,
+        ]
+    },
+    "9router 1157: client_metadata": {"input": "x", "client_metadata": {}},
+    "vllm 55974: computer_call_output, mcp_call": {
+        "input": [
+            USER,
+            {"type": "mcp_call", "id": "m", "name": "p", "server_label": "s", "arguments": "{}", "output": "5"},
+            {
+                "type": "computer_call",
+                "id": "k",
+                "call_id": "k",
+                "action": {"type": "screenshot"},
+                "status": "completed",
+            },
+            {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot", "file_id": "f"}},
+            USER,
+        ]
+    },
+    "vllm 48237: an answer without content": {
+        "input": [USER, {"type": "message", "role": "assistant", "content": []}, USER]
+    },
+    "llama.cpp 20156: tools of OpenAI's server": {
+        "input": "x",
+        "tools": [TOOL, {"type": "web_search"}, {"type": "local_shell"}, {"type": "custom", "name": "free"}],
+    },
+    "encrypted thoughts of another server": {
+        "input": [USER, {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}, USER],
+        "include": ["reasoning.encrypted_content", "web_search_call.results"],
+    },
+}
+MESSAGES: dict[str, Body] = {
+    "claude-code 53473: empty blocks of text": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "text", "text": "x"}]}]
+    },
+    "claude-code 77698: server tools beside the client's": {
+        "messages": [USER],
+        "tools": [
+            {"name": "shelf", "input_schema": SCHEMA, "eager_input_streaming": True},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        ],
+    },
+    "a conversation with another server's search": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                    {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                    {"type": "text", "text": "A"},
+                ],
+            },
+            USER,
+        ]
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SamplingParams, "_verify_args", greedy._top_p_zero(SamplingParams._verify_args))
+    monkeypatch.setattr(SamplingParams, "_verify_greedy_sampling", lambda self: None)
+
+
+def read(path: bytes, body: Body) -> Body:
+    """What an engine gets."""
+    written = orjson.dumps({"model": "m", **body})
+    return orjson.loads(check_body(resolve(b"POST", path), written, Limits()).rewritten or written)
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_chat_request_is_read(name: str) -> None:
+    request = ChatCompletionRequest.model_validate(read(b"/v1/chat/completions", CHAT[name]))
+    for message in request.messages:
+        list(message.get("tool_calls") or ())  # vLLM checks calls when they are taken
+    assert request.to_sampling_params(24, {}).max_tokens == 24
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_response_request_is_read(name: str) -> None:
+    request = ResponsesRequest.model_validate(read(b"/v1/responses", RESPONSES[name]))
+    messages = construct_input_messages(request_instructions=None, request_input=request.input)
+    assert all(message["role"] in ("user", "assistant", "developer", "tool") for message in messages)
+    tools = construct_tool_dicts(request.tools, request.tool_choice) or []
+    assert len(tools) >= len(request.tools)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_anthropic_request_is_read(name: str) -> None:
+    request = AnthropicMessagesRequest.model_validate(read(b"/v1/messages", {"max_tokens": 5, **MESSAGES[name]}))
+    assert AnthropicServingMessages.to_chat_completion_request(request).messages
