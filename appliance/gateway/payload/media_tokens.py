@@ -1,7 +1,7 @@
 """Estimates how many tokens a model makes of the images and sounds in a body, whose size in bytes says nothing of it.
 
-Vision models cut an image into patches of some 28 × 28 pixels after resizing large ones. What a request really took is
-charged when its engine reports the usage.
+Vision models cut an image into patches of some 28 × 28 pixels after resizing large ones. The real usage is charged when
+the engine reports it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 PATCH_PIXELS: Final = 28 * 28
 MOST_IMAGE_TOKENS: Final = 16_384
 UNKNOWN_IMAGE_TOKENS: Final = 1_024
-"""Of an image whose size cannot be read."""
+"""For an image of unreadable size."""
 SOUND_BYTES: Final = 1_280
 """Per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

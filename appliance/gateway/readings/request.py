@@ -29,7 +29,7 @@ class Reading:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What an answer says of it."""
+        """Headers of the answer that name these."""
         named = ((IGNORED_TOOLS, self.tools), (IGNORED_ITEMS, self.items))
         return [(name, _listed(left_out)) for name, left_out in named if left_out]
 

@@ -1,7 +1,7 @@
 """Tools and `tool_choice`: leaves out tools that only their maker's own server runs, where functions remain. Pure.
 
-An engine runs functions (of namespaces too), and under /v1/responses free-form custom tools. What it cannot run (a
-search on the web, a sandbox, a tool of a grammar) is left out and named; the client's other tools go on working.
+An engine runs functions (of namespaces too), and under /v1/responses free-form custom tools. Other tools (a
+search on the web, a sandbox, a tool of a grammar) are left out and named; the client's own go on working.
 """
 
 from __future__ import annotations
