@@ -1,0 +1,51 @@
+"""What is trained of any conversation: each answer with weight, after the prompt that an engine is asked with."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.train.test_chat import CHATML, FORGETFUL, MARKED, NO_END, OPENS, RETURNS, TWO_ENDS, encoder_of
+
+ENDS = {RETURNS: "<|return|>", NO_END: "<|user|>"}
+TEMPLATES = (CHATML, MARKED, FORGETFUL, OPENS, RETURNS, TWO_ENDS, NO_END)
+# Few words, so that answers stand in questions and in each other; text of templates, spaces and other scripts.
+WORDS = st.sampled_from(["yes", "no", "yes or no", "a", "assistant", "<|x|>", "  b", "\n", "é", "你好", "end", "1"])
+TEXT = st.lists(WORDS, min_size=1, max_size=4).map(" ".join).filter(str.strip)
+
+
+@cache
+def encoder(template):
+    return encoder_of(template, "<|return|>", "<|user|>", "<|assistant|>")
+
+
+@st.composite
+def conversations(draw):
+    messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 4))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        messages.append({"role": "assistant", "content": draw(TEXT), "weight": draw(st.integers(0, 1))})
+    messages[-1]["weight"] = 1
+    return messages
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(TEMPLATES), conversations())
+def test_encode_trains_each_weighted_answer_in_the_context_of_its_request(template, messages):
+    one = encoder(template)
+    decode, end = one.tokenizer.decode, ENDS.get(template, "<|im_end|>")
+    found = {}
+    for ids, mask in one.encode({"messages": messages}):
+        edges = [n for n in range(len(ids)) if mask[n] and not (n and mask[n - 1])]
+        for start in edges:
+            stop = next((n for n in range(start, len(ids)) if not mask[n]), len(ids))
+            found[decode(ids[:start])] = decode(ids[start:stop])
+    expected = {
+        decode(one.prompt({"messages": messages[:index]})): message["content"] + end
+        for index, message in enumerate(messages)
+        if message.get("weight")
+    }
+    thought = "<think>\n\n</think>\n" if template == FORGETFUL else ""
+    assert {prompt: text.removeprefix(thought) for prompt, text in found.items()} == expected
