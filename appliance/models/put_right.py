@@ -94,9 +94,9 @@ def check_tensors(found: Mapping[str, Any]) -> None:
     if found["unknown"]:
         raise NotACheckpoint(
             found["unknown"][0],
-            f"{_and_more(found['unknown'], found['unknown_count'])} not in the architecture that config.json "
-            "describes, so no engine would start; give the checkpoint the config.json that it was trained with, or "
-            "save it again without what was wrapped around the model",
+            f"is not in the architecture of config.json{_and_more(found['unknown'], found['unknown_count'])}, so no "
+            "engine would start; give the checkpoint the config.json that it was trained with, or save it again without "
+            "what was wrapped around the model",
         )
     if found["missing"] == [f"{found['head']}.weight"]:
         raise NotACheckpoint(
@@ -107,20 +107,26 @@ def check_tensors(found: Mapping[str, Any]) -> None:
     if found["missing"]:
         raise NotACheckpoint(
             found["missing"][0],
-            f"{_and_more(found['missing'], found['missing_count'])} not among the tensors, though the architecture "
+            f"is not among the tensors{_and_more(found['missing'], found['missing_count'])}, though the architecture "
             "that config.json describes has it; the copy is incomplete, or config.json is another model's",
         )
     for name, stored, expected in found["shapes"]:
+        rows = stored[1:] == expected[1:] and name.rpartition(".")[0] in (found["head"], found["embedding"])
         raise NotACheckpoint(
-            name, f"has shape {stored}, config.json leads to {expected}: weights of another model, or an older config?"
+            name,
+            f"has shape {stored}, config.json leads to {expected}: "
+            + (
+                f"set vocab_size to {stored[0]} there, its rows"
+                if rows
+                else "weights of another model, or an older config?"
+            ),
         )
     for name in found["unconvertible"]:
         raise NotACheckpoint(name, "cannot be made of the tensors that the files have for it: is one missing?")
 
 
 def _and_more(names: list[str], count: int) -> str:
-    more = f" (and {count - 1} more, such as {', '.join(names[1:_NAMED])})" if count > 1 else ""
-    return f"is{more}"
+    return f" (nor are {count - 1} more, such as {', '.join(names[1:_NAMED])})" if count > 1 else ""
 
 
 def put_tensors_right(directory: Path, found: Mapping[str, Any], arch: str) -> list[str]:
@@ -132,7 +138,7 @@ def put_tensors_right(directory: Path, found: Mapping[str, Any], arch: str) -> l
     if names := found["renamed"]:
         rename_tensors(directory, names)
         old, new = next(iter(names.items()))
-        notes.append(f"{len(names)} tensors were renamed, as {old} to {new}: a wrapper had named them")
+        notes.append(f"tensors were renamed to the names by which engines load them ({len(names)}): {old} to {new}")
     own_head = [pair for pair in found.get("tied", ()) if pair[0] == f"{found['head']}.weight"]
     for head, embedding in own_head:
         if not _same_bytes(directory, head, embedding):
@@ -228,8 +234,8 @@ def _without_a_row(directory: Path, found: Mapping[str, Any], rendered: Mapping[
     count = found["beyond_count"]
     return [
         *notes,
-        f"{count} {'token' if count == 1 else 'tokens'} of the tokenizer have no row in the embedding: {some}"
-        f"{', …' if count > _NAMED else ''}; a request that has one is refused",
+        f"tokens of the tokenizer have no row in the embedding ({count}): {some}{', …' if count > _NAMED else ''}; a "
+        "request with one is refused",
     ]
 
 

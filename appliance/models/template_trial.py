@@ -21,7 +21,7 @@ import jinja2.sandbox
 
 from appliance.models.errors import ENDED, TemplateRefused, TrialEnded
 from runtime.processes.bounds import Bounds
-from weights.checkpoint.turns import ANSWER, QUESTION, RESULT, SECOND, SYSTEM, TOOL
+from weights.checkpoint.turns import PROBES
 
 CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
 MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
@@ -55,34 +55,6 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-_ASKED: tuple[dict[str, Any], ...] = ({"role": "user", "content": QUESTION},)
-_ANSWERED = (*_ASKED, {"role": "assistant", "content": ANSWER})
-_GAUGE = {"type": "function", "function": {**_TOOL["function"], "name": TOOL}}
-
-
-def _called(count: int) -> dict[str, Any]:
-    calls = [
-        {"id": f"call0000{n}", "type": "function", "function": {"name": TOOL, "arguments": {"line": n}}}
-        for n in range(count)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-PROBES: Mapping[str, dict[str, Any]] = {
-    "asked": {"messages": _ASKED},
-    "unasked": {"messages": _ASKED, "add_generation_prompt": False},
-    "answered": {"messages": _ANSWERED, "add_generation_prompt": False},
-    "again": {"messages": (*_ANSWERED, {"role": "user", "content": SECOND})},
-    "system": {"messages": ({"role": "system", "content": SYSTEM}, *_ASKED)},
-    "tools": {"messages": _ASKED, "tools": [_GAUGE]},
-    "called": {"messages": (*_ASKED, _called(1)), "tools": [_GAUGE], "add_generation_prompt": False},
-    "called_twice": {"messages": (*_ASKED, _called(2)), "tools": [_GAUGE], "add_generation_prompt": False},
-    "result": {
-        "messages": (*_ASKED, _called(1), {"role": "tool", "content": RESULT, "tool_call_id": "call00000"}),
-        "tools": [_GAUGE],
-    },
-}
-"""Conversations whose renderings tell what a template does (`weights.checkpoint.turns`)."""
 _MOST_SHOWN = 100_000
 
 

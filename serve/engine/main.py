@@ -46,6 +46,7 @@ from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.deaths import CoreDeath
+from serve.vllm.turn_ends import end_turns_of
 from weights.checkpoint.folder import may_open
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
@@ -99,6 +100,8 @@ async def _serve(
     parsed_s = time.perf_counter()
     async with build_async_engine_client_from_engine_args(AsyncEngineArgs.from_cli_args(options)) as llm:
         engine_s = time.perf_counter()
+        if spec.chat_template:
+            end_turns_of(llm, spec.chat_template)
         tasks = await llm.get_supported_tasks()
         app = build_app(options, tasks, llm.model_config)
         await init_app_state(llm, app.state, options, tasks)

@@ -30,7 +30,7 @@ _WRAPPERS = re.compile(
     r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module|base_layer)(?=\.)"
 )
 _PEFT, _INNER = "base_model.model.", re.compile(r"(^|\.)language_model(?=\.)")
-# Heads for speculation, which engines and transformers leave out.
+# Layers for speculation, which engines leave out where config.json has them.
 _SPECULATION = re.compile(r"(^|\.)(?:mtp|mtp_\w+|nextn\w*)\.")
 _OF_EMBEDDINGS = re.compile(r"(^|\.)(?:pooler|lm_head|cls|score|classifier)\.")
 _QUANTISED_SUFFIX = re.compile(r"_[a-z0-9]+$")
@@ -95,8 +95,8 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
 
     renamed: stored name -> the name without wrappers. missing, unknown: names. shapes: [name, stored, expected]. tied:
     stored [head, embedding] of models whose config ties the two. plain: whether config.json calls tensors quantised
-    that are not. head: the architecture's name of the head, "" without one. rows: of the embedding. unchecked: why
-    nothing was compared, "" if it was. Raises Unfit.
+    that are not. head, embedding: what the architecture calls them, "" without one. rows: of the embedding.
+    unchecked: why nothing was compared, "" if it was. Raises Unfit.
     """
     import torch
     from transformers.utils import logging
@@ -113,7 +113,9 @@ def compare(path: Path, arch: str) -> dict[str, Any]:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     found = {"unchecked": "", "rows": embedding.weight.shape[0] if embedding is not None else 0}
-    found["head"] = next((name for name, module in model.named_modules() if module is head), "") if head else ""
+    modules = list(model.named_modules())
+    found["head"] = next((name for name, module in modules if module is head and head is not None), "")
+    found["embedding"] = next((name for name, module in modules if module is embedding and embedding is not None), "")
     tied = dict(model.all_tied_weights_keys)
     quantised = _is_quantised(path)
     if not quantised or all(spec.dtype in _FLOATS for spec in stored.values()):
@@ -237,7 +239,8 @@ def _loaded(model: Any, tensors: Mapping[str, Any], *, is_whole: bool) -> dict[s
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     missing = sorted(info.missing_keys - buffers)
-    unknown = sorted(name for name in info.unexpected_keys if not _SPECULATION.search(name))
+    speculates = _speculates(model.config)
+    unknown = sorted(name for name in info.unexpected_keys if not (speculates and _SPECULATION.search(name)))
     if not is_whole:
         missing, unknown = ([n for n in some if not _OF_EMBEDDINGS.search(n)] for some in (missing, unknown))
     shapes = [[name, list(was), list(expected)] for name, was, expected in sorted(info.mismatched_keys)]
@@ -253,7 +256,7 @@ def _loosely(model: Any, shapes: Mapping[str, Any], tied: Mapping[str, str]) -> 
     expected = dict.fromkeys(model.state_dict(), True)
     _, renamings, converters = _conversions(model)
     modules, buffers = {name for name, _ in model.named_modules()}, {name for name, _ in model.named_buffers()}
-    ignored = model._keys_to_ignore_on_load_unexpected
+    ignored, speculates = model._keys_to_ignore_on_load_unexpected, _speculates(model.config)
     covered, unknown = set(), []
 
     def target(name: str) -> str:
@@ -266,7 +269,7 @@ def _loosely(model: Any, shapes: Mapping[str, Any], tied: Mapping[str, str]) -> 
             covered.add(hit)
         elif not (
             any(".".join(parts[:end]) in modules for end in (len(parts) - 1, len(parts) - 2) if end > 2)
-            or _SPECULATION.search(name)
+            or (speculates and _SPECULATION.search(name))
             or any(re.search(pattern, name) for pattern in ignored)
         ):
             unknown.append(name)
@@ -274,6 +277,12 @@ def _loosely(model: Any, shapes: Mapping[str, Any], tied: Mapping[str, str]) -> 
     missing = [name for name in expected.keys() - covered - buffers - tied_ones if name.endswith(".weight")]
     missing = [name for name in missing if ".experts." not in name]
     return _counted(sorted(missing), sorted(unknown), [])
+
+
+def _speculates(config: Any) -> bool:
+    """Whether the model was saved with layers for speculation, by its config."""
+    told = {**config.to_dict(), **config.get_text_config().to_dict()}
+    return any(value for key, value in told.items() if "nextn" in key or "mtp" in key)
 
 
 def _could_belong_to(name: str) -> Iterable[str]:

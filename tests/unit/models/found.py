@@ -8,6 +8,7 @@ TENSORS: dict[str, Any] = {
     "unchecked": "",
     "rows": 32,
     "head": "lm_head",
+    "embedding": "model.embed_tokens",
     "missing": [],
     "missing_count": 0,
     "unknown": [],
