@@ -95,8 +95,8 @@ def check_tensors(found: Mapping[str, Any]) -> None:
         raise NotACheckpoint(
             found["unknown"][0],
             f"is not in the architecture of config.json{_and_more(found['unknown'], found['unknown_count'])}, so no "
-            "engine would start; give the checkpoint the config.json that it was trained with, or save it again without "
-            "what was wrapped around the model",
+            "engine would start; give the checkpoint the config.json that it was trained with, or save it again "
+            "without what was wrapped around the model",
         )
     if found["missing"] == [f"{found['head']}.weight"]:
         raise NotACheckpoint(
