@@ -17,7 +17,7 @@ from appliance.controller.access.model_access import Resolved, base_of
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage
-from appliance.controller.jobs import data, equal_rows, settings
+from appliance.controller.jobs import data, settings
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
 from appliance.store.objects import files as file_rows
@@ -135,10 +135,10 @@ class JobValidation:
             held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
             messages += _told(held_out, held_out_report)
         found = await context.file_work.run(
-            row.owner, equal_rows.compare, folder / "train.jsonl", folder / "valid.jsonl" if held_out_report else None
+            row.owner, data.compare_rows, folder / "train.jsonl", folder / "valid.jsonl" if held_out_report else None
         )
         if found.same_files:
-            raise _SameRows(equal_rows.SAME_FILES)
+            raise _SameRows(data.SAME_FILES)
         messages += [("warn", text) for text in found.warnings()]
         await self._check_cut(row, base, tokenizer, {"training_file": report, "validation_file": held_out_report})
         return report, messages
