@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data import messages, preferences
 from train.data.check import MAX_REASON_CHARACTERS
 from train.data.formats import SHAPES, BadRecord, Shape, left_out, shape_of
 from train.data.lines import parse
-from train.data.preferences import OUTPUTS, SIDES
 from train.methods.methods import METHODS, convert
+from train.shapes import messages, preferences
+from train.shapes.preferences import OUTPUTS, SIDES
 
 EXTRAS = (
     "id source label kto_tag images image_url audio_path score category text prompt_id metadata weight train rejected "

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from train.data import preferences
-from train.data.messages import (
+from train.shapes import preferences
+from train.shapes.messages import (
     MEDIA_REFUSES,
     SYSTEM,
     Refusals,
@@ -27,8 +27,8 @@ from train.data.messages import (
     untrained,
     with_system,
 )
-from train.data.preferences import OUTPUTS, SIDES, Pair
-from train.data.records import BadFile, BadRecord, NoAnswer, Record, is_empty, kind_of, one_of
+from train.shapes.preferences import OUTPUTS, SIDES, Pair
+from train.shapes.records import BadFile, BadRecord, NoAnswer, Record, is_empty, kind_of, one_of
 
 __all__ = [
     "REFUSES",

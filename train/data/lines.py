@@ -1,7 +1,7 @@
 """Cuts a data file into its examples and parses each, in bounded memory.
 
 A hostile file costs no more than a good one: lines are read with a limit, JSON arrays are cut into their elements
-over a memory map, and every element is parsed alone (train.data.records).
+over a memory map, and every element is parsed alone (train.shapes.records).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from train.data.foreign_files import foreign_file
-from train.data.records import MAX_DEPTH, BadFile, BadRecord, loads
+from train.shapes.foreign_files import foreign_file
+from train.shapes.records import MAX_DEPTH, BadFile, BadRecord, loads
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 # In one record, also in its texts, some of which hold JSON that is parsed. Parsing holds up every other thread of the

@@ -9,8 +9,8 @@ from __future__ import annotations
 import orjson
 
 from train.data.formats import REFUSES
-from train.data.messages import read_messages, read_tools, refuse, with_system
-from train.data.records import BadRecord, Record
+from train.shapes.messages import read_messages, read_tools, refuse, with_system
+from train.shapes.records import BadRecord, Record
 
 MAX_ITEM_BYTES, MAX_ITEM_MARKS = 1 << 20, 1 << 14
 """Bytes of it as JSON, and how many brackets and commas it may have: whoever grades has 64 samples at once, each

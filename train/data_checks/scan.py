@@ -259,7 +259,7 @@ class Scan:
             tokens = [int(estimate * factor) for estimate in estimates]
         else:
             try:
-                tokens = self._count(made)
+                tokens = [length for row in self._count(made) for length in row]
             except BadRecord as bad:
                 self._flag("bad_lines", index, place, reason=str(bad)[:300])
                 tokens = estimates
@@ -388,7 +388,8 @@ def _template_tokens(count: Count | None) -> int:
     if count is None:
         return 0
     try:
-        return max(count({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}))
+        rows = count({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]})
+        return max(length for row in rows for length in row)
     except BadRecord:  # it wants more of an example; those of the file will do
         return 0
 

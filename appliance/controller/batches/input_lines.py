@@ -19,8 +19,8 @@ import orjson
 from appliance.controller.http.bodies import check_values
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.gateway.core.config import Limits
-from train.data.foreign_files import foreign_file
 from train.data.lines import MARK
+from train.shapes.foreign_files import foreign_file
 from weights.format.foreign_json import is_deeper
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

@@ -262,7 +262,7 @@ def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, sa
         return parse(raw)
 
     monkeypatch.setattr("train.data.check.orjson.loads", only_small)
-    monkeypatch.setattr("train.data.records.json.loads", only_small)
+    monkeypatch.setattr("train.shapes.records.json.loads", only_small)
     report = check_training_file(source)
     assert report.n_errors == 1 and f"{said}; the limit for one example is" in report.errors[0][1]
 

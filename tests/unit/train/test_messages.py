@@ -6,7 +6,7 @@ import pytest
 
 from train.data.formats import BadRecord, NoAnswer, left_out, shape_of, to_chat
 from train.data.lines import parse
-from train.data.messages import read_messages
+from train.shapes.messages import read_messages
 
 ASK, ANSWER = {"role": "user", "content": "3?"}, {"role": "assistant", "content": "12"}
 TOOL = {"name": "gauge", "parameters": {"type": "object"}}

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from train.data.records import BadRecord, NoAnswer, Record, is_empty, kind_of, loads, one_of, quoted
+from train.shapes.records import BadRecord, NoAnswer, Record, is_empty, kind_of, loads, one_of, quoted
 
 # Templates may take the square of their number, and no context holds as many.
 MOST_MESSAGES = 8192

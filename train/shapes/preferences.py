@@ -10,8 +10,8 @@ import os.path
 import re
 from typing import Any, NamedTuple
 
-from train.data.messages import read_messages, turn_role
-from train.data.records import BadRecord, NoAnswer, Record, is_empty, kind_of
+from train.shapes.messages import read_messages, turn_role
+from train.shapes.records import BadRecord, NoAnswer, Record, is_empty, kind_of
 
 SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
