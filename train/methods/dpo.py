@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # TRL and the alignment handbook have it.
 RATE_SHARE = 0.05
 # Few pairs make few steps, in which the published share moves nothing: 12 pairs ended at a margin of 0.0004.
-LARGEST_SHARE, SHARE_FROM_PAIRS = 0.3, 300
+LARGEST_SHARE, SHARE_FROM_PAIRS = 0.1, 300
 _FEW_PAIRS = 1000
 
 

@@ -293,7 +293,7 @@ def test_its_defaults_and_memory():
     few = DPO.resolve({}, auto.DatasetStats(12, 2_400, 100), model, 1)
     fields = DPO.resolve({}, dataset, model, 1)
     assert fields["options"] == {"beta": 0.1} and fields["n_epochs"] == 3
-    assert few["n_epochs"] == 10 and few["learning_rate"] > 5 * fields["learning_rate"], "or 12 pairs move nothing"
+    assert few["n_epochs"] == 10 and few["learning_rate"] > 2 * fields["learning_rate"], "or 12 pairs move nothing"
     assert DPO.resolve({"full": True}, dataset, model, 1)["learning_rate"] == pytest.approx(5e-7)
     assert DPO.resolve({"learning_rate": 1e-5, "n_epochs": 7}, dataset, model, 1)["learning_rate"] == 1e-5
     assert RATE_SHARE < 1 and DPO.resolve({}, auto.DatasetStats(5000, 10**6, 100), model, 1)["n_epochs"] == 1
