@@ -341,7 +341,7 @@ def _learning_rate(given: Given, dataset: DatasetStats, model: ModelStats, field
     if rate > (most := HIGHEST_RATE * auto):
         name = next(name for name in RATES if given.is_set(name))
         most = most / multiplier if name == "learning_rate" else most / auto
-        expected = f"at most {most:.2g}: {HIGHEST_RATE:.0f} times the automatic learning rate {auto:.2g} train nothing"
+        expected = f"at most {most:.3g}: {HIGHEST_RATE:.0f} times the automatic learning rate {auto:.2g} train nothing"
         raise InvalidHyperparameter(name, given.value(name, auto), expected)
     return rate
 
