@@ -5,9 +5,11 @@ The model is trained on what it is to write (train.data.turns) and on nothing el
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,14 +85,14 @@ class ChatEncoder:
     def prompt(self, example: dict[str, Any]) -> np.ndarray:
         """Token ids (n,) int32 up to where the assistant is to answer. Raises BadRecord if the template refuses it."""
         tools = example.get("tools")
-        text = self._first(example, lambda render, messages: turns.prompt(render, messages, tools))
+        text = self._in_first_form(example, lambda render, messages: turns.prompt(render, messages, tools))
         return np.array(self._tokenise(text)["input_ids"], dtype=np.int32)
 
     def rows(self, example: dict[str, Any], *, apart: bool = False) -> list[Row]:
         """The rendered rows of an example. Raises BadRecord."""
         refuse_costly(example)
         tools = example.get("tools")
-        return self._first(
+        return self._in_first_form(
             example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
         )
 
@@ -105,9 +107,8 @@ class ChatEncoder:
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": turns.PROBE}]
         for parts in (False, True):
             forms = tuple(
-                partial(_message_form, parts=parts, as_text=as_text, bare=bare)
-                for as_text in (False, True)
-                for bare in (False, True)
+                partial(_message_form, parts=parts, as_text=as_text, bare=bare, short_ids=short_ids)
+                for short_ids, as_text, bare in product((False, True), repeat=3)
             )
             try:
                 if turns.PROBE in self._render(forms[0], probe):
@@ -143,7 +144,7 @@ class ChatEncoder:
         """Tokens of their own, at any of which an engine can end an answer."""
         return [token for token in self.tokenizer.get_added_vocab() if token.strip()]
 
-    def _first(self, example: dict[str, Any], made: Callable[[Render, list[dict[str, Any]]], Made]) -> Made:
+    def _in_first_form(self, example: dict[str, Any], made: Callable[[Render, list[dict[str, Any]]], Made]) -> Made:
         """What `made` makes of the example's messages, each call's arguments parsed, in the first form of a message in
         which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
         messages = [_parsed(message) for message in example["messages"]]
@@ -209,10 +210,12 @@ def _parsed(message: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _message_form(message: dict[str, Any], *, parts: bool, as_text: bool, bare: bool) -> dict[str, Any]:
+def _message_form(
+    message: dict[str, Any], *, parts: bool, as_text: bool, bare: bool, short_ids: bool
+) -> dict[str, Any]:
     """A message as a template takes it. parts: those of vision models read content as a list of parts. as_text: most
     write a call's arguments with tojson, which would quote a text twice; DeepSeek's add them to a text. bare: some
-    write calls only of a message whose content is none."""
+    write calls only of a message whose content is none. short_ids: Mistral's refuse ids that are not nine letters."""
     result = {key: value for key, value in message.items() if key != "weight"}
     if parts:
         result["content"] = [{"type": "text", "text": message["content"]}]
@@ -226,7 +229,15 @@ def _message_form(message: dict[str, Any], *, parts: bool, as_text: bool, bare: 
                 {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
                 for call in calls
             ]
+    if short_ids and "tool_calls" in result:
+        result["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in result["tool_calls"]]
+    if short_ids and "tool_call_id" in result:
+        result["tool_call_id"] = _short_id(result["tool_call_id"])
     return result
+
+
+def _short_id(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 _MessageForm = Callable[[dict[str, Any]], dict[str, Any]]

@@ -1,10 +1,10 @@
 """Finds what the model is to write in a rendered conversation, under any chat template. Pure, on text.
 
 An engine is asked with the conversation up to a turn and the template's generation prompt; what the model is to write
-is the rest of that turn, up to and with the end of turn at which an engine stops. So a trained turn is always
-`prompt + written`, the prompt being the very text that an engine sees. Where the text of the whole conversation has
-both of every trained turn, one row holds them all. Where a template writes earlier turns otherwise than the last one
-(Qwen 3 drops their thoughts, gpt-oss ends them with another token), such a turn is a row of its own.
+is the rest of that turn, with the end of turn at which an engine stops. So a trained turn is `prompt + written`, the
+prompt being the very text that an engine sees. Turns whose prompt and answer are in the text of the whole conversation
+share one row. Where a template writes earlier turns otherwise than the last one (Qwen 3 drops their thoughts, gpt-oss
+ends them with another token), such a turn is a row of its own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Row:
 class TurnForm:
     """How a template begins and ends an answer.
 
-    header: what it writes before an answer, which is no part of one where the generation prompt leaves it out. tail:
-    what it writes after the last answer. end: what is trained in its place: up to the first token that ends an answer,
-    or the marker of the next turn where the template has no tail (GLM's "<|user|>").
+    header: the text before an answer; if a generation prompt lacks it, it is cut from the answer. tail: the text after
+    the last answer. end: what is trained instead of it: the first token that ends an answer or, without a tail, the
+    marker of the next turn (GLM's "<|user|>").
     """
 
     header: str
@@ -67,7 +67,7 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     tail = tail.rstrip()
     end = tail
     if not followed.startswith(tail):  # what follows the end of the last turn alone, as Phi 3's <|endoftext|>
-        shorter = re.match(r"\s*\S+", tail)
+        shorter = re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
         if shorter and stops(shorter[0]):
             end = shorter[0]
     if not tail and (marker := _MARKER.match(followed)):
@@ -82,11 +82,15 @@ def rows(
     one for each trained turn in any case. Raises BadRecord where the template loses something of a trained turn."""
     whole = render(messages, tools)
     together: list[tuple[int, int]] = []
+    heard = 0
     own: list[Row] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight", 1) == 0:
             continue
         prompt, written = _turn(render, messages, index, tools, form, stops)
+        for number in range(heard, index):
+            _check_heard(prompt, number, messages[number])
+        heard = index
         if index == len(messages) - 1 and whole.startswith(prompt):
             whole = prompt + written  # with its end of turn, which some templates leave to the next message
         end = None if apart else _end_in(whole, prompt, written, message)
@@ -95,6 +99,13 @@ def rows(
         else:
             together.append((len(prompt), end))
     return own + ([Row(whole[: together[-1][1]], tuple(together))] if together else [])
+
+
+def _check_heard(prompt: str, number: int, message: dict[str, Any]) -> None:
+    """Raises BadRecord where the prompt lacks what the system or the user said."""
+    role, text = message["role"], (message.get("content") or "").strip()
+    if role in ("system", "user") and not any(form in prompt for form in _forms(text)):
+        raise BadRecord(_unwritten(f"the text of messages[{number}], from {role!r},"))
 
 
 def prompt(render: Render, messages: Messages, tools: Any) -> str:
@@ -115,22 +126,27 @@ def _turn(
     through = render(messages[: index + 1], tools)
     prompt = _try(render, before, tools, add_generation_prompt=True) if before else None
     parting = _parting(prompt, through) if prompt is not None else 0
-    if prompt is not None and _speaks(prompt[parting:], before):
-        # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): begin after the
-        # longest end of the prompt that both have.
-        ending = _shared_ending(prompt, through)
-        parting = through.index(ending) + len(ending) if _speaks(ending, before) else 0
-    if prompt is None or not parting:  # the template refuses a conversation without its answer: two answers part there
+    if prompt is not None and parting < len(prompt):
+        bare = _try(render, before, tools)
+        begun = _parting(prompt, bare) if bare is not None else len(prompt)  # where the generation prompt begins
+        if parting < begun:
+            # What came before is written otherwise once it is answered (gpt-oss drops earlier thoughts): begin after
+            # the longest end of the prompt that both have.
+            head = through[: _answer_begins(render, before, tools, through)]
+            ending = _shared_ending(prompt, head)
+            known = any(
+                form[-20:] in ending[: len(ending) - (len(prompt) - begun)] for form in _forms(_last_words(before))
+            )
+            parting = head.rindex(ending) + len(ending) if known else 0
+    if prompt is None or not parting:
+        # There is no prompt to compare with: render another answer and see where the two part.
         parting = _answer_begins(render, before, tools, through)
         prompt = through[:parting] if prompt is None else prompt
     written = _ended(
         render, messages[: index + 1], tools, through, through[parting:].removeprefix(form.header), form, stops
     )
     if lost := _lost(message, written):
-        raise BadRecord(
-            f"has {lost} in messages[{index}], which the model's chat template does not write, so that nothing of it "
-            "would be trained; remove it, or give the model a chat template that writes it"
-        )
+        raise BadRecord(_unwritten(f"{lost} in messages[{index}],"))
     return prompt, written
 
 
@@ -149,7 +165,7 @@ def _ended(
         return body.removesuffix(form.tail) + form.end
     calls = through_messages[-1].get("tool_calls")
     if not calls:
-        return body if form.tail and stops(body[-_LAST:]) else body.rstrip("\n") + form.end
+        return body if form.tail and stops(_last(body)) else body.rstrip("\n") + form.end
     if not form.tail:
         result = {
             "role": "tool",
@@ -163,17 +179,27 @@ def _ended(
     return body if _closes(render, through_messages, tools, body, stops) else body + form.end
 
 
-_LAST = 64  # characters: no end of turn is longer
+def _last(text: str) -> str:
+    """The marker or word at its end."""
+    found = re.search(r"<[^\s<>]+>$|\S+$", text)
+    return found[0] if found else ""
+
+
+def _unwritten(what: str) -> str:
+    return (
+        f"has {what} which the model's chat template does not write: nothing of it would be trained; remove it, or "
+        "give the model a chat template that writes it"
+    )
 
 
 def _closes(render: Render, messages: Messages, tools: Any, body: str, stops: Callable[[str], bool]) -> bool:
     """Whether a turn of calls ends with an end of turn of its own (gpt-oss's <|call|>), not with the end of a call."""
-    last = re.search(r"<[^\s<>]+>$", body)
-    if last is None or not stops(last[0]):
+    last = _last(body)
+    if not stops(last):
         return False
     twice = {**messages[-1], "tool_calls": [*messages[-1]["tool_calls"], messages[-1]["tool_calls"][-1]]}
     doubled = _try(render, [*messages[:-1], twice], tools)
-    return doubled is None or doubled.count(last[0]) <= render(messages, tools).count(last[0])
+    return doubled is None or doubled.count(last) <= render(messages, tools).count(last)
 
 
 def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> int | None:
@@ -182,7 +208,7 @@ def _end_in(whole: str, prompt: str, written: str, message: dict[str, Any]) -> i
         return None
     if whole.startswith(written, len(prompt)):
         return len(prompt) + len(written)
-    # Written without what only the last turn begins with: an empty thought. An engine is asked with the same prompt.
+    # Earlier turns may lack what only the last one begins with, an empty thought: look for the rest.
     head = whole[len(prompt) : len(prompt) + 8]
     at = written.find(head, 1) if head else -1
     while at > 0:
@@ -210,6 +236,16 @@ def _shared_ending(one: str, other: str) -> str:
     return one[len(one) - least :]
 
 
+def _last_words(messages: Messages) -> str:
+    """The last text that is not empty, or the function that was called after it."""
+    for message in reversed(messages):
+        if calls := message.get("tool_calls"):
+            return name_of(calls[-1])
+        if text := (message.get("content") or "").strip():
+            return text
+    return ""
+
+
 def _parting(one: str, other: str) -> int:
     """Where two texts part, outside of a marker: "<think>" and "<tool_call>" part before the "<"."""
     shared = os.path.commonprefix([one, other])
@@ -217,20 +253,16 @@ def _parting(one: str, other: str) -> int:
     return within.start() if within and len(shared) < min(len(one), len(other)) else len(shared)
 
 
-def _speaks(text: str, messages: Messages) -> bool:
-    """Whether `text` has the last words of what was said before: then it is more than a generation prompt."""
-    said = (messages[-1].get("content") or "").strip() if messages else ""
-    return bool(said) and said[-20:] in text
-
-
 def _lost(message: dict[str, Any], written: str) -> str | None:
     """What of an assistant's message is not in what is written of it; None if all is."""
-    at = 0
+    before, rest = "", written
     for what, text in _texts(message):
-        found = next((end for form in _forms(text) if (end := _after(written, form, at)) >= 0), -1)
-        if found < 0:
+        form = next((form for form in _forms(text) if form in rest), None)
+        if form is None:
             return what
-        at = found
+        skipped, _, rest = rest.partition(form)
+        before += skipped
+    written = before + rest  # without the texts, which may name a function too
     names = [name_of(call) for call in message.get("tool_calls") or ()]
     for name in dict.fromkeys(names):
         if written.count(name) < names.count(name):
@@ -256,12 +288,6 @@ def _forms(text: str) -> Iterator[str]:
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
-
-
-def _after(text: str, part: str, at: int) -> int:
-    """Where `part` ends in `text`, searched from `at`; -1 if it is not there."""
-    found = text.find(part, at)
-    return found + len(part) if found >= 0 else -1
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -181,11 +181,64 @@ def test_encode_of_two_results_under_a_template_of_alternating_roles():
     assert trained(ChatEncoder(tokenizer(alternates)), {"messages": messages})[-1] == "it is 2<|im_end|>"
 
 
+# As gpt-oss's: results are JSON, and a thought before a call is dropped once the call is answered.
+JSON_RESULTS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'tool' %}{{ m['content'] | tojson }}"
+    "{% elif m['tool_calls'] %}{% if loop.index0 + 2 >= messages | length %}<think>hm</think>{% endif %}"
+    "{{ m['tool_calls'][0]['function']['name'] }} {{ m['tool_calls'][0]['function']['arguments'] | tojson }}"
+    "{% else %}{{ m['content'] }}{% endif %}" + END
+)
+
+
+@pytest.mark.parametrize("result", ['{"state": "running"}', "", "2"])
+def test_encode_of_equal_calls_and_results_trains_no_result(result):
+    call, answered = CALLED["messages"][1], {**CALLED["messages"][2], "content": result}
+    messages = [QUESTION, call, answered, call, answered, CALLED["messages"][3]]
+    found = trained(ChatEncoder(tokenizer(JSON_RESULTS)), {"messages": messages})
+    assert sorted(text.removeprefix("<think>hm</think>") for text in found) == [
+        *['add {"a": 1}<|im_end|>'] * 2,
+        "it is 2<|im_end|>",
+    ]
+
+
+def test_encode_trains_the_first_of_two_ends_side_by_side():
+    both = BEGIN + "{{ m['content'] }}{% if loop.last %}<|im_end|><|pad|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+    encoder = encoder_of(both + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    assert trained(encoder, TALK) == [GOOD, BYE]
+
+
+def test_encode_of_a_call_that_only_the_text_names_is_refused():
+    message = {
+        "role": "assistant",
+        "content": "I add.",
+        "tool_calls": [{**CALL, "function": {"name": "add", "arguments": "{}"}}],
+    }
+    template = "{# knows no tool_calls #}" + BEGIN + "{{ m['content'] }}" + END
+    with pytest.raises(BadRecord, match="a call of 'add'"):
+        ChatEncoder(tokenizer(template)).encode({"messages": [QUESTION, message]})
+
+
+def test_encode_of_ids_that_the_template_refuses_shortens_them():
+    """As Mistral's: an id has nine letters."""
+    checks = (
+        "{% for m in messages %}{% for c in m['tool_calls'] or [] %}{% if c['id'] | length != 9 %}"
+        "{{ raise_exception('nine letters') }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    assert trained(ChatEncoder(tokenizer(checks + CHATML)), CALLED)[-1] == "it is 2<|im_end|>"
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_encode_of_a_message_that_the_template_leaves_out_is_refused(role):
+    drops = BEGIN + "{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}" + END
+    with pytest.raises(BadRecord, match=f"from '{role}'"):
+        ChatEncoder(tokenizer(drops)).encode(TALK)
+
+
 @pytest.mark.parametrize(
     ("template", "example", "reason"),
     [
         ("{{ raise_exception('no tools here') }}", TALK, "no tools here"),
-        ("{{ messages[0]['content'] }}", TALK, r"text in messages\[2\]|does not show where"),
+        ("{{ messages[0]['content'] }}", TALK, r"messages\[2\]"),
         ("{# knows no tool_calls #}" + BEGIN + "{{ m['content'] or '' }}" + END, CALLED, "a call of 'add'"),
         (
             BEGIN + "{{ m['content'].split('</think>')[-1] }}" + END,
