@@ -24,7 +24,7 @@ from appliance.gateway.access.allowance import Allowance
 from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import TokenRequest, longest_of
 from appliance.gateway.core import errors as gateway_errors
-from appliance.gateway.payload.media_tokens import media_in
+from appliance.gateway.readings.media_tokens import media_in
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow

@@ -27,11 +27,11 @@ from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.followed import with_followed_schemas
 from appliance.gateway.payload.item_shapes import check_items
-from appliance.gateway.payload.media_tokens import media_in
 from appliance.gateway.payload.message_shapes import ANTHROPIC_ROLES, MESSAGE_ROLES, check_messages
 from appliance.gateway.payload.nesting import check_depth, check_media
 from appliance.gateway.payload.shapes import check_others, check_system, check_tools, same_kind
 from appliance.gateway.payload.structure import check_structure
+from appliance.gateway.readings.media_tokens import media_in
 from appliance.gateway.readings.request import as_meant
 from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 

@@ -14,10 +14,10 @@ from openai.types.responses import response_includable, response_input_item_para
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.media_tokens import UNKNOWN_IMAGE_TOKENS, image_tokens
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.readings.accepted import ACCEPTED, INCLUDES
 from appliance.gateway.readings.items import NOTHING_TO_READ, items_as_meant
+from appliance.gateway.readings.media_tokens import UNKNOWN_IMAGE_TOKENS, image_tokens
 from appliance.gateway.readings.request import IGNORED_ITEMS, IGNORED_TOOLS
 
 Body = dict[str, Any]
