@@ -320,3 +320,12 @@ def test_what_a_grader_sees_of_a_prompt_is_bounded(given: dict, says: str):
     with pytest.raises(BadRecord, match=says):
         prompt({**asked, **given})
     assert prompt({**asked, "answer": "x" * 1000, "tests": [[1, 2]] * 1000})["item"].keys() == {"answer", "tests"}
+
+
+def test_check_of_examples_that_become_several_rows_counts_rows(tmp_path):
+    """As under a template that needs a row for each turn."""
+    path = write(tmp_path / "f.jsonl", *[GOOD] * 6)
+    report = check_training_file(path, count=lambda record: [[10], [30]], counted=4)
+    assert (report.n_examples, report.n_rows, report.longest_example_tokens) == (6, 12, 30)
+    assert report.example_tokens[:8] == [10, 30] * 4 and len(report.example_tokens) == 12
+    assert report.n_tokens_estimate == 6 * 40

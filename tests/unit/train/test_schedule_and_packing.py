@@ -178,6 +178,7 @@ def test_a_job_says_how_many_steps_its_examples_make_and_why(method):
     options = {"group": 8, "rows": 1, "max_completion_tokens": 9, "eval_samples": 1}
     packs = [None] * (40 if method in ("reinforcement", "distillation") else 10)
     train = SimpleNamespace(n_examples=40, n_tokens=2457, packs=packs, capacity=256, n_truncated=0, n_dropped=0)
+    train.n_records = 40
 
     def say(**more):
         told.clear()
@@ -200,3 +201,13 @@ def test_a_job_says_how_many_steps_its_examples_make_and_why(method):
     assert say(packing=False) == (
         "40 examples, 2457 tokens: a step has 4 of them (batch_size), and 4 epochs make 40 steps"
     )
+
+
+def test_a_job_whose_examples_became_more_rows_says_so():
+    told = []
+    train = SimpleNamespace(
+        n_examples=39, n_records=20, n_tokens=2457, packs=[None] * 39, capacity=256, n_truncated=0, n_dropped=1
+    )
+    spec = host_spec("/b", method="supervised", n_epochs=1, batch_size=4, packing=False)
+    prepare._tell_about_data(lambda event, **data: told.append(data["text"]), spec, train)
+    assert told[0].startswith("20 examples became 40 rows: ")
