@@ -65,8 +65,10 @@ class _Forked:
                 return other.result(directory, arch)
         except TimeoutError as error:
             raise _late() from error
-        if event is None or event["event"] != "compared":
-            raise _failed(how if event is None else str(event.get("message")))
+        if event is None:
+            raise TrialEnded("config.json", f"the process that compares its tensors {how}")
+        if event["event"] != "compared":
+            raise _failed(str(event.get("message")))
         return _fit(event["found"])
 
     async def _ask(self, args: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
