@@ -65,19 +65,16 @@ from serve.api import (
     embedding_requests,
     fair_order,
     forced_calls,
-    form_backends,
-    grammar_threads,
     greedy,
-    impossible_forms,
     legacy_functions,
     request_faults,
-    schema_backend,
     stream_chunks,
     unfit_requests,
 )
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
+from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
 from serve.vllm import deaths, owner_caches
 from serve.vllm.fairness import mask_turns, owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint

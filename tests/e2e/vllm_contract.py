@@ -52,10 +52,11 @@ def _claims(every: int):
 
     resolves, plain_schedule = OpenAIServingModels.resolve_lora, inspect.unwrap(Scheduler.schedule)
 
-    from serve.api import grammar_threads, stream_chunks
+    from serve.api import stream_chunks
     from serve.api.stream_chunks import chat
     from serve.engine import main as engine
     from serve.engine import preload
+    from serve.forms import grammar_threads
     from serve.vllm import plugin
 
     def has(owner: object, *names: str):
@@ -275,7 +276,7 @@ def _outlines_gets_nothing() -> bool:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import backend_outlines
 
-    from serve.api import grammar_threads
+    from serve.forms import grammar_threads
 
     grammar_threads.no_outlines(backend_outlines)
     number = {"type": "number", "multipleOf": 2}

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xgrammar.testing import _is_grammar_accept_string
 
-from serve.api.followed_schemas import FORMATS, fault, fault_of_tool, goes_to_llguidance, without_notes
+from serve.forms.followed_schemas import FORMATS, fault, fault_of_tool, goes_to_llguidance, without_notes
 
 Schema = dict[str, Any]
 BYTES = llguidance.LLTokenizer("byte")

@@ -118,6 +118,7 @@ SUBPACKAGES = (
     "serve.engine",
     "serve.vllm",
     "serve.vllm.fairness",
+    "serve.forms",
     "serve.api",
     "serve.cpu",
     "serve.adapters",

@@ -13,7 +13,7 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
-from serve.api.followed_schemas import Fault, fault, fault_of_tool, without_notes
+from serve.forms.followed_schemas import Fault, fault, fault_of_tool, without_notes
 
 _PLACES: Final = (
     ("response_format", "json_schema", "schema"),

@@ -13,7 +13,7 @@ import xgrammar
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from serve.api import form_backends
+from serve.forms import form_backends
 from tests.train_support.tiny import tokenizer
 
 _PLAIN = {"disable_any_whitespace": False, "disable_additional_properties": False}

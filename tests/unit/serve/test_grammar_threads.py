@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from serve.api.grammar_threads import NICENESS, GrammarThreads, give_way
 from serve.api.turns import mark_of, number
+from serve.forms.grammar_threads import NICENESS, GrammarThreads, give_way
 
 
 def form(owner: str, name: str = "", *, left: bool = False) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from serve.api import impossible_forms
+from serve.forms import impossible_forms
 
 
 def output(tokens: list[int], finish_reason: str | None) -> Any:

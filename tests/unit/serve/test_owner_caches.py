@@ -17,9 +17,10 @@ from vllm.renderers.hf import HfRenderer
 from vllm.utils.async_utils import make_async
 
 from appliance.gateway.routing.table import cache_salt
-from serve.api import fair_order, form_backends
+from serve.api import fair_order
 from serve.api.turns import ThreadsInTurns
 from serve.cpu.finishing_scheduler import FinishingScheduler
+from serve.forms import form_backends
 from serve.vllm import owner_caches
 from tests.train_support.tiny import tokenizer
 

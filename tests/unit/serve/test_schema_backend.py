@@ -14,7 +14,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from serve.api import schema_backend
+from serve.forms import schema_backend
 
 NAMED = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
 BESIDE = {"type": "integer", "anyOf": [{"minimum": 3}, {"maximum": 0}]}

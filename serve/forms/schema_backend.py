@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from serve.api.followed_schemas import fault, goes_to_llguidance
+from serve.forms.followed_schemas import fault, goes_to_llguidance
 
 CHECK, DECLINES = "validate_xgrammar_grammar", "has_guidance_unsupported_json_features"
 
