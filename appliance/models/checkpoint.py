@@ -128,6 +128,13 @@ def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
                 raise NotACheckpoint(
                     f"model{INDEX_SUFFIX}", f"names {str(name)[:80]!r}; expected *{WEIGHT_SUFFIX} files"
                 )
+        single, shards = f"model{WEIGHT_SUFFIX}", sorted(set(weight_map.values()))
+        if single in names and single not in shards:
+            raise NotACheckpoint(
+                f"model{INDEX_SUFFIX}",
+                f"names {shards[0]}{' and others' if len(shards) > 1 else ''}, and there is a {single} too, which "
+                f"transformers would take instead: which one? Remove {single}, or model{INDEX_SUFFIX} with its files",
+            )
         return frozenset(weight_map.values())
     tensors = [name for name in names if name.endswith(WEIGHT_SUFFIX) and not name.startswith(".")]
     if tensors == [ADAPTER_WEIGHTS_FILE]:

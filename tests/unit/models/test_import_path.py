@@ -660,6 +660,16 @@ def test_a_folder_that_becomes_a_link_while_files_are_copied_is_not_followed(lib
     assert nothing_there(tmp_path)
 
 
+def test_import_path_with_one_file_beside_the_shards_of_an_index_is_refused(library, tmp_path):
+    """transformers would take the one file, engines the shards."""
+    source = checkpoints.write(checkpoints.write(tmp_path / "source"), shards=2)
+    with pytest.raises(NotACheckpoint, match=r"model-00001-of-00002\.safetensors.* model\.safetensors too"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+    (source / "model.safetensors").unlink()
+    assert library.import_path(source).params > 0
+
+
 def test_an_engine_reads_the_config_that_was_checked(library, source):
     """vLLM takes a directory with weights of this name, and params.json, for one in Mistral's format."""
     (source / "model.safetensors").rename(source / "consolidated.safetensors")
