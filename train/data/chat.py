@@ -59,6 +59,7 @@ class ChatEncoder:
                 "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
             )
         self.tokenizer, self._vocabulary = tokenizer, vocabulary
+        self.n_without_tools = 0  # examples whose tools the template left out
         # The same template that engines render requests with.
         self._template = with_tools(template) if isinstance(template, str) else None
 
@@ -92,9 +93,13 @@ class ChatEncoder:
         """The rendered rows of an example. Raises BadRecord."""
         refuse_costly(example)
         tools = example.get("tools")
-        return self._in_first_form(
+        found = self._in_first_form(
             example, lambda render, messages: turns.rows(render, messages, tools, self.form, self._stops, apart=apart)
         )
+        prompt = found[0].text[: found[0].spans[0][0]]
+        if tools and not any(tool["function"]["name"] in prompt for tool in tools):
+            self.n_without_tools += 1
+        return found
 
     @cached_property
     def form(self) -> TurnForm:
@@ -147,7 +152,7 @@ class ChatEncoder:
     def _in_first_form(self, example: dict[str, Any], made: Callable[[Render, list[dict[str, Any]]], Made]) -> Made:
         """What `made` makes of the example's messages, each call's arguments parsed, in the first form of a message in
         which nothing is lost: templates differ in how they take calls. Raises BadRecord."""
-        messages = [_parsed(message) for message in example["messages"]]
+        messages = [self._without_end(index, _parsed(one)) for index, one in enumerate(example["messages"])]
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         first: BadRecord | None = None
         for form in forms:
@@ -157,6 +162,27 @@ class ChatEncoder:
                 first = first or bad
         assert first is not None
         raise first
+
+    def _without_end(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        """The message less an end of turn after a trained answer's text, which the template writes. Raises BadRecord
+        for one within the text: an engine would stop there."""
+        if message["role"] != "assistant" or message.get("weight", 1) == 0:
+            return message
+        text = message["content"]
+        while end := next((end for end in self._ends if text.rstrip().endswith(end)), None):
+            text = text.rstrip().removesuffix(end)
+        if end := next((end for end in self._ends if end in text), None):
+            raise BadRecord(
+                f"has {end!r} within messages[{index}]: there the model would learn to end its turn, and an engine to "
+                "stop; remove it from the text"
+            )
+        return {**message, "content": text}
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """The tokens that end a turn of the model."""
+        ends = {token for token in self._stop_tokens if token in self.form.end}
+        return sorted(ends | ({self.tokenizer.eos_token} if self.tokenizer.eos_token else set()))
 
     def _tokenise(self, text: str) -> Any:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -40,12 +40,13 @@ class TurnForm:
     """How a template begins and ends an answer.
 
     header: the text before an answer; if a generation prompt lacks it, it is cut from the answer. tail: the text after
-    the last answer. end: what is trained instead of it: the first token that ends an answer or, without a tail, the
-    marker of the next turn (GLM's "<|user|>").
+    the last answer, without the blank space at its very end, which is `blank`. end: what is trained instead of it: the
+    first token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>").
     """
 
     header: str
     tail: str
+    blank: str
     end: str
 
 
@@ -59,12 +60,12 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
         asked = [{"role": "system", "content": "b"}, *asked]
         text = _try(render, [*asked, answer])
     if text is None or PROBE not in text:
-        return TurnForm("", "", eos or "")
+        return TurnForm("", "", "", eos or "")
     before, _, tail = text.rpartition(PROBE)
     question = _try(render, asked)
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
     followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}]) or text).rpartition(PROBE)[2]
-    tail = tail.rstrip()
+    tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
     end = tail
     if not followed.startswith(tail):  # what follows the end of the last turn alone, as Phi 3's <|endoftext|>
         shorter = re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
@@ -72,7 +73,7 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
             end = shorter[0]
     if not tail and (marker := _MARKER.match(followed)):
         end = marker[1]
-    return TurnForm(header if header.strip() else "", tail, end if stops(end) else end + (eos or ""))
+    return TurnForm(header if header.strip() else "", tail, blank, end if stops(end) else end + (eos or ""))
 
 
 def rows(
@@ -165,7 +166,7 @@ def _ended(
         return body.removesuffix(form.tail) + form.end
     calls = through_messages[-1].get("tool_calls")
     if not calls:
-        return body if form.tail and stops(_last(body)) else body.rstrip("\n") + form.end
+        return body if form.tail and stops(_last(body)) else body.removesuffix(form.blank) + form.end
     if not form.tail:
         result = {
             "role": "tool",
@@ -175,7 +176,7 @@ def _ended(
         }
         after = _try(render, [*through_messages, result], tools)
         marker = _MARKER.match(after[len(through) :]) if after and after.startswith(through) else None
-        return body.rstrip("\n") + (marker[1] if marker and stops(marker[1]) else form.end)
+        return body.removesuffix(form.blank) + (marker[1] if marker and stops(marker[1]) else form.end)
     return body if _closes(render, through_messages, tools, body, stops) else body + form.end
 
 

@@ -66,7 +66,7 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
     from train.data_checks import prepare, report
     from train.data_checks.scan import Scan
     from train.methods import methods
-    from train.methods.check_process import counter
+    from train.methods.check_process import counter, encoder_of
     from train.plan.errors import InvalidSpec
     from weights.checkpoint.errors import CheckpointRefused
     from weights.checkpoint.folder import check_settings
@@ -87,7 +87,8 @@ def carried_out(request: dict[str, Any]) -> dict[str, Any]:
             check_settings(Path(options.model))
         except CheckpointRefused as error:
             raise BadOption(f"{options.model}: {error}") from error
-    count = counter(method or methods.DEFAULT, options.model, None) if options.model else None
+    encoder = encoder_of(options.model) if options.model else None
+    count = counter(method or methods.DEFAULT, encoder, None) if encoder else None
     if options.model and count is None:
         raise BadOption(f"{options.model} has no tokenizer with a chat template, so its tokens cannot be counted")
     scan = Scan(options, convert, count, _most_tokens(options))

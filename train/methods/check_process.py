@@ -18,12 +18,16 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.processes.bounds import Bounds
 from train.data.check import COUNTED_EXAMPLES, Count, DataReport, Heard, check_training_file
 from train.data.formats import Record
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, convert, method_of
+
+if TYPE_CHECKING:
+    from train.data.chat import ChatEncoder
 
 # An 8 GiB file of chats takes some minutes of CPU.
 BOUNDS = Bounds(cpu_s=3600, memory_bytes=4 << 30)
@@ -97,15 +101,22 @@ def checked(
 ) -> DataReport:
     """As `check_apart`, in this process. Raises OSError."""
     how = DEFAULT if method == ANY else method_of(method)
-    return check_training_file(
+    encoder = encoder_of(tokenizer) if tokenizer else None
+    report = check_training_file(
         path,
         chat_path=chat_path,
         convert=convert if method == ANY else how.convert,
-        count=counter(how, tokenizer, cut_at) if tokenizer else None,
+        count=counter(how, encoder, cut_at) if encoder else None,
         counted=COUNTED_EXAMPLES if cut_at is None else sys.maxsize,
         heard=heard,
         refuses=None if method == ANY else how.refuses,
     )
+    if encoder and encoder.n_without_tools:
+        report.warnings.append(
+            f"the model's chat template leaves the tools of {encoder.n_without_tools} examples out: neither training "
+            "nor an engine shows them to the model"
+        )
+    return report
 
 
 class _Heard:
@@ -124,10 +135,9 @@ class _Heard:
             print(f"{examples} examples, {share:.4f} of the file", flush=True)
 
 
-def counter(method: Method, tokenizer: Path, cut_at: int | None) -> Count | None:
-    """Counts the tokens of each sequence of each row of a converted record, through the chat template of the model in
-    this directory; with a length, after the method's cut. None for a model whose tokenizer or chat template cannot be
-    used: the ranks will say so in their own words."""
+def encoder_of(tokenizer: Path) -> ChatEncoder | None:
+    """The encoder of the model in this directory; None if its tokenizer or chat template cannot be used: the ranks will
+    say so in their own words."""
     # Here torch is not there: transformers needs it for models alone, and it costs most of the time of the import.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -141,9 +151,13 @@ def counter(method: Method, tokenizer: Path, cut_at: int | None) -> Count | None
     try:
         check_settings(tokenizer)
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
-        encoder = ChatEncoder(loaded, vocabulary_of(tokenizer))
+        return ChatEncoder(loaded, vocabulary_of(tokenizer))
     except (OSError, ValueError, UnsupportedModel, CheckpointRefused):
         return None
+
+
+def counter(method: Method, encoder: ChatEncoder, cut_at: int | None) -> Count:
+    """Counts the tokens of each sequence of each row of a converted record; with a length, after the method's cut."""
 
     def count(record: Record) -> list[list[int]]:
         rows = method.encode(encoder, record)

@@ -207,6 +207,22 @@ def test_encode_trains_the_first_of_two_ends_side_by_side():
     assert trained(encoder, TALK) == [GOOD, BYE]
 
 
+def test_encode_of_an_answer_with_its_end_drops_the_second_end_and_refuses_one_within():
+    encoder = ChatEncoder(tokenizer())
+    ended = {"role": "assistant", "content": "hello, fox<|im_end|>"}
+    assert trained(encoder, {"messages": [QUESTION, ended]}) == [GOOD]
+    with pytest.raises(BadRecord, match=r"within messages\[1\]"):
+        encoder.encode({"messages": [QUESTION, {**ended, "content": "a<|im_end|> b"}]})
+
+
+def test_encode_counts_examples_whose_tools_the_template_leaves_out():
+    tools = [{"type": "function", "function": {"name": "lookup"}}]
+    for template, count in (("{# no tools #}" + CHATML, 1), (BEGIN + "{{ m['content'] }}" + END, 0)):
+        encoder = ChatEncoder(tokenizer(template))
+        encoder.encode({**TALK, "tools": tools})
+        assert encoder.n_without_tools == count
+
+
 def test_encode_of_a_call_that_only_the_text_names_is_refused():
     message = {
         "role": "assistant",
