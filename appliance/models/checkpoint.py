@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.models.errors import MissingTokenizer
-from serve.core.parsers import reasoning_parser, tool_parser
+from serve.core.parsers import PARSER_TOKENS, missing_tokens, reasoning_parser, tool_parser
 from weights.checkpoint import processor_settings
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
@@ -27,6 +27,7 @@ from weights.checkpoint.folder import (
     read_json,
     read_tokenizer_config,
 )
+from weights.checkpoint.vocabulary import tokens_of
 from weights.format.foreign_json import size, text_part
 from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
 from weights.format.layout import MAX_INDEX_BYTES, MAX_INDEX_VALUES, Layout
@@ -208,6 +209,14 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (to be "
             "asked alone, `appliance model deploy NAME --chat-template FILE` is enough)"
         )
+    shown, tokens = with_tools(template), tokens_of(directory, PARSER_TOKENS)
+    if task == "generate" and (lacking := missing_tokens(family, shown, tokens)) is not None:
+        warnings.append(
+            f"calls of tools are read only where a request requires or names them, not with tool_choice auto: the "
+            f"tokenizer lacks {' and '.join(map(repr, lacking[1]))}, which vLLM's parser {lacking[0]} for this model "
+            "needs. Add that to tokenizer and embedding and import again, or choose another parser: `appliance model "
+            "deploy NAME --tool-parser PARSER`"
+        )
     quantization = config.get("quantization_config")
     if quantization:
         warnings.append("the weights are quantised: they cannot be fine-tuned")
@@ -226,8 +235,8 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtypes": sorted({placed.spec.dtype for placed in layout}),
             "chat_template": template is not None,
-            "tool_parser": tool_parser(family, with_tools(template)),
-            "reasoning_parser": reasoning_parser(family, with_tools(template)),
+            "tool_parser": tool_parser(family, shown, tokens),
+            "reasoning_parser": reasoning_parser(family, shown),
             "quantized": bool(quantization),
         },
     )

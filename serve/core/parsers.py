@@ -1,4 +1,4 @@
-"""Which of vLLM's parsers read a model's tool calls and its reasoning: by family and chat template. Pure.
+"""Which of vLLM's parsers read a model's tool calls and its reasoning: by family, chat template and tokens. Pure.
 
 Engines are started with them, and `appliance model show` names them.
 """
@@ -6,7 +6,7 @@ Engines are started with them, and `appliance model show` names them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 # vLLM's tool-call parser for each model family (vllm/tool_parsers; docs "Tool Calling"). An unknown family gets none:
 # tools then work only with tool_choice "required" or a named function.
@@ -45,6 +45,16 @@ CALL_SYNTAX = (
     ("[TOOL_CALLS]", "mistral"),
 )
 
+# Tokens without which vLLM's parser refuses a tokenizer, and no engine starts. Other parsers start without theirs.
+NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "jamba": ("<tool_calls>", "</tool_calls>"),
+}
+PARSER_TOKENS = frozenset(token for tokens in NEEDED_TOKENS.values() for token in tokens)
+
 # vLLM's reasoning parser of a family, and what its chat template has where the model reasons (vllm/reasoning; docs
 # "Reasoning Outputs"). Others with `<think>` tags are read by the two parsers below whatever their family.
 REASONING_PARSERS: Mapping[str, tuple[str, str]] = {
@@ -61,20 +71,34 @@ _THINK, _ANSWER_BEGINS = "<think>", "add_generation_prompt"
 _CLOSED_THOUGHT = re.compile(r"<think>(\\n|\s)*</think>")
 
 
-def tool_parser(model_type: str | None, chat_template: str | None) -> str | None:
-    """vLLM's tool parser for a model family (`model_type` of config.json), None if unknown.
+def tool_parser(model_type: str | None, chat_template: str | None, tokens: Collection[str]) -> str | None:
+    """vLLM's tool parser for a model, None without one that can read its tokenizer.
 
-    A family's own parser is used only with a template that mentions tools, otherwise text that merely looks like a call
-    would be taken for one. A template that does not mention them has been given a way to show them, with Hermes' tags
-    (weights.format.tool_template).
+    Args:
+        model_type: the family, `model_type` of config.json.
+        chat_template: its text. A family's own parser is used only with one that mentions tools, otherwise text that
+            merely looks like a call would be taken for one. A template that does not mention them has been given a way
+            to show them, with Hermes' tags (weights.format.tool_template).
+        tokens: those of PARSER_TOKENS that the tokenizer has.
     """
-    template = chat_template or ""
+    parser = _parser_of_syntax(model_type, chat_template or "")
+    return None if set(NEEDED_TOKENS.get(parser or "", ())) - set(tokens) else parser
+
+
+def missing_tokens(
+    model_type: str | None, chat_template: str | None, tokens: Collection[str]
+) -> tuple[str, tuple[str, ...]] | None:
+    """The tool parser that `tool_parser` rejects, with the tokens that the tokenizer lacks; None if it rejects none."""
+    parser = _parser_of_syntax(model_type, chat_template or "") or ""
+    missing = tuple(token for token in NEEDED_TOKENS.get(parser, ()) if token not in tokens)
+    return (parser, missing) if missing else None
+
+
+def _parser_of_syntax(model_type: str | None, template: str) -> str | None:
     for mark, parser in CALL_SYNTAX:
         if mark in template:
             return parser
-    if "tools" not in template:
-        return None
-    return TOOL_PARSERS.get(model_type or "")
+    return TOOL_PARSERS.get(model_type or "") if "tools" in template else None
 
 
 def reasoning_parser(model_type: str | None, chat_template: str | None) -> str | None:

@@ -23,12 +23,14 @@ from runtime.devices.kinds import kind_of
 from runtime.logs import configure_logging
 from runtime.processes.lifeline import Lifeline
 from runtime.pydantic_words import words_of_check
+from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec
 from serve.engine.main import PARSER
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
 from weights.checkpoint.folder import may_open
+from weights.checkpoint.vocabulary import tokens_of
 from weights.format.errors import WeightsError
 
 SEEDS = 1 << 32  # of numpy's generator, which a worker sets first
@@ -64,7 +66,8 @@ def refused(spec: ReplicaSpec) -> str:
     template = read_chat_template(spec.version_path)
     plugin.register()
     try:
-        options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
+        tokens = tokens_of(Path(spec.version_path), PARSER_TOKENS)
+        options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template, tokens))
         validate_parsed_serve_args(options)
         for kind, name, known in (
             ("tool", options.tool_call_parser, ToolParserManager.list_registered),

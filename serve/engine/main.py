@@ -39,6 +39,7 @@ from runtime.processes.lifeline import Lifeline
 from serve.api.answer_version import AnswerVersions
 from serve.api.fair_order import FrontDoor
 from serve.core.errors import ServeError, WrongState
+from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 from serve.engine.while_alive import while_alive
@@ -48,6 +49,7 @@ from serve.vllm.arguments import engine_arguments, engine_environment
 from serve.vllm.deaths import CoreDeath
 from serve.vllm.turn_ends import end_turns_of
 from weights.checkpoint.folder import may_open
+from weights.checkpoint.vocabulary import tokens_of
 
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
 PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
@@ -68,7 +70,8 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     torch.set_num_threads(spec.threads_per_worker)
     may_open(spec.version_path, spec.model)
     template = read_chat_template(spec.version_path)
-    options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
+    tokens = tokens_of(Path(spec.version_path), PARSER_TOKENS)
+    options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template, tokens))
     validate_parsed_serve_args(options)
     core_death = CoreDeath(partial(_tell, lifeline))
     patches.apply(

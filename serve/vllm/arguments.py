@@ -6,7 +6,7 @@ The forked engine goes through vLLM's own argument parser, so whatever `vllm ser
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from runtime.devices.kinds import kind_of
@@ -24,10 +24,13 @@ LOAD_FORMAT = "shm"
 TRANSFER_BACKEND = "shm"
 
 
-def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None) -> list[str]:
+def engine_arguments(
+    spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None, tokens: Collection[str] = ()
+) -> list[str]:
     """Command line of vLLM's OpenAI server for this replica.
 
-    `model_config` is the version's config.json, `chat_template` its template text if it has one.
+    `model_config` is the version's config.json, `chat_template` its template text if it has one, `tokens` those of
+    PARSER_TOKENS that its tokenizer has.
     """
     values = {
         "--model": spec.version_path,
@@ -78,11 +81,13 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
-        args += _generation_arguments(spec, model_config.get("model_type"), chat_template)
+        args += _generation_arguments(spec, model_config.get("model_type"), chat_template, tokens)
     return [*args, *spec.extra_args]
 
 
-def _generation_arguments(spec: ReplicaSpec, model_type: Any, chat_template: str | None) -> list[str]:
+def _generation_arguments(
+    spec: ReplicaSpec, model_type: Any, chat_template: str | None, tokens: Collection[str]
+) -> list[str]:
     # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks the
     # other routes that this enables.
     args = ["--enable-scale-out"]
@@ -90,7 +95,7 @@ def _generation_arguments(spec: ReplicaSpec, model_type: Any, chat_template: str
     shown = with_system_prompt(tooled, spec.system_prompt)
     if shown != chat_template and "--chat-template" not in spec.extra_args:
         args += ["--chat-template", str(shown)]
-    parser = tool_parser(model_type, tooled) if spec.own_tool_parser else None
+    parser = tool_parser(model_type, tooled, tokens) if spec.own_tool_parser else None
     if parser is not None and "--tool-call-parser" not in spec.extra_args:
         args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     thinks = reasoning_parser(model_type, tooled) if spec.own_reasoning_parser else None

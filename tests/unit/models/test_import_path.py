@@ -419,6 +419,13 @@ def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
     assert "roles must be a and b" in taken.warnings[0]
 
 
+def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_path):
+    source = checkpoints.write(tmp_path / "source", template=checkpoints.TEMPLATE + "{{ tools or '' }}")
+    taken = library.import_path(source)
+    assert taken.info["tool_parser"] is None
+    assert len([note for note in taken.warnings if "'<|python_tag|>'" in note and "llama3_json" in note]) == 1
+
+
 def test_a_template_in_a_file_of_its_own_counts(library, tmp_path):
     source = checkpoints.write(tmp_path / "source", template=None)
     (source / "chat_template.jinja").write_text(checkpoints.TEMPLATE)

@@ -8,6 +8,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ELSEWHERE, ENGINE_ARGUMENTS, ModelSettings
+from serve.core.parsers import CALL_SYNTAX, NEEDED_TOKENS, TOOL_PARSERS
 from serve.core.spec import ReplicaSpec
 from serve.core.system_prompt import with_system_prompt
 from serve.vllm.arguments import engine_arguments
@@ -124,3 +125,24 @@ def test_a_system_prompt_stands_where_a_conversation_brings_none():
     assert template.render(messages=[user]) == f"[system:{said}][user:q]"
     assert template.render(messages=[{"role": "system", "content": "own"}, user]) == "[system:own][user:q]"
     assert with_system_prompt(None, said) is None and with_system_prompt(TEMPLATE, "") == TEMPLATE
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_PARSERS.values(), *(name for _, name in CALL_SYNTAX)}))
+def test_needed_tokens_are_those_without_which_vllm_refuses_a_tokenizer(name):
+    parser = ToolParserManager.get_tool_parser(name)
+    needed = NEEDED_TOKENS.get(name, ())
+    parser(_Tokenizer(needed))
+    for token in needed:
+        with pytest.raises(RuntimeError):
+            parser(_Tokenizer([other for other in needed if other != token]))
+
+
+class _Tokenizer:
+    def __init__(self, tokens):
+        self.vocab = {token: number for number, token in enumerate(tokens)}
+
+    def get_vocab(self):
+        return self.vocab
+
+    def encode(self, text, **kwargs):
+        return []

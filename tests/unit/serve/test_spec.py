@@ -7,7 +7,7 @@ import pytest
 
 from serve.core import segments
 from serve.core.errors import InvalidReplicaSpec
-from serve.core.parsers import reasoning_parser, tool_parser
+from serve.core.parsers import NEEDED_TOKENS, PARSER_TOKENS, missing_tokens, reasoning_parser, tool_parser
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_arguments, engine_environment
 
@@ -143,7 +143,38 @@ def test_lora_flags_pass_through_and_allow_loading():
     ],
 )
 def test_tool_parser_follows_the_template_then_the_family(family, template, parser):
-    assert tool_parser(family, template) == parser
+    assert tool_parser(family, template, PARSER_TOKENS) == parser
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parser"),
+    [
+        ("llama", "{{ tools }}", "llama3_json"),
+        ("mistral", "{{ tools }}", "mistral"),
+        ("llama", "[TOOL_CALLS]{{ tools }}", "mistral"),
+        ("llama", "<｜tool▁calls▁begin｜>{{ tools }}", "deepseek_v3"),
+        ("unheard_of", "<|tool_call_start|>{{ tools }}", "lfm2"),
+        ("jamba", "{{ tools }}", "jamba"),
+    ],
+)
+def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, template, parser):
+    needed = NEEDED_TOKENS[parser]
+    assert tool_parser(family, template, needed) == parser and missing_tokens(family, template, needed) is None
+    assert tool_parser(family, template, needed[1:]) is None
+    assert missing_tokens(family, template, needed[1:]) == (parser, needed[:1])
+    spec, config = ReplicaSpec.from_json(GOOD), {"model_type": family}
+    assert pairs(engine_arguments(spec, config, template, needed))["--tool-call-parser"] == parser
+    assert "--tool-call-parser" not in engine_arguments(spec, config, template, needed[1:])
+
+
+def test_tool_parser_that_needs_no_token_is_chosen_without_any():
+    assert tool_parser("qwen3", "<tool_call>", ()) == "hermes" and missing_tokens("qwen3", "<tool_call>", ()) is None
+
+
+def test_engine_arguments_keep_a_parser_that_the_settings_name():
+    named = {"own_tool_parser": False, "extra_args": ["--tool-call-parser", "mistral"]}
+    args = engine_arguments(ReplicaSpec.from_json({**GOOD, **named}), {"model_type": "llama"}, "{{ tools }}")
+    assert args[-2:] == ["--tool-call-parser", "mistral"]
 
 
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -207,5 +238,5 @@ def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
 def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():
     args = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ messages }}"))
     assert args["--tool-call-parser"] == "hermes" and args["--chat-template"].endswith("{{ messages }}")
-    known = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ tools }}"))
+    known = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ tools }}", PARSER_TOKENS))
     assert known["--tool-call-parser"] == "llama3_json" and "--chat-template" not in known
