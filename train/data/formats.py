@@ -16,6 +16,7 @@ from train.shapes.messages import (
     MEDIA_REFUSES,
     SYSTEM,
     Refusals,
+    drop_padded_arguments,
     ends_with_user,
     has_value,
     is_off,
@@ -78,6 +79,8 @@ REFUSES: Refusals = {
         _is_set,
         "arguments of a row do not reach the chat template; write them into the system message",
     ),
+    **{key: (has_value, "write them as 'tools'") for key in ("tool_defs", "available_tools")},
+    **{key: (has_value, "write the weight 0 on messages that are not trained") for key in ("loss_mask", "masked")},
 }
 _CHAT_REFUSES: Refusals = {
     **REFUSES,
@@ -86,7 +89,10 @@ _CHAT_REFUSES: Refusals = {
         for key in "label kto_tag kto_label is_chosen is_preferred is_good desirable preference feedback chosen".split()
     },
     **{key: (_is_set, _ONE_SIDE) for key in ("rejected", "rejected_response", "rejected_messages", OUTPUTS[1])},
-    **{key: (is_off, "nothing of the row would be trained; leave out the row") for key in ("weight", "train")},
+    **{
+        key: (is_off, "nothing of the row would be trained; leave out the row")
+        for key in ("weight", "train", "loss_weight", "sample_weight")
+    },
 }
 
 
@@ -223,7 +229,9 @@ def _checked(turns: Any, record: Record, name: str = "messages") -> Record:
     if all(message.get("weight") == 0 for message in answers):
         raise BadRecord("every assistant message has weight 0 (or train false), so there is nothing to learn")
     _check_parallel_calls(record, messages)
-    return {"messages": messages, **read_tools(record)}
+    tools = read_tools(record)
+    drop_padded_arguments(messages, tools.get("tools", []))
+    return {"messages": messages, **tools}
 
 
 def _check_parallel_calls(record: Record, messages: list[Record]) -> None:

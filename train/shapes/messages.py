@@ -16,10 +16,10 @@ from train.shapes.records import BadRecord, NoAnswer, Record, is_empty, kind_of,
 MOST_MESSAGES = 8192
 ROLE, CONTENT = ("role", "from"), ("content", "value")
 SYSTEM = ("system", "system_prompt")
-WEIGHT = ("weight", "train", "loss", "trainable", "loss_scale")
+WEIGHT = ("weight", "train", "loss", "trainable", "training", "loss_mask", "loss_scale")
 REASONING = ("reasoning", "reasoning_content", "thinking")
 CALLS = ("tool_calls", "function_call")
-ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters", "input", "args")
 
 _ROLES = {
     "system": "system",
@@ -38,6 +38,7 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "ipython": "tool",
     "function_call": "assistant",
     "tool_call": "assistant",
@@ -75,6 +76,9 @@ MEDIA_REFUSES: Refusals = {
 } | {"pixel_values": (has_value, "images cannot be trained on; leave out these examples")}
 TURN_REFUSES: Refusals = {
     **MEDIA_REFUSES,
+    "tool_responses": (has_value, "write each result as a message with the role 'tool'"),
+    "masked": (has_value, "write the weight 0 on a message that is not trained"),
+    **{key: (has_value, "a turn cannot be continued; write it whole") for key in ("prefix", "partial")},
     "train_detail": (has_value, "a part of a message cannot be left out of the loss; make two messages of it"),
     "eot": (is_off, "the end of a turn is always trained; leave out the key, or give the message the weight 0"),
 }
@@ -303,19 +307,44 @@ def _call(call: Any, where: str, number: int) -> Record:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRecord(f"{where} has a call without a 'name'; expected {{'name': text, 'arguments': {{…}}}}")
-    arguments = one_of(function, ARGUMENTS, f"{where} ")
-    if isinstance(arguments, str) and arguments.strip():
-        _json(arguments, f"{where}, arguments of {function['name'][:60]!r}")
-    elif is_empty(arguments) or isinstance(arguments, str):
-        arguments = "{}"
-    else:
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    arguments = _arguments(one_of({**call, **function}, ARGUMENTS, f"{where} "), function["name"], where)
     identity = call.get("id")
     return {
         "id": f"call_{number}" if is_empty(identity) else str(identity),
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def _arguments(given: Any, name: str, where: str) -> str:
+    """The JSON text of an object of arguments, also of one that was encoded twice. Raises BadRecord."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return "{}"
+    where = f"{where}, arguments of {name[:60]!r}"
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    value = _json(text, where) if isinstance(given, str) else given
+    if isinstance(value, str) and value.strip():
+        text, value = value, _json(value, where)
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict):
+        raise BadRecord(f"{where}: {quoted(value)} is not an object; expected the arguments by name")
+    return text
+
+
+def drop_padded_arguments(messages: list[Record], tools: list[Record]) -> None:
+    """Drops null arguments that no tool defines: tables pad each call with the columns of all others."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if "null" not in function["arguments"]:
+                continue
+            arguments = loads(function["arguments"].encode())
+            properties = (functions.get(function["name"], {}).get("parameters") or {}).get("properties") or {}
+            kept = {key: value for key, value in arguments.items() if value is not None or key in properties}
+            if kept != arguments:
+                function["arguments"] = json.dumps(kept, ensure_ascii=False)
 
 
 def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
@@ -369,4 +398,19 @@ def _tool(tool: Any, where: str) -> Record:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRecord(f"{where} needs 'type': 'function' and 'function' with a 'name'")
-    return tool
+    parameters = one_of(function, ("parameters", "input_schema"), f"{where} ")
+    if isinstance(parameters, str) and parameters.strip():
+        parameters = _json(parameters, f"{where}.parameters")
+    if not is_empty(parameters) and not isinstance(parameters, dict):
+        raise BadRecord(f"{where}.parameters is a {kind_of(parameters)}, expected a JSON schema as an object")
+    function = {key: value for key, value in function.items() if key not in ("parameters", "input_schema")}
+    if isinstance(parameters, dict):
+        function["parameters"] = parameters
+    return _without_null({**tool, "function": function})
+
+
+def _without_null(value: Any) -> Any:
+    """A tool's definition without the null keys with which tables pad it."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value

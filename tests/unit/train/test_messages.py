@@ -61,7 +61,7 @@ def test_read_messages_finds_the_call_of_a_result_by_its_name():
         read_messages([ASK, calls, results[0] | {"name": "clock"}])
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask", "training"])
 @pytest.mark.parametrize("off", [0, 0.0, False])
 def test_read_messages_takes_every_name_of_a_weight(key, off):
     turns = [{"from": "human", "value": "a", key: off}, {"from": "gpt", "value": "b", key: off}]
@@ -172,3 +172,38 @@ def test_parse_makes_a_record_of_a_bare_list_of_messages():
     assert parse(json.dumps([ASK, ANSWER]).encode()) == {"messages": [ASK, ANSWER]}
     assert parse(b'{"a": NaN, "b": ["NaN", NaN]}') == {"a": None, "b": ["NaN", None]}
     assert parse(b'{"a": "NaN: \\u003a"}') == {"a": "NaN: :"}
+
+
+def test_padded_keys_of_tools_and_arguments_are_dropped():
+    schema = {"type": "object", "properties": {"line": {"type": "integer"}, "crane": None}, "required": None}
+    tool = {"name": "gauge", "input_schema": json.dumps(schema)}
+    calls = {"role": "assistant", "tool_calls": [{"name": "gauge", "input": {"line": None, "crane": None}}]}
+    made = to_chat({"messages": [ASK, calls, {"role": "tool_response", "content": "1"}, ANSWER], "tools": [tool]})
+    parameters = {"type": "object", "properties": {"line": {"type": "integer"}}}
+    assert made["tools"][0]["function"] == {"name": "gauge", "parameters": parameters}
+    assert made["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"line": null}'
+
+
+@pytest.mark.parametrize("given", [json.dumps('{"line": 3}'), {"line": 3}, '{"line": 3}'])
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args"])
+def test_arguments_under_every_name_are_an_object(given, key):
+    made = read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", key: given}]}])
+    assert made[1]["tool_calls"] == [call("call_1", 3)]
+
+
+@pytest.mark.parametrize("given", [[1], [], 3, "[1]", "3", '"a"'])
+def test_arguments_that_are_not_an_object_are_refused(given):
+    with pytest.raises(BadRecord, match="'gauge'"):
+        read_messages([ASK, {"role": "assistant", "tool_calls": [{"name": "gauge", "arguments": given}]}])
+
+
+@pytest.mark.parametrize("key", ["tool_responses", "masked", "prefix", "partial"])
+def test_turn_keys_that_change_what_is_trained_are_refused(key):
+    with pytest.raises(BadRecord, match=key):
+        read_messages([ASK, ANSWER | {key: True}])
+
+
+@pytest.mark.parametrize("key", ["loss_mask", "masked", "tool_defs", "available_tools"])
+def test_row_keys_that_change_what_is_trained_are_refused(key):
+    with pytest.raises(BadRecord, match=key):
+        to_chat({"messages": [ASK, ANSWER], key: [1, 0]})
