@@ -20,6 +20,7 @@ from train.shapes.messages import (
     ends_with_user,
     has_value,
     is_off,
+    last_role,
     left_out_of_turns,
     listed,
     read_messages,
@@ -50,6 +51,8 @@ _QUESTION = ("prompt", "question", "query", "instruction")
 _CONVERSATION = ("conversations", "conversation")
 _INPUT_READS = frozenset(("messages", "tools", "functions", "parallel_tool_calls"))
 _ASKED = _REQUEST | {*_MORE, "history"}
+_THOUGHT = ("reasoning_content", "thinking")
+"""Columns with the thought before an answer; `reasoning` is one that says "on" or "off" in public data."""
 
 _MARKS = frozenset(
     "good bad chosen rejected accept accepted reject desirable undesirable preferred like dislike true false yes no "
@@ -280,10 +283,11 @@ def _with_answer(record: Record, answer: tuple[str, ...]) -> list[Record]:
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         key = next(key for key in answer if record.get(key) is value)
         raise BadRecord(f"{key!r} is a {kind_of(value)}, expected a string or a list of messages")
-    return [
-        *_question_turns(record),
-        *(value if isinstance(value, list) else [{"role": "assistant", "content": value}]),
-    ]
+    turns = _question_turns(record)
+    if last_role(turns) == "assistant":
+        raise BadRecord("the prompt ends with a message from 'assistant'; expected the turn that is answered")
+    thought = {key: record[key] for key in _THOUGHT if isinstance(record.get(key), str)}
+    return [*turns, *(value if isinstance(value, list) else [{"role": "assistant", "content": value, **thought}])]
 
 
 def _with_calls(record: Record) -> list[Record]:
@@ -296,7 +300,7 @@ def _conversation(record: Record) -> Any:
 
 
 def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **more: Any) -> Shape:
-    return Shape(name, (question, answer), partial(_with_answer, answer=answer), _ASKED, **more)
+    return Shape(name, (question, answer), partial(_with_answer, answer=answer), _ASKED | {*_THOUGHT}, **more)
 
 
 def _pair(convert: Callable[[Record], Pair], *needs: tuple[str, ...], **more: Any) -> Shape:

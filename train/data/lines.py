@@ -26,6 +26,7 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 _FIRST = re.compile(rb"(?:\xef\xbb\xbf|[ \t\r\n])*+")
 _ONE_EACH = "jq -c . FILE > train.jsonl"
 _OF_A_TURN = ({"role", "from"}, {"content", "value", "tool_calls", "function_call"})
+_TURNS = ("messages", "conversations", "conversation")
 MARK = b"\xef\xbb\xbf"
 """The byte order mark of UTF-8. Files that were joined have one in their middle."""
 
@@ -46,6 +47,9 @@ def parse(raw: bytes) -> Any:
         if count > most:
             raise BadRecord(f"has {count} {what}; the limit for one example is {most}")
     record = loads(raw)
+    for key in _TURNS if isinstance(record, dict) else ():
+        if isinstance(text := record.get(key), str) and text.lstrip().startswith("["):
+            record[key] = loads(text.encode())  # as tables keep it
     return {"messages": record} if isinstance(record, list) and record and all(map(_is_turn, record)) else record
 
 

@@ -77,6 +77,7 @@ MEDIA_REFUSES: Refusals = {
 TURN_REFUSES: Refusals = {
     **MEDIA_REFUSES,
     "tool_responses": (has_value, "write each result as a message with the role 'tool'"),
+    "channel": (lambda value: value == "analysis", "write a thought as 'reasoning_content' of the answer after it"),
     "masked": (has_value, "write the weight 0 on a message that is not trained"),
     **{key: (has_value, "a turn cannot be continued; write it whole") for key in ("prefix", "partial")},
     "train_detail": (has_value, "a part of a message cannot be left out of the loss; make two messages of it"),
@@ -144,7 +145,11 @@ def untrained(turn: Any) -> Any:
 
 
 def ends_with_user(turns: Any) -> bool:
-    return isinstance(turns, list) and bool(turns) and _ROLES.get(turn_role(turns[-1])) == "user"
+    return last_role(turns) == "user"
+
+
+def last_role(turns: Any) -> str | None:
+    return _ROLES.get(turn_role(turns[-1])) if isinstance(turns, list) and turns else None
 
 
 def turn_role(turn: Any) -> str:
@@ -215,6 +220,8 @@ def _message(turn: Record, role: str, is_call: bool, where: str, calls_before: i
         if not isinstance(content, str):
             raise BadRecord(f"{where} must have a call as its text: JSON with 'name' and 'arguments'")
         calls, content = [*listed(_json(content, where)), *calls], ""
+    elif role == "tool" and isinstance(content, dict):
+        content = json.dumps(content, ensure_ascii=False)
     else:
         content = _text(where, content)
     if calls:

@@ -207,3 +207,36 @@ def test_turn_keys_that_change_what_is_trained_are_refused(key):
 def test_row_keys_that_change_what_is_trained_are_refused(key):
     with pytest.raises(BadRecord, match=key):
         to_chat({"messages": [ASK, ANSWER], key: [1, 0]})
+
+
+def test_to_chat_of_a_partial_answer_as_prompt_is_refused():
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer"}]
+    with pytest.raises(BadRecord, match="'assistant'"):
+        to_chat({"prompt": asked, "completion": [{"role": "assistant", "content": " is b"}]}, "prompt_completion")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_to_chat_reads_a_thought_beside_its_answer(key):
+    made = to_chat({"prompt": "a", "completion": "b", key: "so"}, "prompt_completion")
+    assert made["messages"][-1]["reasoning_content"] == "so"
+
+
+def test_to_chat_of_a_channel_refuses_an_analysis_alone():
+    final = {"role": "assistant", "content": "b", "channel": "final"}
+    assert to_chat({"messages": [{"role": "user", "content": "a"}, final]})["messages"][-1]["content"] == "b"
+    with pytest.raises(BadRecord, match="channel"):
+        to_chat({"messages": [{"role": "user", "content": "a"}, {**final, "channel": "analysis"}, final]})
+
+
+def test_to_chat_writes_a_result_that_is_an_object_as_json():
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    result = {"role": "tool", "content": {"n": 1}}
+    made = to_chat(
+        {"messages": [{"role": "user", "content": "a"}, call, result, {"role": "assistant", "content": "b"}]}
+    )
+    assert made["messages"][2]["content"] == '{"n": 1}'
+
+
+def test_parse_reads_turns_that_are_json_text():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert parse(json.dumps({"messages": json.dumps(turns)}).encode()) == {"messages": turns}
