@@ -209,6 +209,11 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again (to be "
             "asked alone, `appliance model deploy NAME --chat-template FILE` is enough)"
         )
+    if _has_unused_template(directory, template or ""):
+        warnings.append(
+            "there are two different chat templates: that of chat_template.jinja is used, that of "
+            "tokenizer_config.json is not. If the other one is meant, remove chat_template.jinja and import again"
+        )
     shown, tokens = with_tools(template), tokens_of(directory, PARSER_TOKENS)
     if task == "generate" and (lacking := missing_tokens(family, shown, tokens)) is not None:
         warnings.append(
@@ -292,6 +297,14 @@ def chat_templates(directory: Path) -> tuple[str | None, tuple[str, ...]]:
         raise NotACheckpoint("", f"there are {len(different)} chat templates; at most {MAX_TEMPLATES} are taken")
     first, others = next(iter(different), None), tuple(different[1:])
     return (first if first and first.strip() else None), others
+
+
+def _has_unused_template(directory: Path, used: str) -> bool:
+    """Whether chat_template.jinja hides another template of tokenizer_config.json, as it does in transformers."""
+    if not (directory / "chat_template.jinja").is_file():
+        return False
+    others = _named_templates(read_tokenizer_config(directory).get("chat_template"), "tokenizer_config.json")
+    return any(other.strip() != used.strip() for other in others)
 
 
 def _named_templates(given: Any, file: str) -> list[str]:

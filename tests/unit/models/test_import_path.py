@@ -419,6 +419,14 @@ def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
     assert "roles must be a and b" in taken.warnings[0]
 
 
+@pytest.mark.parametrize(("other", "warned"), [("{{ messages }}", 1), (checkpoints.TEMPLATE, 0), (None, 0)])
+def test_import_path_with_two_templates_names_the_one_used(library, tmp_path, other, warned):
+    source = checkpoints.write(tmp_path / "source", template=other)
+    (source / "chat_template.jinja").write_text(checkpoints.TEMPLATE + "\n")
+    warnings = library.import_path(source).warnings
+    assert len([note for note in warnings if "chat_template.jinja is used" in note]) == warned
+
+
 def test_import_path_without_the_token_of_its_tool_parser_warns(library, tmp_path):
     source = checkpoints.write(tmp_path / "source", template=checkpoints.TEMPLATE + "{{ tools or '' }}")
     taken = library.import_path(source)
