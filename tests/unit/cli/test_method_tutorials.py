@@ -41,8 +41,12 @@ def shown_data(page: str) -> dict[str, bytes]:
     rows = [json.loads(line) for block in blocks for line in block.splitlines() if line.startswith('{"')]
     if not rows:  # distillation has the prompts of rewards
         return shown_data(page_of("reinforcement"))
-    lines = "".join(json.dumps(numbered(row, number)) + "\n" for number in range(12) for row in rows).encode()
-    files = dict.fromkeys(("train.jsonl", "pairs.jsonl", "prompts.jsonl", "held-out.jsonl"), lines)
+
+    def lines(first: int) -> bytes:
+        numbers = range(first, first + 12)
+        return "".join(json.dumps(numbered(row, number)) + "\n" for number in numbers for row in rows).encode()
+
+    files = {**dict.fromkeys(("train.jsonl", "pairs.jsonl", "prompts.jsonl"), lines(0)), "held-out.jsonl": lines(12)}
     grader = next((block.encode() for block in blocks if block.startswith("{\n")), b"")
     return {**files, "grader.json": grader}
 

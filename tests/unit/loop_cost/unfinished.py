@@ -166,10 +166,10 @@ class _Box:
             keys.insert(self._db, KeyRow(f"key_{name}", name, name, "", 1.0, owner=name, scopes=scopes))
         return [{"x-appliance-key-id": f"key_{name}", "x-appliance-scopes": "inference,fine_tuning"} for name in names]
 
-    def _file(self, headers: dict[str, str], purpose: Any, content: bytes) -> str:
+    def _file(self, headers: dict[str, str], purpose: Any, content: bytes, name: str = "") -> str:
         key_id = headers["x-appliance-key-id"]
         row = FileRow(
-            f"file-{purpose}-{key_id}",
+            f"file-{purpose}{name}-{key_id}",
             f"{purpose}.jsonl",
             purpose,
             len(content),
@@ -221,7 +221,8 @@ class _Box:
         asked = []
         for headers in self._who("jobs"):
             file_id = self._file(headers, "fine-tune", chat_lines(12))
-            body = {"model": MODEL, "training_file": file_id, "validation_file": file_id}
+            valid_id = self._file(headers, "fine-tune", chat_lines(12, first=100), name="valid")
+            body = {"model": MODEL, "training_file": file_id, "validation_file": valid_id}
             asked += [(body, headers)] * BOUNDS.jobs
         for body, headers in asked[:-1]:
             await self._ask("/v1/fine_tuning/jobs", body, headers)
