@@ -249,7 +249,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ("3", "newline in a filename", named(b"a\nb.jsonl"), 400, "file", "invalid_filename", "control characters"),
     ("3", "5 kB filename", named(b"a" * 5000), 400, None, "invalid_multipart", "header size"),
     ("4", "symlink in an import", imported(linked), 202, None, "unsafe_link", "/etc/passwd"),
-    ("5", "zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file", "compressed"),
+    ("5", "zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file", "ZIP archive"),
     (
         "5",
         "body coded as gzip",

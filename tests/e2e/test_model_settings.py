@@ -86,7 +86,7 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
     last = box.ask("model", "deploy", "tiny")
     with Load(box.url, box.key, "tiny") as load:
         wait_for(lambda: len(load.outcomes) > 8, "a load", 60)
-        told = box.ask("model", "deploy", "tiny", "--engine-arg", "quantization=mxfp4")
+        told = box.ask("model", "deploy", "tiny", "--engine-arg", "quantization=mxfp4", "--dtype", "bfloat16")
         number = told["settings_number"]
         wait_for(lambda: box.ask("model", "show", "tiny")["settings_number"] > number, "the settings before")
         wait_for(lambda: engines(box), "an engine with them")
