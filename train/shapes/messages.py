@@ -368,7 +368,8 @@ def _find_call(message: Record, unanswered: list[Record], where: str) -> None:
 
 def _is_call_alone(message: Record, last: Record) -> bool:
     """Whether nothing of a message but its calls would be lost in the one before it."""
-    return message.keys() <= {"role", "content", "tool_calls", "weight"} and message.get("weight") == last.get("weight")
+    is_bare = not message["content"] and message.keys() <= {"role", "content", "tool_calls", "weight"}
+    return is_bare and message.get("weight") == last.get("weight")
 
 
 def _json(text: str, where: str) -> Any:

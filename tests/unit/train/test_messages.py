@@ -52,6 +52,12 @@ def test_read_messages_joins_calls_after_calls_and_gives_results_in_order():
     assert read_messages(listed)[1]["tool_calls"] == made[1]["tool_calls"]
 
 
+def test_read_messages_keeps_the_text_of_a_call_that_comes_after_an_answer():
+    said = {"from": "function_call", "value": '{"name": "gauge"}', "refusal": "I must not."}
+    made = read_messages([ASK, ANSWER, said])
+    assert [message["content"] for message in made[1:]] == [ANSWER["content"], "I must not."]
+
+
 def test_read_messages_finds_the_call_of_a_result_by_its_name():
     calls = {"role": "assistant", "tool_calls": [call("a", 1), call("b", 2, "scale")]}
     results = [{"role": "tool", "name": name, "content": "1"} for name in ("scale", "gauge")]
