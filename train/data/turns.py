@@ -25,6 +25,9 @@ Render = Callable[..., str]
 PROBE = "Zq7xV"  # stands for an answer; no template has it
 _MARKER = re.compile(r"\s*(<[^\s<>]+>)")
 _THOUGHT_TAGS = re.compile(r"</?think>")
+_THOUGHT_END = re.compile(r"</[^<>\s]*think[^<>\s]*>|\[/THINK\]|<\|END_THINKING\|>")
+_THOUGHT_CLOSED = re.compile(rf"(?:{_THOUGHT_END.pattern})\s{{0,4}}\Z")
+_TOOL = {"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,15 @@ class TurnForm:
 
     header: the text before an answer; if a generation prompt lacks it, it is cut from the answer. tail: the text after
     the last answer, without the blank space at its very end, which is `blank`. end: what is trained instead of it: the
-    first token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>").
+    first token that ends an answer or, without a tail, the marker of the next turn (GLM's "<|user|>"). eos: the
+    tokenizer's end of text, at which every engine stops.
     """
 
     header: str
     tail: str
     blank: str
     end: str
+    eos: str = ""
 
 
 def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> TurnForm:
@@ -55,25 +60,38 @@ def turn_form(render: Render, stops: Callable[[str], bool], eos: str | None) -> 
     tokenizer's end of text, added where the template's own end is no such token: an engine would never stop."""
     asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     answer = {"role": "assistant", "content": PROBE}
+    tools = None
     text = _try(render, [*asked, answer])
     if text is None:
         asked = [{"role": "system", "content": "b"}, *asked]
         text = _try(render, [*asked, answer])
+    if text is None:  # a template for tools alone
+        tools = [_TOOL]
+        text = _try(render, [*asked, answer], tools)
     if text is None or PROBE not in text:
-        return TurnForm("", "", "", eos or "")
+        return TurnForm("", "", "", eos or "", eos or "")
     before, _, tail = text.rpartition(PROBE)
-    question = _try(render, asked)
+    question = _try(render, asked, tools)
     header = before[len(question) :] if question is not None and before.startswith(question) else ""
-    followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}]) or text).rpartition(PROBE)[2]
+    followed = (_try(render, [*asked, answer, {"role": "user", "content": "c"}], tools) or text).rpartition(PROBE)[2]
     tail, blank = tail.rstrip(), tail[len(tail.rstrip()) :]
     end = tail
     if not followed.startswith(tail):  # what follows the end of the last turn alone, as Phi 3's <|endoftext|>
+        shared = os.path.commonprefix([tail, followed])
         shorter = re.match(r"\s*(?:<[^\s<>]+>|\S+)", tail)
-        if shorter and stops(shorter[0]):
+        if eos and eos in shared:
+            end = shared
+        elif shorter and stops(shorter[0]):
             end = shorter[0]
     if not tail and (marker := _MARKER.match(followed)):
         end = marker[1]
-    return TurnForm(header if header.strip() else "", tail, blank, end if stops(end) else end + (eos or ""))
+    end = _to_first(eos, end) if stops(end) else end + (eos or "")
+    return TurnForm(header if header.strip() else "", tail, blank, end, eos or "")
+
+
+def _to_first(eos: str | None, text: str) -> str:
+    """The text up to the first end of text, after which no engine goes on."""
+    return text[: text.index(eos) + len(eos)] if eos and eos in text else text
 
 
 def rows(
@@ -124,6 +142,7 @@ def _turn(
 ) -> tuple[str, str]:
     """(prompt, written) of the assistant's turn `messages[index]`. Raises BadRecord."""
     before, message = messages[:index], messages[index]
+    thinks = any(what == "reasoning" for what, _ in _texts(message))
     through = render(messages[: index + 1], tools)
     prompt = _try(render, before, tools, add_generation_prompt=True) if before else None
     parting = _parting(prompt, through) if prompt is not None else 0
@@ -139,6 +158,8 @@ def _turn(
                 form[-20:] in ending[: len(ending) - (len(prompt) - begun)] for form in _forms(_last_words(before))
             )
             parting = head.rindex(ending) + len(ending) if known else 0
+        elif thinks and _THOUGHT_CLOSED.search(prompt):
+            prompt = through[:parting]  # the template thinks where a request asks for it: that prompt is its own
     if prompt is None or not parting:
         # There is no prompt to compare with: render another answer and see where the two part.
         parting = _answer_begins(render, before, tools, through)
@@ -146,7 +167,11 @@ def _turn(
     written = _ended(
         render, messages[: index + 1], tools, through, through[parting:].removeprefix(form.header), form, stops
     )
-    if lost := _lost(message, written):
+    written = _to_first(form.eos, written)
+    lost = _lost(message, written)
+    if not lost and thinks and (_THOUGHT_CLOSED.search(prompt) or len(_THOUGHT_END.findall(written)) > 1):
+        lost = "reasoning"  # it comes after the template's own, so that an engine reads it as the answer
+    if lost:
         raise BadRecord(_unwritten(f"{lost} in messages[{index}],"))
     return prompt, written
 

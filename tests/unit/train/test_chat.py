@@ -207,6 +207,47 @@ def test_encode_trains_the_first_of_two_ends_side_by_side():
     assert trained(encoder, TALK) == [GOOD, BYE]
 
 
+def test_encode_under_a_template_that_always_asks_ends_with_the_end_of_text():
+    asks = BEGIN + "<|open|>{{ m['content'] }}<|shut|><|im_end|>\n{% endfor %}<|im_start|>assistant\n<|muse|>"
+    encoder = encoder_of(asks, "<|open|>", "<|shut|>", "<|muse|>")
+    assert [text[-19:] for text in trained(encoder, TALK)] == [
+        "lo, fox<|shut|><|im_end|>"[-19:],
+        "od bye<|shut|><|im_end|>"[-19:],
+    ]
+
+
+def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end():
+    goes_on = (
+        BEGIN
+        + "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}<|im_end|>\n<|im_start|>assistant\n{% endfor %}"
+        "{{ m['content'] }}" + END
+    )
+    encoder = ChatEncoder(tokenizer(goes_on))
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert trained(encoder, {"messages": [QUESTION, call]}) == ['add {"a": 1}<|im_end|>']
+    with pytest.raises(BadRecord, match=r"text in messages\[1\]"):
+        encoder.encode({"messages": [QUESTION, {**call, "content": "I add."}]})
+
+
+def test_encode_under_a_template_for_tools_alone_ends_each_turn_once():
+    tools = [{"type": "function", "function": {"name": "lookup"}}]
+    template = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + BEGIN + "{{ m['content'] }}" + END
+    strict = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + template
+    assert trained(ChatEncoder(tokenizer(strict)), {**TALK, "tools": tools}) == [GOOD, BYE]
+
+
+def test_encode_of_a_thought_after_the_template_closed_one_opens_it():
+    closes = FORGETFUL.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n{% endif %}")
+    thought = {"role": "assistant", "content": "bye", "reasoning_content": "hm"}
+    ((text, runs),) = rows_of(ChatEncoder(tokenizer(closes)), {"messages": [QUESTION, thought]})
+    assert (text.count("</think>"), [run.strip() for run in runs]) == (1, ["hm\n</think>\nbye<|im_end|>"])
+    closed = "{% if m['role'] == 'assistant' %}<think></think>{% endif %}"
+    plain = BEGIN + closed + "{{ m['content'] }}" + END.replace("assistant\n", "assistant\n<think></think>")
+    tagged = {"role": "assistant", "content": "<think>hm</think>bye"}
+    with pytest.raises(BadRecord, match=r"reasoning in messages\[1\]"):
+        ChatEncoder(tokenizer(plain)).encode({"messages": [QUESTION, tagged]})
+
+
 def test_encode_of_an_answer_with_its_end_drops_the_second_end_and_refuses_one_within():
     encoder = ChatEncoder(tokenizer())
     ended = {"role": "assistant", "content": "hello, fox<|im_end|>"}
