@@ -54,6 +54,8 @@ _ASKED = _REQUEST | {*_MORE, "history"}
 _THOUGHT = ("reasoning_content", "thinking")
 """Columns with the thought before an answer; `reasoning` is one that says "on" or "off" in public data."""
 
+_OF_THE_QUESTION = "choices options opa passage passages article paragraph document documents evidence premise".split()
+"""Columns that public data has next to a question, which nobody can answer without them."""
 _MARKS = frozenset(
     "good bad chosen rejected accept accepted reject desirable undesirable preferred like dislike true false yes no "
     "upvote downvote thumbs_up thumbs_down up down +1 -1 0 1".split()
@@ -95,6 +97,13 @@ _CHAT_REFUSES: Refusals = {
     **{
         key: (is_off, "nothing of the row would be trained; leave out the row")
         for key in ("weight", "train", "loss_weight", "sample_weight")
+    },
+}
+_QUESTION_REFUSES: Refusals = {
+    **_CHAT_REFUSES,
+    **{
+        key: (has_value, "it belongs to the question; write it into the question's text, or as 'context'")
+        for key in _OF_THE_QUESTION
     },
 }
 
@@ -253,6 +262,8 @@ def _check_parallel_calls(record: Record, messages: list[Record]) -> None:
 def _question_turns(record: Record) -> list[Record]:
     """The turns up to the question, of a text with more of it in another field, or a list of messages."""
     asked, more = one_of(record, _QUESTION), one_of(record, _MORE)
+    if isinstance(more, list) and is_empty(asked):
+        asked, more = more, None
     if isinstance(asked, list):
         if has_value(more):
             raise BadRecord("has a list of messages as the prompt and a text besides; expected one of the two")
@@ -300,7 +311,8 @@ def _conversation(record: Record) -> Any:
 
 
 def _single(name: str, question: tuple[str, ...], answer: tuple[str, ...], **more: Any) -> Shape:
-    return Shape(name, (question, answer), partial(_with_answer, answer=answer), _ASKED | {*_THOUGHT}, **more)
+    convert = partial(_with_answer, answer=answer)
+    return Shape(name, (question, answer), convert, _ASKED | {*_THOUGHT}, _QUESTION_REFUSES, **more)
 
 
 def _pair(convert: Callable[[Record], Pair], *needs: tuple[str, ...], **more: Any) -> Shape:

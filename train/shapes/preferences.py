@@ -17,6 +17,7 @@ SIDES = ("chosen", "rejected")
 OUTPUTS = ("preferred_output", "non_preferred_output")
 # As Anthropic's and OpenAssistant's texts have the turns of a conversation.
 _DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
+_MESSAGES_AS_TEXT = re.compile(r'\s*(?:\{\s*"(?:messages|conversations|role)"|\[\s*\{\s*"(?:role|from)")')
 _OF_A_PROMPT = ("system", "developer", "user", "human")
 
 
@@ -63,6 +64,7 @@ def of_texts(record: Record) -> Pair:
             raise NoAnswer(f"{name!r} is empty")
         if not isinstance(side, str):
             raise BadRecord("has no prompt: nothing that both outputs answer")
+        _refuse_messages_as_text(side, name)
     shared = os.path.commonprefix(sides)
     if any(side[len(shared) : len(shared) + 1].isalnum() for side in sides):
         shared = re.sub(r"\w+\Z", "", shared)  # no prompt ends within a word
@@ -107,12 +109,21 @@ def _turns(output: Any, name: str) -> list[Any]:
     if is_empty(output):
         raise NoAnswer(f"{name!r} is empty")
     if isinstance(output, str):
+        _refuse_messages_as_text(output, name)
         return [{"role": "assistant", "content": output}]
     if isinstance(output, dict):
         return [output]
     if not isinstance(output, list):
         raise BadRecord(f"{name!r} is a {kind_of(output)}, expected a text or a list of messages")
     return output
+
+
+def _refuse_messages_as_text(side: str, name: str) -> None:
+    """Raises BadRecord."""
+    if _MESSAGES_AS_TEXT.match(side):
+        raise BadRecord(
+            f"{name!r} is the JSON text of messages, expected the list itself: jq -c '.{name} |= fromjson' FILE"
+        )
 
 
 def _pair(prompt: list[Record], outputs: list[list[Any]], names: tuple[str, ...]) -> Pair:

@@ -218,8 +218,8 @@ def test_encode_under_a_template_that_always_asks_ends_with_the_end_of_text():
 
 def test_encode_under_a_template_that_goes_on_after_its_end_trains_up_to_the_end():
     goes_on = (
-        BEGIN
-        + "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}<|im_end|>\n<|im_start|>assistant\n{% endfor %}"
+        BEGIN + "{% for c in m.tool_calls or [] %}{{ c.function.name }} "
+        "{{ c.function.arguments | tojson }}<|im_end|>\n<|im_start|>assistant\n{% endfor %}"
         "{{ m['content'] }}" + END
     )
     encoder = ChatEncoder(tokenizer(goes_on))

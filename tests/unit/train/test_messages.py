@@ -215,6 +215,20 @@ def test_row_keys_that_change_what_is_trained_are_refused(key):
         to_chat({"messages": [ASK, ANSWER], key: [1, 0]})
 
 
+@pytest.mark.parametrize("key", ["choices", "options", "opa", "passage", "documents"])
+@pytest.mark.parametrize("row", [{"question": "a", "answer": "b"}, {"instruction": "a", "output": "b"}])
+def test_to_chat_of_a_question_without_its_choices_or_texts_is_refused(row, key):
+    with pytest.raises(BadRecord, match=key):
+        to_chat({**row, key: ["c"]}, shape_of(row))
+    assert to_chat({**row, key: []}, shape_of(row)) == to_chat(row, shape_of(row))
+
+
+def test_to_chat_reads_messages_as_the_input_of_an_output():
+    row = {"input": [ASK], "output": "12", "system_prompt": "be kind"}
+    made = to_chat(row, shape_of(row))
+    assert [message["content"] for message in made["messages"]] == ["be kind", "3?", "12"]
+
+
 def test_to_chat_of_a_partial_answer_as_prompt_is_refused():
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The answer"}]
     with pytest.raises(BadRecord, match="'assistant'"):

@@ -78,6 +78,8 @@ def test_only_outputs_are_learnt_and_tools_are_kept():
         ({"prompt": "q", "chosen": "a", "rejected": [WRONG]}, "both texts or both lists"),
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "without text"),
         ({"prompt": 5, "chosen": "a", "rejected": "b"}, "'prompt' must be"),
+        ({"chosen": '{"messages": [1]}', "rejected": '{"messages": [2]}'}, "'chosen' is the JSON text of messages"),
+        ({"prompt": "q", "chosen": '[{"role": "a"}]', "rejected": "b"}, "'chosen' is the JSON text of messages"),
         (OPENAI | {"input": [QUESTION]}, "'input' must be an object"),
         (OPENAI | {"preferred_output": []}, "'preferred_output' is empty"),
         (OPENAI | {"image": "a.png"}, "has 'image'"),
