@@ -45,9 +45,12 @@ def _with_ids(message: Message, place: int) -> tuple[Message, list[str]]:
 
 
 def _chat_message(message: Message) -> Message:
-    if message.get("role") == "tool" and message.get("content") is None:
-        return {**message, "content": ""}
     content = message.get("content")
+    if message.get("role") in ("tool", "function"):
+        if content is None:
+            return {**message, "content": ""}
+        if isinstance(content, dict) or _is_data(content):
+            return {**message, "content": orjson.dumps(content).decode()}
     if isinstance(content, list) and any(isinstance(part, list) for part in content):
         parts = [inner for part in content for inner in (part if isinstance(part, list) else [part])]
         return _chat_message({**message, "content": parts})
@@ -57,6 +60,15 @@ def _chat_message(message: Message) -> Message:
     if isinstance(calls, list) and any(isinstance(call, dict) and call.get("type") == "custom" for call in calls):
         return {**message, "tool_calls": [_chat_call(call) for call in calls]}
     return message
+
+
+def _is_data(content: Any) -> bool:
+    """Whether a result is a list of values, none of which is a part of a message."""
+    return isinstance(content, list) and bool(content) and not any(_is_part(one) for one in content)
+
+
+def _is_part(one: Any) -> bool:
+    return isinstance(one, list) or (isinstance(one, dict) and isinstance(one.get("type"), str))
 
 
 def _chat_call(call: Any) -> Any:

@@ -390,6 +390,16 @@ def test_document_that_is_not_text_is_refused_by_place() -> None:
     assert (error.code, error.param) == ("unsupported_document", "messages[0].content[0]")
 
 
+@pytest.mark.parametrize("content", [{"x": 1}, [1, 2], [{"x": 1}], ["a"]])
+def test_result_that_is_data_becomes_its_json(content: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": content}
+    body = read("chat", messages=[{"role": "assistant", "content": None, "tool_calls": [call]}, result])
+    assert orjson.loads(body["messages"][1]["content"]) == content
+    parts = result | {"content": [{"type": "text", "text": "b"}]}
+    assert not checked("chat", messages=[parts]).rewritten
+
+
 def test_calls_and_results_without_ids_belong_together() -> None:
     calls = [{"id": None, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
     results = [{"role": "tool", "tool_call_id": None, "content": text} for text in ("1", "2")]
