@@ -25,7 +25,7 @@ from appliance.models import adapter, checkpoint_trial, hub, maker_process
 from appliance.models.checkpoint import Files, Task, choose_files, examine, regular
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.folder_trial import try_folder
-from appliance.models.put_right import put_right
+from appliance.models.put_right import check_numbers, put_right
 from appliance.models.recorded import check_same, recorded
 from runtime.replace_file import replace_file
 from train.convert.gguf import is_gguf
@@ -184,6 +184,7 @@ class ModelLibrary:
             _fill(staging, files, report, move=not local)
             layout, below = Layout.read(staging), Layout.read(base_path)
             facts = adapter.examine(staging, layout, base=base, base_layout=below, rank_limit=rank_limit)
+            check_numbers(staging, layout)
             meta = {
                 **origin,
                 "params": facts.params,

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from appliance.models.checkpoint import Facts, examine
 from appliance.models.template_trial import Tried
 from weights.checkpoint import generation
@@ -29,6 +31,8 @@ PLAIN_CLASS = "PreTrainedTokenizerFast"
 _ALWAYS_TIED = ("Cohere", "Gemma2", "Gemma3n", "TeleFLM", "DeepseekOCR")
 _QUANTISATION = ("quantization_config", "compression_config")
 _CHUNK_BYTES = 8 << 20
+_FIRST_NOT_FINITE = {"BF16": ("u2", "i2", 0x7F80), "F16": ("u2", "i2", 0x7C00), "F32": ("u4", "i4", 0x7F800000)}
+"""By dtype: how its bits are read without and with a sign, and the bits of infinity, above which all are NaN."""
 _NAMED = 3
 
 
@@ -45,6 +49,7 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
     notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
     if tensors.get("plain"):
         notes.append("config.json has a quantization_config, and no tensor is quantised: the stored one is without it")
+    check_numbers(directory, Layout.read(directory))
     notes += put_tensors_right(directory, tensors, facts.arch)
     if facts.task != "generate":
         return replace(facts, warnings=tuple(notes))
@@ -123,6 +128,27 @@ def check_tensors(found: Mapping[str, Any]) -> None:
         )
     for name in found["unconvertible"]:
         raise NotACheckpoint(name, "cannot be made of the tensors that the files have for it: is one missing?")
+
+
+def check_numbers(directory: Path, layout: Layout) -> None:
+    """Raises NotACheckpoint, naming the tensor, for a weight with NaN or infinity: all answers would be NaN."""
+    for placed in layout:
+        bits = _FIRST_NOT_FINITE.get(placed.spec.dtype)
+        if bits is None or not placed.spec.name.endswith(("weight", "bias")):
+            continue
+        unsigned, signed, infinity = bits
+        sign = infinity + 1 + np.iinfo(signed).max
+        with open_regular(directory, placed.file) as file:
+            file.seek(placed.start)
+            for at in range(0, placed.nbytes, _CHUNK_BYTES):
+                raw = file.read(min(_CHUNK_BYTES, placed.nbytes - at))
+                highest = np.frombuffer(raw, signed).max(), np.frombuffer(raw, unsigned).max()
+                if highest[0] >= infinity or highest[1] >= sign:
+                    raise NotACheckpoint(
+                        placed.spec.name,
+                        "has numbers that are NaN or infinite, so that every answer would be; the training diverged, "
+                        "or it was saved or merged in float16, which its values exceed: save it in bfloat16",
+                    )
 
 
 def _and_more(names: list[str], count: int) -> str:

@@ -15,6 +15,11 @@ from weights.format.foreign_json import text_part
 FILE = "generation_config.json"
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OTHERS = ("presence_penalty", "frequency_penalty", "max_new_tokens")
+_NOT_APPLIED = (
+    "stop_strings suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias forced_bos_token_id "
+    "forced_eos_token_id no_repeat_ngram_size min_length min_new_tokens"
+).split()
+"""What changes an answer of transformers and no engine reads."""
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id")
 # vllm.sampling_params.SamplingParams._verify_args: least and most; 0 is no top_p and no repetition_penalty.
 _BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -55,6 +60,10 @@ def settled(
         notes.append(
             f"max_new_tokens {limit} of {FILE} is not applied: it would cut answers; max_tokens is a request's"
         )
+    if unread := [key for key in _NOT_APPLIED if made.get(key)] + (
+        ["num_beams"] if (made.get("num_beams") or 1) != 1 else []
+    ):
+        notes.append(f"{', '.join(unread)} of {FILE} is not applied: no engine reads it; a request may set `stop`")
     stays = {key: before.get(key) for key in _ROLES}
     known = eos_ids(given, config)
     valid = [one for one in known if _is_token(one, rows)]

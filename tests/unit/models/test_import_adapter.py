@@ -126,6 +126,14 @@ def test_factors_that_do_not_fit_the_base_are_refused_by_name(take, tmp_path, te
         take(write(tmp_path / "a", tensors))
 
 
+def test_import_adapter_refuses_factors_that_are_not_numbers_by_name(take, tmp_path):
+    broken = factors()
+    broken[f"{MODULE}.lora_B.weight"][2, 1] = np.nan
+    with pytest.raises(NotACheckpoint) as refused:
+        take(write(tmp_path / "adapter", broken))
+    assert refused.value.file == f"{MODULE}.lora_B.weight"
+
+
 def test_pickles_missing_weights_and_bases_without_adapters_are_refused(take, tmp_path):
     pickled = write(tmp_path / "p")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")

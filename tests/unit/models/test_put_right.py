@@ -44,6 +44,20 @@ def test_import_refuses_tensors_that_do_not_fit_by_name(library, source, compare
     assert refused.value.file == names and not library.list()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_import_refuses_numbers_that_are_not_finite_by_the_name_of_the_tensor(library, source, compared, value, dtype):
+    compared()
+    broken = {name: tensor.astype(dtype) for name, tensor in checkpoints.tensors().items()}
+    save_file(broken, source / "model.safetensors", metadata={"format": "pt"})
+    library.import_path(source, name="finite")
+    broken[HEAD][3, 4] = value
+    save_file(broken, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotACheckpoint) as refused:
+        library.import_path(source)
+    assert refused.value.file == HEAD
+
+
 def test_import_takes_an_unknown_architecture_with_a_warning(library, source, compared):
     compared(unchecked="transformers does not know it", unknown=["x"], unknown_count=1)
     assert len(library.import_path(source).warnings) == 1

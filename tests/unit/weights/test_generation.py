@@ -18,6 +18,8 @@ CONFIG = {"eos_token_id": 2}
         ({"top_k": 20.0, "min_p": 0.0}, None, 0),
         ({"max_new_tokens": 8, "max_length": 20}, {"max_length": 20}, 1),
         ({"repetition_penalty": 1.1}, None, 0),
+        ({"stop_strings": ["#"], "num_beams": 4, "bad_words_ids": [[5]]}, None, 1),
+        ({"stop_strings": None, "num_beams": 1, "min_length": 0, "no_repeat_ngram_size": 0}, None, 0),
         ({"repetition_penalty": 0, "top_p": 1.5, "temperature": -1, "top_k": -7}, {}, 4),
         ({"temperature": "0.7", "top_p": True}, {}, 2),
         ({"temperature": 5.0}, {}, 1),
