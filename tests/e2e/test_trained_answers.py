@@ -37,6 +37,9 @@ TALK = [
 ]
 
 
+SPACE_FIRST = ("idefics3", "llava_next", "smolvlm")
+
+
 def rows(with_calls: bool) -> bytes:
     """Twelve conversations."""
     found: list[dict] = [
@@ -132,6 +135,8 @@ def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
         whole, text, calls, reason = chat(messages)
         told = client.responses.create(model=model, input=messages, max_output_tokens=200, temperature=0)
         got = [whole.message.content, text, told.output_text, whole.finish_reason, reason, told.status, calls]
+        # Some templates ask with "Assistant:" and write a space before the answer: then a model writes it.
+        answer = f" {answer}" if family in SPACE_FIRST else answer
         if got != [answer, answer, answer, "stop", "stop", "completed", []]:
             wrong.append((messages[-1]["content"], answer, got))
     for question, line in CALLS.items() if with_calls else ():
