@@ -51,9 +51,16 @@ async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[An
         if choice.finish_reason != "stop":
             continue  # its limit cut it
         whole += 1
-        if not jsonschema.Draft202012Validator(schema).is_valid(json.loads(choice.message.content)):
+        if not fits(choice.message.content, schema):
             wrong.append((schema, choice.message.content))
     return wrong, whole
+
+
+def fits(text: str, schema: dict[str, Any]) -> bool:
+    try:
+        return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    except json.JSONDecodeError:
+        return False
 
 
 async def test_answers_fit_their_schemas(engine_box: Any, replicas: Any) -> None:
