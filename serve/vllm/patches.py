@@ -76,7 +76,7 @@ from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
 from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
 from serve.vllm import deaths, owner_caches
-from serve.vllm.fairness import mask_turns, owner_places, request_bounds, step_bounds
+from serve.vllm.fairness import owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
 log = logging.getLogger(__name__)
@@ -206,11 +206,10 @@ def _bound_requests() -> None:
     request_bounds.forbid_known(InputProcessor)
     request_bounds.keep_seeds(ParentRequest)
     impossible_forms.apply()
-    # Owners take turns in an engine's queue and with masks that take long, and nobody has all of its places.
+    # Owners take turns in an engine's queue, and nobody has all of its places.
     fair_order.apply()
     owner_caches.salt_pictures(BaseRenderer, ProcessorInputs)
     owner_caches.compile_apart(StructuredOutputManager, backend_xgrammar.XgrammarBackend, xgrammar.GrammarCompiler)
-    mask_turns.apply((backend_xgrammar.XgrammarGrammar, backend_guidance.GuidanceGrammar))
     owner_places.apply()
     # After it: room is made for what the step may load alone.
     adapter_steps.apply()

@@ -15,7 +15,6 @@ from appliance.gateway.http import certificates
 from appliance.nodes import enrolment
 from appliance.store import database, reading_threads
 from runtime.network import newcomers
-from serve.vllm.fairness import mask_turns
 from train.plan import spec
 
 SECURITY = Path(__file__).resolve().parents[2] / "docs" / "security.md"
@@ -28,7 +27,6 @@ NUMBERS = (
     ("a page of a list ends after 500 rows, 2 MiB of text", (database.PAGE_ROWS, database.PAGE_BYTES), (500, 2 * MIB)),
     ("of four such threads no owner has more than two", (reading_threads.THREADS, reading_threads.OF_ONE), (4, 2)),
     ("a job publishes 50 versions at most", spec.MOST_VERSIONS, 50),
-    ("of one step they take 50 ms together", mask_turns.STEP_S, 0.05),
     ("take 256 descriptors together", newcomers.MOST, 256),
     ("make room after 2 s", newcomers.GRACE_S, 2.0),
     ("one that expires within 14 days", certificates.SAID_BEFORE_S, 14 * 86400.0),

@@ -47,7 +47,7 @@ def goes_to_xgrammar(**asked: Any) -> bool:
 @pytest.mark.parametrize(
     "asked",
     [{"regex": "a+"}, {"json": NAMED}, {"json": json.dumps(NAMED)}, {"json": {"items": [NAMED]}}, {"json": BESIDE}]
-    + [{"json": KEYS}, {"json": {"type": "string", "maxLength": 3}}],
+    + [{"json": KEYS}, {"json": {"type": "string", "maxLength": 500}}, {"json": {"items": {"minLength": 9}}}],
 )
 def test_form_that_xgrammar_passes_over_goes_to_llguidance(asked: dict[str, Any]) -> None:
     assert not goes_to_xgrammar(**asked)
