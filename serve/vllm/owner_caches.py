@@ -68,10 +68,9 @@ def compile_apart(manager: Any, backend: Any, compiler: Any) -> None:
 
 
 def _owner(salt: str) -> str:
-    """On a CPU a salt begins with one of the version that serves, and a colon (serve.cpu.finishing_scheduler); behind a
-    dot is what a client chose (appliance/gateway/routing/table.py). Where the gateway gives none
+    """Behind a dot is what a client chose (appliance/gateway/routing/table.py). Where the gateway gives none
     (`prefix_cache_shared`) it is empty, or what a client chose."""
-    return salt.rpartition(":")[2].partition(".")[0]
+    return salt.partition(".")[0]
 
 
 class _Compilers:

@@ -16,7 +16,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -38,7 +37,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
 from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.tracing import otel
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
@@ -47,7 +45,6 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.request import Request
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance, backend_outlines, backend_xgrammar
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -72,7 +69,6 @@ from serve.api import (
     unfit_requests,
 )
 from serve.cpu import gloo_device
-from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
 from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
 from serve.vllm import deaths, owner_caches
@@ -173,12 +169,6 @@ def _patch_core() -> None:
     EngineCore.shm_request_counts = _request_counts
     # One message between frontend and core instead of six, each of which would wait in the queue during the pause.
     EngineCore.shm_load = _load
-    # One message to pause, exchange and resume for a staged version whose fingerprint is already verified.
-    EngineCore.shm_exchange = _exchange
-    # Requests that finish on the old version of a staged swap: wait for their end, move them, free the old version.
-    EngineCore.shm_finished = lambda core: core.scheduler.finished()
-    EngineCore.shm_move_finishing = _move_finishing
-    EngineCore.shm_end_finishing = _end_finishing
 
 
 def _bound_requests() -> None:
@@ -253,10 +243,6 @@ def _patch_on_device(kind: str) -> None:
 
 
 def _patch_on_host(kind: str, eager: bool) -> None:
-    # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
-    # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
-    EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
-    EngineCore._attach_weight_version = _attach_weight_version
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
     # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
     # away by then.
@@ -461,18 +447,17 @@ def _rendezvous_file(segment_prefix: str) -> str:
     return f"file://{tempfile.gettempdir()}/{segment_prefix}{uuid.uuid4().hex}"
 
 
-def _request_counts(core: EngineCore) -> tuple[int, int, int]:
-    """Return the numbers of running requests, held-back requests, and those of both that finish on the old version."""
-    scheduler = core.scheduler
-    finishing = scheduler.finishing() if isinstance(scheduler, FinishingScheduler) else 0
-    return *scheduler.get_request_counts(), finishing
+def _request_counts(core: EngineCore) -> tuple[int, int]:
+    """Return the numbers of running and of held-back requests."""
+    running, waiting = core.scheduler.get_request_counts()
+    return running, waiting
 
 
 def _load(
     core: EngineCore, version: str, update: dict[str, Any], prompt: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
     """Run vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then
-    the fingerprint unless the load computed it. With `wake_kv` a sleeping engine's KV cache wakes in between, without
+    the fingerprint. With `wake_kv` a sleeping engine's KV cache wakes in between, without
     its resume_scheduler."""
     _transfer(core, update)
     core.set_weight_version(version)
@@ -480,12 +465,9 @@ def _load(
     if wake_kv:
         core.model_executor.wake_up(["kv_cache"])
         core.collective_rpc("shm_woken")
-    answer, fingerprint_s = reports[0].pop("answer", None), 0.0
-    if answer is None:
-        began_s = time.perf_counter()
-        answer = run_fingerprint(core, prompt, pooling_task)
-        fingerprint_s = time.perf_counter() - began_s
-    return {"reports": reports, "answer": answer, "fingerprint_s": fingerprint_s}
+    began_s = time.perf_counter()
+    answer = run_fingerprint(core, prompt, pooling_task)
+    return {"reports": reports, "answer": answer, "fingerprint_s": time.perf_counter() - began_s}
 
 
 def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
@@ -498,87 +480,3 @@ def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
     except Exception:
         core.collective_rpc("shm_leave_update")
         raise
-
-
-def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future | dict[str, Any]:
-    """Replace the serving version with a staged and verified one between two steps of the engine.
-
-    Current requests finish on the old version if the scheduler allows that; otherwise vLLM recomputes them. After an
-    error the engine stays paused with cleared caches, and a whole load must follow. Resolves to the workers' `reports`,
-    `finishing` (how many requests keep the old version) and `pause_s` from the end of the last step to the moment the
-    next may begin.
-    """
-    keep = core.scheduler.can_finish() and bool(core.scheduler.requests)
-
-    def exchange() -> dict[str, Any]:
-        before = core.get_weight_version()
-        try:
-            _transfer(core, update)
-            reports = core.collective_rpc("shm_report")
-            core.set_weight_version(version)
-            finishing = core.scheduler.flip(before) if keep else 0
-        except Exception:
-            core._reset_caches()
-            raise
-        core.resume_scheduler()
-        return {"reports": reports, "finishing": finishing, "pause_s": time.perf_counter() - began_s}
-
-    began_s = time.perf_counter()
-    return _between_steps(core, exchange, clear_cache=not keep)
-
-
-def _move_finishing(core: EngineCore) -> Future | int:
-    """Move the requests that finish on the old version to the newest one; resolves to their number."""
-
-    def move() -> int:
-        moved = core.scheduler.move()
-        core.resume_scheduler()
-        return moved
-
-    return _between_steps(core, move, clear_cache=False)
-
-
-def _end_finishing(core: EngineCore, give_back: bool) -> None:
-    """Free the old version. With `give_back` its memory goes to the host at once; otherwise the allocator keeps it, for
-    the next version or until the engine sleeps, because returning gigabytes would delay a step."""
-    core.collective_rpc("shm_release_retired")
-    core.scheduler.end()
-    if give_back:
-        core.collective_rpc("shm_give_back")
-
-
-def _between_steps(core: EngineCore, action: Callable[[], Any], *, clear_cache: bool) -> Any:
-    """Pause, run `action` once no step is running, and return its result or a Future of it."""
-    paused = core.pause_scheduler("keep", clear_cache=clear_cache)
-    if paused is None:
-        return action()
-    done: Future[Any] = Future()
-
-    def act(paused: Future) -> None:
-        try:
-            paused.result()
-            done.set_result(action())
-        except Exception as error:  # noqa: BLE001 - carried to the frontend by the future
-            done.set_exception(error)
-
-    paused.add_done_callback(act)
-    return done
-
-
-def _salted(preprocess):
-    @functools.wraps(preprocess)
-    def run(core: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
-        salt = core.scheduler.salt
-        if salt:
-            request.cache_salt = salt + (request.cache_salt or "")
-        made, wave = preprocess(core, request)
-        made.shm_salt = salt
-        return made, wave
-
-    return run
-
-
-def _attach_weight_version(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> None:
-    version = core.scheduler.answering(core.get_weight_version())
-    for output in outputs.values():
-        output.weight_version = version

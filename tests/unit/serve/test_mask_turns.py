@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from serve.cpu.prefill_pace import PrefillPace
 from serve.vllm.fairness import mask_turns
 from serve.vllm.fairness.mask_turns import MASK, STEP_S, MaskTurns
 from tests.unit.serve.test_fair_steps import PLACES, Engine
@@ -78,7 +77,6 @@ def neighbour(engine: MaskedEngine, cost_s: float, own_s: float = 0.0) -> tuple[
 
 def test_a_neighbour_of_many_long_masks_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as before:
-        before.setattr(PrefillPace, "answers", lambda pace: None)
         gap_s, rate = neighbour(MaskedEngine(tmp_path, before, turns=False), COST_S)
         assert gap_s > 2 and rate < 1, "as it was"
     engine = MaskedEngine(tmp_path, monkeypatch, turns=True)
