@@ -81,14 +81,9 @@ class ShmWorkerExtension:
         profile: ProfiledSteps | None = self.__dict__.pop("shm_profile", None)
         return None if profile is None else profile.end(path)
 
-    def shm_adapters(self) -> dict[str, Any]:
-        """Return how many LoRA adapters are loaded, and the number and seconds of loads since the start."""
-        manager = self.model_runner.lora_manager
-        return {
-            "resident": len(manager.list_adapters()),
-            "loads": manager.shm_loads,
-            "load_s": manager.shm_load_s,
-        }
+    def shm_adapters(self) -> int:
+        """Return how many LoRA adapters are loaded."""
+        return len(self.model_runner.lora_manager.list_adapters())
 
 
 def _tensors(caches: Any) -> Iterator[torch.Tensor]:

@@ -147,11 +147,10 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
         alone = {name: (await greedy(sdk, name, tokens=8))[0] for name in names}
         assert len({tuple(tokens) for tokens in alone.values()}) == REGISTERED
         seen = (await engine.status())["adapters"]
-        assert seen["loads"] == REGISTERED and seen["resident"] == RESIDENT
+        assert seen["resident"] == RESIDENT
         for _ in range(3):  # the hot ones stay
             for name in names[-RESIDENT:]:
                 assert (await greedy(sdk, name, tokens=8))[0] == alone[name]
-        assert (await engine.status())["adapters"]["loads"] == REGISTERED
         # All at once, ten times the slots: whoever finds no place waits for one.
         answers = await asyncio.gather(*(greedy(sdk, name, tokens=8) for name in names))
         for name, (tokens, _) in zip(names, answers, strict=True):
