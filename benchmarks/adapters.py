@@ -95,7 +95,6 @@ async def measure(size: str, rounds: int, dtype: str) -> dict:
         sdk = client(many)
         cold = [await one_token_s(sdk, name) for name in names]  # more than fit: each pushes another one out
         hot = [await one_token_s(sdk, names[-1]) for _ in range(ADAPTERS)]
-        told = (await shared.status())["adapters"]
         await plain.stop()
         await shared.stop()
     finally:
@@ -107,8 +106,6 @@ async def measure(size: str, rounds: int, dtype: str) -> dict:
         "tokens_per_s": {case: statistics.median(found) for case, found in rates.items()},
         "hot_ms": statistics.median(hot) * 1e3,
         "cold_ms": statistics.median(cold) * 1e3,
-        "load_ms": told["load_s"] / told["loads"] * 1e3,
-        "loads": told["loads"],
     }
 
 
@@ -126,8 +123,7 @@ def main() -> None:
     for case, tokens_per_s in found["tokens_per_s"].items():
         print(f"  {case:24} {tokens_per_s:8.0f} tokens/s  {tokens_per_s / plain:5.2f} of the plain engine's")
     print(
-        f"  one token: hot {found['hot_ms']:.1f} ms, cold {found['cold_ms']:.1f} ms, of which load "
-        f"{found['load_ms']:.1f} ms for {found['adapter_bytes']} bytes ({found['loads']} loads)"
+        f"  one token: hot {found['hot_ms']:.1f} ms, cold {found['cold_ms']:.1f} ms for {found['adapter_bytes']} bytes"
     )
     rates, size = found["tokens_per_s"], options.size
     record(
@@ -143,7 +139,6 @@ def main() -> None:
             stated(
                 "four adapters in one batch, over the base on a plain engine", size, rates["four adapters"] / plain, "x"
             ),
-            stated("load of a cold adapter", size, found["load_ms"], "ms"),
             stated(
                 "bytes of an adapter of rank 16, over the base's",
                 size,

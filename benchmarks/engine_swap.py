@@ -6,16 +6,11 @@ Per model size (random Llama), on the CPU engine with one thread (a load in plac
 the machine multiplies it and else in float32:
 
     memcpy          one warm copy of all weight bytes, one thread: the limit
-    swap            staged, in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and
-                    `gap` as a streaming client sees it (longest time between two chunks around the swap, less the
-                    usual one), in all, from the end of staging on (`at the flip`), and for comparison in the stream's
-                    chunks `before` the swap, which is the machine's noise. The fingerprint of a load in place
-                    follows it and is part of `load`. After a staged swap the stream is finished
-                    by the weights that began it; `contended` is one with a request of the new version coming in at
-                    once, from which on the two take turns. After the others the client also waits for its own tokens
-                    so far to be computed again with the new weights: `recompute` is what a fresh prompt of that many
-                    tokens takes, less a usual step
-    staging         the usual wait between chunks while a version is staged, over the one before
+    swap            in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and `gap` as
+                    a streaming client sees it (longest time between two chunks around the swap, less the usual one),
+                    and for comparison in the stream's chunks `before` the swap, which is the machine's noise. The
+                    client also waits for its own tokens so far to be computed again with the new weights: `recompute`
+                    is what a fresh prompt of that many tokens takes, less a usual step
     vLLM reload     vLLM's own `reload_weights` of the same directory on tmpfs, in its documented server
     fork start      a new engine forked from the warm parent, to its first token
     wake            a sleeping engine to its first token, from shared memory
@@ -55,9 +50,8 @@ from weights.format.torch_views import dtype_code  # noqa: E402
 
 BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
-CONTENDED = "contended"
 PHASES = ("pause_s", "drain_step_s", "load_s", "fingerprint_s", "stage_s")
-ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine with both, a server
+ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine, a server
 STREAM_TOKENS = 1500
 KV_CACHE_BYTES = 256 * 2**20  # one stream of the largest model in float32, and as much again
 SLEEPERS = 3
@@ -81,9 +75,8 @@ def memcpy_seconds(path: Path, rounds: int) -> float:
 async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str) -> dict:
     """What a stream sees of one swap, in seconds, and the engine's own report of it."""
     arrivals: list[float] = []
-    besides: list[float] = []
 
-    async def read(seen: list[float]) -> None:
+    async def read() -> None:
         stream = await sdk.completions.create(
             model=model,
             prompt=[7, 8, 9],
@@ -93,39 +86,28 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
             extra_body={"ignore_eos": True},
         )
         async for _ in stream:
-            seen.append(time.perf_counter())
+            arrivals.append(time.perf_counter())
 
-    reading = [asyncio.create_task(read(arrivals))]
+    reading = asyncio.create_task(read())
     while len(arrivals) < 60:
         await asyncio.sleep(0.001)
     began_s = time.perf_counter()
-    report = await replica.swap(model, version.name, str(version), how="staged" if how == CONTENDED else how)
+    report = await replica.swap(model, version.name, str(version), how=how)
     after = len(arrivals)
-    if how == CONTENDED:
-        reading.append(asyncio.create_task(read(besides)))
-    if reading[0].done():
+    if reading.done():
         raise RuntimeError(f"the stream ended before the {how} swap did; the machine is too busy to measure it")
-    while len(arrivals) < min(after + 15, STREAM_TOKENS) and not reading[0].done():
+    while len(arrivals) < min(after + 15, STREAM_TOKENS) and not reading.done():
         await asyncio.sleep(0.001)
-    for task in reading:
-        task.cancel()
-    await asyncio.gather(*reading, return_exceptions=True)
-    if how == CONTENDED and not besides:
-        raise RuntimeError("the new version's request had no token while the old one's stream went on")
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
     waits = [(start, end - start) for start, end in zip(arrivals, arrivals[1:], strict=False)]
     usual_s = statistics.median(wait for start, wait in waits if start < began_s)
-    staged_s = began_s + report["stage_s"]
-    staging = [wait for start, wait in waits if began_s <= start and start + wait < began_s + report["stage_s"]]
     return {
         **{key: report[key] for key in PHASES},
         "gap_s": max(wait for start, wait in waits[20:]) - usual_s,
-        "flip_gap_s": max(wait for start, wait in waits if start + wait >= staged_s) - usual_s,
         "before_gap_s": max(wait for start, wait in waits[20:] if start + wait < began_s) - usual_s,
         "usual_s": usual_s,
-        "staging_ratio": statistics.median(staging) / usual_s if len(staging) >= 3 else None,
         "tokens": 3 + after,
-        "fingerprint_on": report["fingerprint_on"],
-        "finishing": report["finishing"],
     }
 
 
@@ -180,13 +162,12 @@ async def own_engine(box: Box, size: str, versions: list[Path], rounds: int, dty
     replica = Replica(str(box.warm_socket), str(box.logs))
     await replica.start(spec)
     try:
-        for how in ("staged", CONTENDED, "in-place", "layerwise"):
+        for how in ("in-place", "layerwise"):
             progress(f"{size}: {how}")
             seen = []
             for turn in range(WARM_ROUNDS + rounds):
                 one = await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2], how)
-                if not one["finishing"]:
-                    one["recompute_s"] = await recompute_s(sdk, spec.model, one["tokens"], one["usual_s"])
+                one["recompute_s"] = await recompute_s(sdk, spec.model, one["tokens"], one["usual_s"])
                 seen.append(one)
             found["swap"][how] = middle(seen[WARM_ROUNDS:])
         for _ in range(rounds):
@@ -203,12 +184,7 @@ async def own_engine(box: Box, size: str, versions: list[Path], rounds: int, dty
 
 
 def middle(seen: list[dict]) -> dict:
-    """Medians of what is a number; what was not measured in any round stays None."""
-    found = {}
-    for key in seen[0]:  # the same for all rounds of one way
-        values = [one[key] for one in seen if one[key] is not None]
-        found[key] = statistics.median(values) if values and not isinstance(values[0], str) else (values or [None])[0]
-    return found
+    return {key: statistics.median(one[key] for one in seen) for key in seen[0]}
 
 
 def table(results: dict) -> str:
@@ -220,17 +196,13 @@ def table(results: dict) -> str:
         for how, swap in row["swap"].items():
             text = (
                 f"  swap {how:10} client gap {swap['gap_s'] * 1e3:7.1f} ms "
-                f"(at the flip {swap['flip_gap_s'] * 1e3:.1f}, before {swap['before_gap_s'] * 1e3:.1f}), "
+                f"(before {swap['before_gap_s'] * 1e3:.1f}), "
                 f"pause {swap['pause_s'] * 1e3:7.1f} ms "
                 f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
                 f"load {swap['load_s'] * 1e3:.1f}, "
-                f"{swap['fingerprint_on']} fingerprint {swap['fingerprint_s'] * 1e3:.1f} ms); "
-                f"step {swap['usual_s'] * 1e3:.1f} ms"
+                f"fingerprint {swap['fingerprint_s'] * 1e3:.1f} ms); step {swap['usual_s'] * 1e3:.1f} ms, "
+                f"recompute {swap['tokens']:.0f} tokens {swap['recompute_s'] * 1e3:.1f} ms"
             )
-            if "recompute_s" in swap:
-                text += f", recompute {swap['tokens']:.0f} tokens {swap['recompute_s'] * 1e3:.1f} ms"
-            if swap["staging_ratio"]:
-                text += f"; staging {swap['stage_s'] * 1e3:.0f} ms, chunks {swap['staging_ratio']:.2f} x as far apart"
             if cold:
                 text += f"; reload/pause {row['reload_s'] / swap['pause_s']:.1f}"
                 text += f", restart/gap {cold / swap['gap_s']:.0f}"
@@ -258,24 +230,12 @@ def table(results: dict) -> str:
 
 def claims(size: str, row: dict) -> list[Claim]:
     """This size's lines of the table that `make bench` ends with."""
-    staged, in_place, memcpy = row["swap"]["staged"], row["swap"]["in-place"], row["memcpy_s"]
+    in_place, memcpy = row["swap"]["in-place"], row["memcpy_s"]
     asleep = row["asleep"]
     found = [
-        at_most("staged swap: pause", size, staged["pause_s"] * 1e3, "ms", 30),
-        at_most("staged swap: gap of a stream at the flip", size, staged["flip_gap_s"] * 1e3, "ms", 30),
-        at_most("staged swap: gap of a stream, staging included", size, staged["gap_s"] * 1e3, "ms", 30),
-        at_most(
-            "staged swap: gap beside a new request, less a step of it",
-            size,
-            (row["swap"][CONTENDED]["flip_gap_s"] - staged["usual_s"]) * 1e3,
-            "ms",
-            30,
-        ),
-        at_most("in-place swap: pause less 20 ms", size, (in_place["pause_s"] - 0.02) / memcpy, "x memcpy", 2),
+        at_most("swap: pause less 50 ms", size, (in_place["pause_s"] - 0.05) / memcpy, "x memcpy", 3),
         stated("sleeping engine's memory", size, asleep["rss_after_bytes"] / asleep["rss_before_bytes"], "of awake"),
     ]
-    if staged["staging_ratio"]:
-        found.append(stated("chunks of a stream while a version is staged", size, staged["staging_ratio"], "x apart"))
     if "cold_start_s" in row:
         cold_s = row["cold_start_s"]
         found += [

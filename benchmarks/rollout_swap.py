@@ -120,7 +120,6 @@ async def measure(size: str, rounds: int, answers: int, dtype: str) -> dict:
             rollouts, found = Rollouts(http), []
             for turn, (old, new) in enumerate(zip(names, names[1:], strict=False)):
                 found.append(await swap(rollouts, old, new, answers, turn))
-        told = (await engine.status())["adapters"]
         await engine.stop()
     finally:
         box.close()
@@ -128,7 +127,6 @@ async def measure(size: str, rounds: int, answers: int, dtype: str) -> dict:
     return {
         "returned_ms": [seconds * 1e3 for seconds in returned],
         "standstill_ms": [seconds * 1e3 for seconds in standstill],
-        "load_ms": told["load_s"] / told["loads"] * 1e3,
     }
 
 
@@ -145,12 +143,10 @@ def main() -> None:
     for name in ("returned_ms", "standstill_ms"):
         values = found[name]
         print(f"{name:14} median {statistics.median(values):.1f}, most {max(values):.1f}")
-    print(f"load_ms        mean {found['load_ms']:.1f}")
     rows.append(
         at_most("rollouts interrupted: standstill, median", size, statistics.median(found["standstill_ms"]), "ms", 30)
     )
     rows.append(stated("rollouts interrupted: returned, median", size, statistics.median(found["returned_ms"]), "ms"))
-    rows.append(stated("rollouts interrupted: load of an adapter", size, found["load_ms"], "ms"))
     record(__file__, rows)
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1))

@@ -154,7 +154,7 @@ def _refuse_kind(config: Mapping[str, Any]) -> None:
 
 def _patterns(config: Mapping[str, Any]) -> dict[str, Any]:
     """What stands in rank_pattern. peft takes the keys of both patterns for regular expressions; one could take an
-    engine off the air for all who use its base, so engines take names alone (serve.adapters.layer_names). Raises
+    engine off the air for all who use its base, so an import takes names alone. Raises
     AdapterRefused."""
     for name in ("rank_pattern", "alpha_pattern"):
         found = config.get(name) or {}
@@ -164,7 +164,7 @@ def _patterns(config: Mapping[str, Any]) -> dict[str, Any]:
         if odd is not None:
             raise AdapterRefused(
                 CONFIG_FILE,
-                f"{name} has {odd[:80]!r}, and engines take names of layers there, or their ends, of letters, digits, "
+                f"{name} has {odd[:80]!r}, and the box takes names of layers there, or their ends, of letters, digits, "
                 "'_' and '.': write out which layers are meant, or merge the adapter into its base and import the "
                 "result",
             )

@@ -101,12 +101,11 @@ def steps_of(records: Iterable[HandoverRecord], model: str) -> list[StepRecord]:
 
 def measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
     """Measurements of the swaps among `steps`: medians of `pause_s` and `seconds`, total `bytes`, how the versions were
-    loaded (`how`), and how many requests finish on the previous version. None if no engine was swapped."""
+    loaded (`how`). None if no engine was swapped."""
     swaps = [step.detail for step in steps if step.verb == "swap_replica" and "pause_s" in step.detail]
     return {
         "pause_s": statistics.median(swap["pause_s"] for swap in swaps) if swaps else None,
         "seconds": statistics.median(swap["seconds"] for swap in swaps) if swaps else None,
         "bytes": sum(swap["bytes"] for swap in swaps) if swaps else None,
         "how": ", ".join(sorted({swap["how"] for swap in swaps})) or None,
-        "finishing": sum(swap.get("finishing", 0) for swap in swaps) if swaps else None,
     }

@@ -216,9 +216,9 @@ class EngineAdapters(LoRAResolver):
             await self._forget(name)
 
     async def report(self) -> dict[str, Any]:
-        """known: leased and ready for requests; resident: loaded now; number and seconds of loads since the start."""
+        """known: leased and ready for requests; resident: how many are loaded now."""
         workers = await self._llm.collective_rpc("shm_adapters")
-        return {"known": sorted(self._known), **workers[0]}
+        return {"known": sorted(self._known), "resident": workers[0]}
 
     def _may_use(self, name: str) -> bool:
         """Whether the request whose task calls this may use the adapter now, if it exists."""

@@ -62,15 +62,6 @@ class EngineConfig(BaseModel):
     adapter_fetch_timeout_s: float = Field(
         60.0, gt=0, description="how long a request waits for an adapter that only a tier below memory and disk holds"
     )
-    stage_memory_factor: float = Field(
-        1.5, ge=1.0, description="a swap is staged if this many times the model's bytes of host memory are free"
-    )
-    swap_finish_timeout_s: float = Field(
-        120.0,
-        ge=0,
-        description="time that requests have to finish on the old version after a staged swap; then the engine "
-        "recomputes them with the new version and frees the old weights",
-    )
     fingerprint_logprob_tolerance: float = Field(
         0.15,
         gt=0,

@@ -1,4 +1,4 @@
-"""Code for CPU engines only: a worker that sleeps, staged versions, finishing streams, LoRA.
+"""Code for CPU engines only: a worker that sleeps, LoRA.
 
 Never: Runs on a GPU box.
 Begin with worker.py.

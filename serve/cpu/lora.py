@@ -7,7 +7,6 @@ is the last slot: in a mixed batch it applies the adapter in that slot to such a
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -47,27 +46,6 @@ class GroupedLoRA(PunicaWrapperCPU):
                 delta = (part @ down[slot, 0].T) @ up[slot, 0].T
                 y[rows, start : start + width] += delta if scale == 1 else delta * scale
                 start += width
-
-
-class NoLoRA(GroupedLoRA):
-    """Used for a separate pass between two steps over tokens without an adapter: it reads nothing of the engine's
-    batch."""
-
-    @classmethod
-    def beside(cls, wrapper: GroupedLoRA) -> NoLoRA:
-        twin = copy.copy(wrapper)
-        twin.__class__ = cls
-        twin._embeddings_indices = torch.zeros_like(wrapper._embeddings_indices)
-        return twin
-
-    def add_lora_linear(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        return
-
-    def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        return
-
-    def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return y
 
 
 def groups(slot_of_token: torch.Tensor) -> list[tuple[int, slice | torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Defines a CPU worker that really frees memory in sleep and that may hold two versions.
+"""Defines a CPU worker that really frees memory in sleep.
 
 vLLM's CPUWorker ignores `sleep` while its engine reports itself asleep. This one returns the memory of weights and KV
 cache to the host and keeps everything else (process, imports, tokenizer, compiled kernels). It follows vLLM's own
@@ -16,12 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from runtime.libc import last_error, libc
-from serve.cpu.finishing import Weights
-from serve.cpu.finishing_scheduler import WEIGHTS
 from serve.load.direct_load import drop_packed, drop_weights
 from serve.load.kernel_threads import renew_pool
 
@@ -34,8 +31,6 @@ class StagedTransfer(Protocol):
     """What the worker needs of its weight-transfer engine (`serve.vllm.shm_transfer`)."""
 
     layerwise_reason: str | None
-
-    def bring_in(self, weights: Weights) -> None: ...
 
     def drop_staged(self) -> None: ...
 
@@ -50,13 +45,6 @@ class ShmCPUWorker(CPUWorker):
         _keep_freed_memory()
         super().init_device()
         self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run vLLM's step with the weights that the scheduler named for it in place."""
-        weights = getattr(scheduler_output, WEIGHTS, None)
-        if weights is not None:
-            self.weight_transfer_engine.bring_in(weights)
-        return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with untouched(self.model_runner):

@@ -4,24 +4,16 @@ The phases of a swap, in order:
 
     check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
     try         before the first layerwise load of an engine: the served version again, which has to answer as before
-    stage       map the new version; if memory allows, build its weights beside the old ones (requests continue)
-    fingerprint one forward pass, compared with the version's recorded fingerprint: over the staged weights in slices
-                between the engine's steps (requests continue)
-    pause       keep requests; an in-place load also clears the prefix cache, which other weights computed
+    stage       map the new version, and on a GPU lock its pages (requests continue)
+    pause       keep requests and clear the prefix cache, which other weights computed
     transfer    vLLM's start_weight_update, update_weights, finish_weight_update
-    fingerprint here, if it could not be computed before
+    fingerprint one forward pass, compared with the version's recorded fingerprint
     resume
     rename      the served model name and version become the new ones
-    finish      staged: the old weights answer the requests that the engine had at the swap to their end, the new ones
-                later requests (serve.cpu.finishing_scheduler); then the engine frees the old weights (after the call
-                has returned)
 
 Rules
-- Unverified or mixed weights compute no token: a staged swap exchanges exactly the tensors that answered the
-  fingerprint, and between any other pause and its resumption only the fingerprint runs.
-- While both versions are in memory, one version answers a request from its first token to its last. The engine
-  recomputes with the new weights all requests running at an in-place load, and those left on the old weights when their
-  time or memory runs out or the next operation needs the engine.
+- Unverified or mixed weights compute no token: between a pause and its resumption only the fingerprint runs.
+- A request running at the pause is recomputed with the new weights and goes on.
 - After an error in or after the pause, the engine reloads the old version by the same transfer, fingerprint included,
   and resumes. If that fails too, it stays paused for ever, and EngineFailed tells the supervisor to kill it.
 - One operation at a time (`_lock`); a sleeping engine takes only `wake`.
@@ -56,15 +48,13 @@ from serve.core.errors import (
 from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
 from serve.core.model_settings import rounding
 from serve.core.spec import ReplicaSpec
-from serve.cpu.finishing_streams import FinishingStreams
-from serve.cpu.staged_answer import ask_staged
 from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
-from serve.load.swap_path import HOW, choose_path, memory_bytes
 from serve.load.version_check import ModelIdentity, check_alike, check_same_model
 from weights.memory.locks import DirectoryLock
 
 logger = logging.getLogger(__name__)
+HOW = ("auto", "in-place", "layerwise")
 STAGE_POLL_S = 0.005
 PROFILE_POLL_S = 0.02  # each look is a call between two steps
 DRAIN_GRACE_S = 2.0
@@ -86,7 +76,6 @@ class EngineControl:
         self._lock = asyncio.Lock()
         self._profiles = False
         self._reloads = False  # vLLM's own reload has answered as a first load of the same version did
-        self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
         self._prompt = fingerprint_prompt(llm.model_config.get_vocab_size())
         self._pooling_task = "embed" if spec.task == "embed" else None
         self._adapters: EngineAdapters | None = None
@@ -110,21 +99,18 @@ class EngineControl:
     async def first_fingerprint(self) -> dict[str, Any]:
         """Compute the fingerprint of the engine's first load, before it serves anything."""
         await self.llm.engine_core.set_weight_version_async(self.version)
-        if kind_of(self.spec.kind).on_host and self._pooling_task is None:
-            await self.llm.collective_rpc("shm_record_fingerprint_pass")
         fingerprint = await self._fingerprint("load")
         await self._give_back()
         return fingerprint
 
     async def status(self) -> dict[str, Any]:
         """State, version, memory in bytes (shared pages divided by their sharers), numbers of running and held-back
-        requests, how many of both finish on the previous version (`finishing`), and the outcome of the last ones that
-        did (`finished`)."""
+        requests."""
         try:
-            running, waiting, finishing = await self.llm.engine_core.call_utility_async("shm_request_counts")
+            running, waiting = await self.llm.engine_core.call_utility_async("shm_request_counts")
             state = self.state
         except EngineDeadError:
-            running, waiting, finishing, state = 0, 0, 0, "dead"
+            running, waiting, state = 0, 0, "dead"
         return {
             "state": state,
             "model": self.model,
@@ -132,8 +118,6 @@ class EngineControl:
             "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
             "running": running,
             "waiting": waiting,
-            "finishing": finishing,
-            "finished": self._finishing.last,
             "adapters": None if self._adapters is None or state != "ready" else await self._adapters.report(),
         }
 
@@ -181,12 +165,10 @@ class EngineControl:
     async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
-        `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
-        Returns total and per-phase `seconds`, `pause_s` (no step runs; `drain_step_s` is the remainder of the step that
-        ran when the pause was requested), `bytes_read` per worker, `how` the swap was done and `why`, whether the
-        "staged" weights or the "paused" engine answered the fingerprint (`fingerprint_s` is its time after the load, 0
-        if it ran during the load), and how many requests are `finishing` on the previous version. Raises VersionError
-        (untouched), SwapFailed (old version serving), EngineFailed (kill it).
+        `how` is "auto" (in place where the layout allows), "in-place" or "layerwise". Returns total and per-phase
+        `seconds`, `pause_s` (no step runs; `drain_step_s` is the remainder of the step that ran when the pause was
+        requested), `bytes_read` per worker, `how` the swap was done and `why`, and `fingerprint_s` (its time after the
+        load). Raises VersionError (untouched), SwapFailed (old version serving), EngineFailed (kill it).
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
@@ -196,21 +178,17 @@ class EngineControl:
             await asyncio.to_thread(check_same_model, self._identity, version_path)
             held = lease(version_path)
             facts = await self._check(version_path)
-            await self._finishing.end("the next swap")
-            if facts["layerwise_reason"] is not None and not self._reloads:
+            why = facts["layerwise_reason"]
+            if why is not None and not self._reloads:
                 await self._pause()
                 await self._bring_back(None)
-            plan, why = choose_path(how, facts, memory_bytes()[0], self._limits["stage_memory_factor"])
+            layerwise = how == "layerwise" or why is not None
             record = await asyncio.to_thread(self._record_of, version_path)
-            await self._stage(version_path, build=plan == "staged")
-            proof = await self._ask_staged(record, version_path) if plan == "staged" else None
+            await self._stage(version_path)
             await self._close_adapters(version_path)
             staged_s = time.perf_counter()
             try:
-                if proof is not None:
-                    loaded = {**await self._exchange(version, version_path), **proof}
-                else:
-                    loaded = await self._load_paused(version, version_path, record, layerwise=plan == "layerwise")
+                loaded = await self._load_paused(version, version_path, record, layerwise=layerwise)
             except EngineDeadError as error:
                 self.state = "failed"
                 raise EngineFailed(f"the engine died while it loaded {version_path}") from error
@@ -219,32 +197,26 @@ class EngineControl:
                 raise _swap_failed(error)(
                     f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
                 ) from error
-            finishing = loaded.get("finishing", 0)
-            if finishing:
-                self._finishing.begin(self.model, self.version, self._lease)
             self._rename(model, version, version_path, held)
-            if not finishing:
-                await self.llm.collective_rpc("shm_release_retired")
+            await self.llm.collective_rpc("shm_unmap")
             return {
                 "model": model,
                 "version": version,
                 **_as_workers_report(loaded["reports"]),
-                "why": why,
-                "fingerprint_on": "staged" if proof is not None else "paused",
+                "why": why or ("default" if how == "auto" else "requested"),
                 "bytes": facts["bytes"],
                 "seconds": time.perf_counter() - began_s,
                 "stage_s": staged_s - began_s,
                 "pause_s": loaded["pause_s"],
                 "drain_step_s": loaded["wait_s"],
                 "fingerprint_s": loaded["fingerprint_s"],
-                "finishing": finishing,
                 "fingerprint": await asyncio.to_thread(record.keep, loaded["fingerprint"]),
             }
 
     async def _load_paused(
         self, version: str, version_path: str, record: FingerprintRecord, *, layerwise: bool
     ) -> dict[str, Any]:
-        """Load a version into the paused engine and prove it there; returns what `_exchange` and `_ask_staged` do."""
+        """Load a version into the paused engine and check it there."""
         asked_s = time.perf_counter()
         await self._pause()
         paused_s = time.perf_counter()
@@ -266,7 +238,6 @@ class EngineControl:
                 if time.perf_counter() > deadline_s:
                     raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
                 await asyncio.sleep(0.01)
-            await self._finishing.end("sleep")
             before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self._close_adapters(None)
@@ -302,7 +273,7 @@ class EngineControl:
             self._rename(model, version, version_path, held)
             self.state = "ready"
             await self.llm.resume_generation()
-            await self.llm.collective_rpc("shm_release_retired")
+            await self.llm.collective_rpc("shm_unmap")
             return {
                 "model": model,
                 "version": version,
@@ -343,45 +314,14 @@ class EngineControl:
         await asyncio.to_thread(check_alike, path, answers[0]["alike"])
         return answers[0]
 
-    async def _stage(self, path: str, *, build: bool) -> None:
+    async def _stage(self, path: str) -> None:
         try:
-            await self.llm.collective_rpc("shm_stage", args=(path, build))
+            await self.llm.collective_rpc("shm_stage", args=(path,))
             while not all(await self.llm.collective_rpc("shm_staged")):
                 await asyncio.sleep(STAGE_POLL_S)
         except BaseException:
             await self.llm.collective_rpc("shm_drop_staged")
             raise
-
-    async def _ask_staged(self, record: FingerprintRecord, path: str) -> dict[str, Any] | None:
-        """Compute the fingerprint of the staged weights, in how long; None if it can only be computed in a pause.
-
-        Raises SwapFailed, with nothing exchanged, if it differs from the version's record.
-        """
-        began_s = time.perf_counter()
-        try:
-            answer = await ask_staged(self.llm.collective_rpc)
-            if "refused" in answer:
-                ids = {"model": self.model, "version": self.version}
-                logger.info("fingerprint of %s in the pause: %s", path, answer["refused"], extra=ids)
-                return None
-            fingerprint = record.check(answer, "transfer")
-            return {"fingerprint": fingerprint, "fingerprint_s": time.perf_counter() - began_s}
-        except EngineDeadError as error:
-            self.state = "failed"
-            raise EngineFailed(f"the engine died while it computed the fingerprint of {path}") from error
-        except Exception as error:  # noqa: BLE001 - a forward pass over unverified weights may fail in any way
-            await self.llm.collective_rpc("shm_drop_staged")
-            raise _swap_failed(error)(
-                f"{self.model} {self.version} continues to serve; the staged version {path} failed: {error}"
-            ) from error
-
-    async def _exchange(self, version: str, path: str) -> dict[str, Any]:
-        asked_s = time.perf_counter()
-        await self.llm.renderer.clear_mm_cache_async()
-        answer = await self.llm.engine_core.call_utility_async(
-            "shm_exchange", version, {"path": path, "layerwise": False}
-        )
-        return {**answer, "wait_s": time.perf_counter() - asked_s - answer["pause_s"]}
 
     async def _pause(self) -> None:
         # AsyncLLM.pause_generation without its 20 ms sleep, "not required for correctness", which would be most of a
@@ -413,7 +353,7 @@ class EngineControl:
         if self._adapters is not None:
             self._adapters.serve_on(self.path)
         await self.llm.resume_generation()
-        await self.llm.collective_rpc("shm_release_retired")
+        await self.llm.collective_rpc("shm_unmap")
 
     def _note_reload(self, loaded: dict[str, Any], record: FingerprintRecord) -> None:
         trusted = record.known is not None and record.known.origin == "load"

@@ -93,7 +93,6 @@ CORE = (
     "vllm.v1.sample.rejection_sampler",
     "vllm.v1.sample.sampler",
     "vllm.v1.worker.gpu_worker",
-    "serve.cpu.finishing_scheduler",
     "serve.vllm.shm_transfer",
     "serve.vllm.worker_extension",
 )

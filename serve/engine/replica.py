@@ -204,8 +204,6 @@ class Replica:
             "rss_bytes": 0,
             "running": 0,
             "waiting": 0,
-            "finishing": 0,
-            "finished": None,
             "adapters": None,
             "devices": list(spec.devices) if spec else [],
             "node": spec.node if spec else "",

@@ -3,8 +3,7 @@
 vLLM loads a checkpoint into plain parameters and then converts each layer (on the CPU: packs it for the matrix
 kernels and drops the plain form). Its own reload repeats all of it through deferred weight loaders. This module takes
 each layer's plain form from the mapped bytes, as a view where the layout allows, and converts it with the same
-`process_weights_after_loading` that the first load used. That is about twice as fast and can run beside the serving
-weights (`stage`), so that the pause only exchanges pointers (`flip`).
+`process_weights_after_loading` that the first load used. That is about twice as fast.
 
 Known about vLLM 0.32, each reproduced:
 - tied embeddings: `lm_head` packs its own copy of the embedding, which a reload of the embedding leaves stale;
@@ -18,8 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -34,17 +32,6 @@ from serve.load.converting import Converting
 from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan, Target
 from serve.load.shm_source import VersionSource
-
-
-@dataclass
-class Ready:
-    """One module's new tensors, complete but not yet visible to the model."""
-
-    module: torch.nn.Module
-    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    attributes: dict[str, object] = field(default_factory=dict)
-    copied: dict[str, torch.Tensor] = field(default_factory=dict)
-    exchanged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Scratch(threading.local):
@@ -72,11 +59,10 @@ class DirectLoader:
         self.refusal = self._why_not()
 
     @torch.no_grad()
-    def load(self, source: VersionSource, beside: Callable[[Converting], None] | None = None) -> None:
+    def load(self, source: VersionSource) -> None:
         """Load module by module, freeing each one's old weights first so that malloc reuses their memory.
 
-        It calls `beside` meanwhile, as soon as everything that needs no conversion (norms, embeddings) is in place.
-        Re-raises errors of a conversion or of `beside`.
+        Re-raises errors of a conversion.
         """
         if not of_torch(self.device).on_host:
             self._copy_to_device(source)
@@ -85,15 +71,13 @@ class DirectLoader:
 
         def replace(module: torch.nn.Module) -> None:
             with torch.inference_mode(inference), torch.no_grad():
-                flip(self._build(module, source, staged=False))
+                self._replace(module, source)
 
         modules = [*self._modules()]
         with Converting(filter(self._packs, modules), replace, self.threads) as converting:
             for module in modules:
                 if not self._packs(module):
                     replace(module)
-            if beside is not None:
-                beside(converting)
             converting.wait_for_all()
         self._scratch.buffers.clear()
 
@@ -106,13 +90,6 @@ class DirectLoader:
     def _nbytes(self, module: torch.nn.Module) -> int:
         targets = (self.plan.targets.get((id(module), name)) for name in module._parameters)
         return sum(math.prod(target.shape) * target.dtype.itemsize for target in targets if target is not None)
-
-    @torch.no_grad()
-    def stage(self, source: VersionSource) -> Iterator[Ready]:
-        """Build the new form of all modules beside the old one; the caller exchanges them later with `flip`."""
-        for module in self._modules():
-            yield self._build(module, source, staged=True)
-        self._scratch.buffers.clear()
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         owners = {module_id for module_id, _ in self.plan.targets}
@@ -139,62 +116,48 @@ class DirectLoader:
                 return f"{name} is quantised ({type(method).__name__})"
         return None
 
-    def packed_layers(self) -> list[torch.nn.Module]:
-        """The modules that a load converts, without the output heads."""
-        return [module for module in self._modules() if self._packs(module) and id(module) not in self._heads]
-
     def _packs(self, module: torch.nn.Module) -> bool:
         """Whether loading the module converts it; a load copies a plain module."""
         method = getattr(module, "quant_method", None)
         return isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod) or id(module) in self._heads
 
-    def _build(self, module: torch.nn.Module, source: VersionSource, *, staged: bool) -> Ready:
-        ready = Ready(module)
+    def _replace(self, module: torch.nn.Module, source: VersionSource) -> None:
+        """Load one module. Parameters that others hold references to (tied heads) stay the same objects."""
         names = [name for name in (*module._parameters, *module._buffers) if (id(module), name) in self.plan.targets]
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod):
-            self._build_packed(module, method, names, source, ready, staged=staged)
-            return ready
+            self._replace_packed(module, method, names, source)
+            return
         for name in names:
-            target = self.plan.targets[id(module), name]
-            plain = self._plain(target, source, name)
+            plain = self._plain(self.plan.targets[id(module), name], source, name)
             if isinstance(method, UnquantizedEmbeddingMethod) and name == "weight" and id(module) in self._heads:
-                if not staged:
-                    drop_packed(module)
-                shadow = twin_of(module)
+                drop_packed(module)
+                shadow = _shadow_of(module)
                 shadow.weight = torch.nn.Parameter(plain, requires_grad=False)
                 method.process_weights_after_loading(shadow)
-                ready.attributes["cpu_linear"] = shadow.cpu_linear
-            if (id(module), name) not in self._first_owners:
-                continue  # a tied head sees its embedding's new weight through the shared parameter
-            if staged:
-                ready.exchanged[name] = plain.to(target.dtype, copy=True)
-            else:
-                ready.copied[name] = plain
-        return ready
+                module.cpu_linear = shadow.cpu_linear
+            if (id(module), name) in self._first_owners:  # a tied head sees its embedding's new weight
+                _tensor(module, name).data.copy_(plain)
 
-    def _build_packed(
-        self, module, method, names: list[str], source: VersionSource, ready: Ready, *, staged: bool
-    ) -> None:
-        shadow = twin_of(module)
+    def _replace_packed(self, module, method, names: list[str], source: VersionSource) -> None:
+        shadow = _shadow_of(module)
         for name in names:
             plain = self._plain(self.plan.targets[id(module), name], source, name)
             if plain.ndim < 2:
                 plain = plain.clone()
             shadow._parameters[name] = _parameter(plain, like=module._parameters[name])
-        if not staged:
-            # Free them only now: otherwise the gathered tensors would take the memory that the new form fits into.
-            shadow.__dict__.pop("cpu_linear", None)
-            drop_weights(module)
+        # Free them only now: otherwise the gathered tensors would take the memory that the new form fits into.
+        shadow.__dict__.pop("cpu_linear", None)
+        drop_weights(module)
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel.fused_experts.process_weights_after_loading(shadow)
         else:
             method.process_weights_after_loading(shadow)
         for name in names:
             parameter = shadow._parameters[name]
-            ready.parameters[name] = _parameter(self._kept(parameter.data, source), like=parameter)
+            module._parameters[name] = _parameter(self._kept(parameter.data, source), like=parameter)
         if "cpu_linear" in shadow.__dict__:
-            ready.attributes["cpu_linear"] = shadow.cpu_linear
+            module.cpu_linear = shadow.cpu_linear
 
     def _plain(self, target: Target, source: VersionSource, slot: str) -> torch.Tensor:
         """Return the checkpoint form of a target: a view of the mapping if its bytes lie there as needed, else a
@@ -229,27 +192,6 @@ class DirectLoader:
                     seen.add(tensor.data_ptr())
                     target.fill(tensor.data.view(-1), source, ring)
         of_torch(self.device).synchronize(self.device)
-
-
-def flip(ready: Ready) -> Ready:
-    """Make a built module visible and return what it replaced, for the caller to free later.
-
-    Parameters that others hold references to (tied heads, compiled graphs) stay the same objects.
-    """
-    module, replaced = ready.module, Ready(ready.module)
-    for name, parameter in ready.parameters.items():
-        replaced.parameters[name] = module._parameters[name]
-        module._parameters[name] = parameter
-    for name, value in ready.attributes.items():
-        replaced.attributes[name] = module.__dict__.get(name)
-        setattr(module, name, value)
-    for name, value in ready.copied.items():
-        _tensor(module, name).data.copy_(value)
-    for name, value in ready.exchanged.items():
-        tensor = _tensor(module, name)
-        replaced.exchanged[name] = tensor.data
-        tensor.data = value
-    return replaced
 
 
 def skip_unused_packing(model: torch.nn.Module) -> None:
@@ -299,9 +241,9 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
-def twin_of(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a twin with its own attribute and parameter tables, so that converting it leaves the serving module
-    unchanged."""
+def _shadow_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy with its own attribute and parameter tables, so that an error of a conversion leaves the serving
+    module as it was."""
     shadow = copy.copy(module)
     shadow.__dict__ = dict(module.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):

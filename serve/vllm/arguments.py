@@ -17,8 +17,8 @@ from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
 CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
-# A custom scheduler loses vLLM's asynchronous scheduling, which vLLM disables on the CPU anyway.
-CPU_SCHEDULER = "serve.cpu.finishing_scheduler.FinishingScheduler"
+CPU_PROMPT_TOKENS = 256
+"""Tokens of one prompt in a step on the CPU, where each takes milliseconds: streams wait for the step."""
 WORKER_EXTENSION = "serve.vllm.worker_extension.ShmWorkerExtension"
 LOAD_FORMAT = "shm"
 TRANSFER_BACKEND = "shm"
@@ -53,7 +53,7 @@ def engine_arguments(
     kind = kind_of(spec.kind)
     args += kind.engine_arguments()
     if kind.on_host:
-        args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
+        args += ["--enforce-eager", "--worker-cls", CPU_WORKER]
     else:
         # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
         # sleeping engines keep a CUDA context and more on the device.
@@ -81,16 +81,20 @@ def engine_arguments(
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
-        args += _generation_arguments(spec, model_config.get("model_type"), chat_template, tokens)
+        args += _generation_arguments(spec, model_config, chat_template, tokens)
     return [*args, *spec.extra_args]
 
 
 def _generation_arguments(
-    spec: ReplicaSpec, model_type: Any, chat_template: str | None, tokens: Collection[str]
+    spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None, tokens: Collection[str]
 ) -> list[str]:
     # Needed for its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway blocks the
     # other routes that this enables.
     args = ["--enable-scale-out"]
+    if kind_of(spec.kind).on_host and "vision_config" not in model_config:  # an image is not cut into parts
+        bounds = CPU_PROMPT_TOKENS, spec.max_model_len, model_config.get("max_position_embeddings")
+        args += ["--long-prefill-token-threshold", str(min(filter(None, bounds)))]
+    model_type = model_config.get("model_type")
     tooled = with_tools(spec.chat_template or chat_template)
     shown = with_system_prompt(tooled, spec.system_prompt)
     if shown != chat_template and "--chat-template" not in spec.extra_args:
@@ -134,4 +138,7 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     kind = kind_of(spec.kind)
+    if not kind.on_host:
+        # A worker that fails in a step leaves the one that replies in a collective; vLLM's default is 300 s.
+        env["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = "60"
     return env | kind.visibility(spec.devices) | kind.collectives_environment("lo") | kind.engine_environment()

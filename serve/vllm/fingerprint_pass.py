@@ -9,9 +9,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 
-from serve.cpu.finishing import Weights
-from serve.cpu.finishing_scheduler import WEIGHTS
-
 FINGERPRINT_REQUEST = "appliance-fingerprint"
 
 
@@ -42,7 +39,6 @@ def run_fingerprint(core: EngineCore, token_ids: list[int], pooling_task: str | 
     else:
         request.pooling_params = PoolingParams(task=pooling_task)
     step = SchedulerOutput.make_empty()
-    setattr(step, WEIGHTS, Weights.NEW)
     step.scheduled_new_reqs = [request]
     step.num_scheduled_tokens = {FINGERPRINT_REQUEST: len(token_ids)}
     step.total_num_scheduled_tokens = len(token_ids)

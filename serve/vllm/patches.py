@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
-import os
 import pkgutil
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -25,9 +23,7 @@ import xgrammar
 from vllm.config import ModelConfig
 from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
-from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
-from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.incremental_lexer import IncrementalLexer
 from vllm.platforms import current_platform
@@ -37,8 +33,6 @@ from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
 from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
-from vllm.tracing import otel
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
@@ -47,17 +41,13 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.request import Request
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance, backend_outlines, backend_xgrammar
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
-from runtime.network.heads_alone import HeadsAlone
 from runtime.processes import numa
-from runtime.processes.kernel import die_with_parent
-from serve.adapters import layer_names
 from serve.api import (
     adapter_steps,
     answer_shapes,
@@ -71,11 +61,9 @@ from serve.api import (
     stream_chunks,
     unfit_requests,
 )
-from serve.cpu import gloo_device
-from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
 from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
-from serve.vllm import deaths, owner_caches
+from serve.vllm import deaths
 from serve.vllm.fairness import owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
 
@@ -84,8 +72,6 @@ log = logging.getLogger(__name__)
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
 """How long the other workers have to reply once one has failed; they may be waiting for it in a collective for ever."""
-OUT_OF_STEP = 70
-"""Exit code of a worker that failed in a step to which another one replies."""
 OWED = "shm_owed"
 """Attribute of a worker's queue: the number of replies to come that nobody waits for any more."""
 FP8_FROM = DeviceCapability(8, 9)
@@ -115,7 +101,6 @@ def apply(
     _bound_requests()
     _patch_requests()
     _patch_adapters()
-    otel.get_span_exporter = _span_exporter
     if kind_of(kind).on_host:
         _patch_on_host(kind, eager)
     else:
@@ -124,28 +109,21 @@ def apply(
 
 def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nodes: Sequence[int | None]) -> None:
     """How the frontend, the core and its workers start, end, and hear of each other's errors."""
-    # vLLM spawns its processes on the CPU platform and wherever it suspects threads, and so imports itself again in
-    # each (12 s). This process was forked from a parent without threads or CUDA, so forking again is safe.
+    # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s), without these
+    # patches. This process was forked from a parent without threads or CUDA, so forking again is safe.
     engine_utils.get_mp_context = _fork_context
     multiproc_executor.get_mp_context = _fork_context
 
-    # A killed API process leaves vLLM's engine core running with the devices' memory until it next uses its socket.
     worker = multiproc_executor.WorkerProc
-    EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
     # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.processes.numa), each worker on its own
     # device's node. vLLM's --numa-bind starts processes through numactl, but these are forked.
-    worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
+    worker.worker_main = staticmethod(_beside(numa_nodes, worker.worker_main))
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
     # later call takes them for its own. The load that brings an old version back then failed at once, and a sleep ended
     # while a worker was still awake.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
-
-    # Only one worker replies to a step, and vLLM just logged the error of another one: the one that replies waited for
-    # it in a collective, until vLLM gave up after five minutes. Now a worker with an error exits, which is noticed at
-    # once.
-    worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
     EngineCoreProc.__init__ = deaths.leaves_word(EngineCoreProc.__init__)
@@ -173,12 +151,6 @@ def _patch_core() -> None:
     EngineCore.shm_request_counts = _request_counts
     # One message between frontend and core instead of six, each of which would wait in the queue during the pause.
     EngineCore.shm_load = _load
-    # One message to pause, exchange and resume for a staged version whose fingerprint is already verified.
-    EngineCore.shm_exchange = _exchange
-    # Requests that finish on the old version of a staged swap: wait for their end, move them, free the old version.
-    EngineCore.shm_finished = lambda core: core.scheduler.finished()
-    EngineCore.shm_move_finishing = _move_finishing
-    EngineCore.shm_end_finishing = _end_finishing
 
 
 def _bound_requests() -> None:
@@ -208,8 +180,6 @@ def _bound_requests() -> None:
     impossible_forms.apply()
     # Owners take turns in an engine's queue, and nobody has all of its places.
     fair_order.apply()
-    owner_caches.salt_pictures(BaseRenderer, ProcessorInputs)
-    owner_caches.compile_apart(StructuredOutputManager, backend_xgrammar.XgrammarBackend, xgrammar.GrammarCompiler)
     owner_places.apply()
     # After it: room is made for what the step may load alone.
     adapter_steps.apply()
@@ -229,11 +199,6 @@ def _patch_requests() -> None:
 
 
 def _patch_adapters() -> None:
-    # An adapter's config has names of layers, not regular expressions of its own.
-    layer_names.apply()
-    # Adapters load inside a step, and nothing in vLLM counts or times the loads.
-    LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
-    LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
     PrometheusStatLogger.__init__ = _then(PrometheusStatLogger.__init__, no_series_of_adapters)
 
 
@@ -252,16 +217,11 @@ def _patch_on_device(kind: str) -> None:
 
 
 def _patch_on_host(kind: str, eager: bool) -> None:
-    # vLLM hashes prompts in parallel with the steps and labels a step's outputs with the newest version. Here a
-    # prompt's hash belongs to a version, and the old version may compute steps (serve.cpu.finishing_scheduler).
-    EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
-    EngineCore._attach_weight_version = _attach_weight_version
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
     # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
     # away by then.
     host = torch.device(kind_of(kind).torch_type)
     base_linear._get_lora_device = lambda layer: host
-    gloo_device.apply()
     # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
     # process has already done.
     _LazyRegisteredModel.inspect_model_cls = _inspect_here
@@ -269,11 +229,6 @@ def _patch_on_host(kind: str, eager: bool) -> None:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
         # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
         torch.compiler.set_stance("force_eager")
-
-
-def _span_exporter(endpoint: str) -> Any:
-    """Exports to an endpoint of OTLP/HTTP. vLLM's own exporter keeps whatever a collector answers in memory."""
-    return otel.OTLPHttpExporter(endpoint=endpoint, session=HeadsAlone())
 
 
 def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[..., None]:
@@ -346,33 +301,12 @@ def _of_any_path(compute_hash):
     return run
 
 
-def _counted(load):
-    @functools.wraps(load)
-    def run(manager: LRUCacheWorkerLoRAManager, request: Any):
-        began_s = time.perf_counter()
-        loaded = load(manager, request)
-        manager.shm_loads += 1
-        manager.shm_load_s += time.perf_counter() - began_s
-        return loaded
-
-    return run
-
-
 def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:
     return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
 def _fork_context() -> multiprocessing.context.BaseContext:
     return multiprocessing.get_context("fork")
-
-
-def _dies_with_parent(function):
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any):
-        die_with_parent()
-        return function(*args, **kwargs)
-
-    return run
 
 
 def with_every_reply(rpc):
@@ -428,24 +362,6 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
     return found
 
 
-def ends_out_of_step(execute):
-    """execute: vLLM's WorkerProc._execute_worker_rpc, one call of a worker."""
-
-    @functools.wraps(execute)
-    def run(self: Any, request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]) -> None:
-        method, args, kwargs, output_rank = request
-        if output_rank in (None, self.rank) or not isinstance(method, str):
-            return execute(self, request)
-        try:
-            getattr(self.worker, method)(*args, **kwargs)
-        except Exception as error:
-            log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
-            logging.shutdown()
-            os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
-
-    return run
-
-
 def _beside(numa_nodes: Sequence[int | None], worker_main):
     @functools.wraps(worker_main)
     def run(*args: Any, **kwargs: Any):
@@ -460,18 +376,17 @@ def _rendezvous_file(segment_prefix: str) -> str:
     return f"file://{tempfile.gettempdir()}/{segment_prefix}{uuid.uuid4().hex}"
 
 
-def _request_counts(core: EngineCore) -> tuple[int, int, int]:
-    """Return the numbers of running requests, held-back requests, and those of both that finish on the old version."""
-    scheduler = core.scheduler
-    finishing = scheduler.finishing() if isinstance(scheduler, FinishingScheduler) else 0
-    return *scheduler.get_request_counts(), finishing
+def _request_counts(core: EngineCore) -> tuple[int, int]:
+    """Return the numbers of running and of held-back requests."""
+    running, waiting = core.scheduler.get_request_counts()
+    return running, waiting
 
 
 def _load(
     core: EngineCore, version: str, update: dict[str, Any], prompt: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
     """Run vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then
-    the fingerprint unless the load computed it. With `wake_kv` a sleeping engine's KV cache wakes in between, without
+    the fingerprint. With `wake_kv` a sleeping engine's KV cache wakes in between, without
     its resume_scheduler."""
     _transfer(core, update)
     core.set_weight_version(version)
@@ -479,12 +394,9 @@ def _load(
     if wake_kv:
         core.model_executor.wake_up(["kv_cache"])
         core.collective_rpc("shm_woken")
-    answer, fingerprint_s = reports[0].pop("answer", None), 0.0
-    if answer is None:
-        began_s = time.perf_counter()
-        answer = run_fingerprint(core, prompt, pooling_task)
-        fingerprint_s = time.perf_counter() - began_s
-    return {"reports": reports, "answer": answer, "fingerprint_s": fingerprint_s}
+    began_s = time.perf_counter()
+    answer = run_fingerprint(core, prompt, pooling_task)
+    return {"reports": reports, "answer": answer, "fingerprint_s": time.perf_counter() - began_s}
 
 
 def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
@@ -497,87 +409,3 @@ def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
     except Exception:
         core.collective_rpc("shm_leave_update")
         raise
-
-
-def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future | dict[str, Any]:
-    """Replace the serving version with a staged and verified one between two steps of the engine.
-
-    Current requests finish on the old version if the scheduler allows that; otherwise vLLM recomputes them. After an
-    error the engine stays paused with cleared caches, and a whole load must follow. Resolves to the workers' `reports`,
-    `finishing` (how many requests keep the old version) and `pause_s` from the end of the last step to the moment the
-    next may begin.
-    """
-    keep = core.scheduler.can_finish() and bool(core.scheduler.requests)
-
-    def exchange() -> dict[str, Any]:
-        before = core.get_weight_version()
-        try:
-            _transfer(core, update)
-            reports = core.collective_rpc("shm_report")
-            core.set_weight_version(version)
-            finishing = core.scheduler.flip(before) if keep else 0
-        except Exception:
-            core._reset_caches()
-            raise
-        core.resume_scheduler()
-        return {"reports": reports, "finishing": finishing, "pause_s": time.perf_counter() - began_s}
-
-    began_s = time.perf_counter()
-    return _between_steps(core, exchange, clear_cache=not keep)
-
-
-def _move_finishing(core: EngineCore) -> Future | int:
-    """Move the requests that finish on the old version to the newest one; resolves to their number."""
-
-    def move() -> int:
-        moved = core.scheduler.move()
-        core.resume_scheduler()
-        return moved
-
-    return _between_steps(core, move, clear_cache=False)
-
-
-def _end_finishing(core: EngineCore, give_back: bool) -> None:
-    """Free the old version. With `give_back` its memory goes to the host at once; otherwise the allocator keeps it, for
-    the next version or until the engine sleeps, because returning gigabytes would delay a step."""
-    core.collective_rpc("shm_release_retired")
-    core.scheduler.end()
-    if give_back:
-        core.collective_rpc("shm_give_back")
-
-
-def _between_steps(core: EngineCore, action: Callable[[], Any], *, clear_cache: bool) -> Any:
-    """Pause, run `action` once no step is running, and return its result or a Future of it."""
-    paused = core.pause_scheduler("keep", clear_cache=clear_cache)
-    if paused is None:
-        return action()
-    done: Future[Any] = Future()
-
-    def act(paused: Future) -> None:
-        try:
-            paused.result()
-            done.set_result(action())
-        except Exception as error:  # noqa: BLE001 - carried to the frontend by the future
-            done.set_exception(error)
-
-    paused.add_done_callback(act)
-    return done
-
-
-def _salted(preprocess):
-    @functools.wraps(preprocess)
-    def run(core: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
-        salt = core.scheduler.salt
-        if salt:
-            request.cache_salt = salt + (request.cache_salt or "")
-        made, wave = preprocess(core, request)
-        made.shm_salt = salt
-        return made, wave
-
-    return run
-
-
-def _attach_weight_version(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> None:
-    version = core.scheduler.answering(core.get_weight_version())
-    for output in outputs.values():
-        output.weight_version = version

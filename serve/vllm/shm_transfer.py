@@ -1,12 +1,8 @@
 """Implements backend `shm` of vLLM's weight-transfer framework (vllm/distributed/weight_transfer).
 
-One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
+One `update_weights` call loads one whole version from its directory in shared memory. Two ways, chosen per call:
 
-    staged      a thread has built the new form beside the serving one and computed the fingerprint there
-                (serve.cpu.staged_fingerprint); the call exchanges pointers, and `bring_in` exchanges them back and
-                forth while requests finish on the old version
-    in-place    layer by layer, freeing each old layer first (serve.load.direct_load), with up to one thread per core;
-                the fingerprint follows the load (serve.vllm.following_fingerprint)
+    in-place    layer by layer, freeing each old layer first (serve.load.direct_load), with up to one thread per core
     layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.load.layerwise_load)
 
 Rules
@@ -20,7 +16,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +26,11 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from runtime.devices.kinds import of_torch
 from serve.core.errors import WrongState
-from serve.cpu.finishing import Weights
-from serve.cpu.staged_fingerprint import FingerprintTrace, StagedFingerprint, TwinRefused, watch_next_pass
-from serve.load.converting import Converting
-from serve.load.direct_load import DirectLoader, Ready, flip
+from serve.load.direct_load import DirectLoader
 from serve.load.first_pass import follow_first_pass
 from serve.load.layerwise_load import load_layerwise
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
-from serve.vllm.following_fingerprint import follow
 from serve.vllm.loose_tensors import LooseTensors, spans_of_weights
 from serve.vllm.shm_loader import PLAN_ATTRIBUTE
 
@@ -62,26 +53,16 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class Staging:
-    """A version that a low-priority thread prepares: it maps the version and, with `build`, also builds it beside the
-    serving one, ready for its fingerprint. `done` once all of that has ended."""
+    """A version that a low-priority thread maps; `done` once that has ended."""
 
     path: str
-    build: bool
     source: VersionSource | None = None
     thread: threading.Thread | None = None
-    ready: list[Ready] | None = None
-    fingerprint: StagedFingerprint | None = None
-    no_fingerprint: str | None = None
     error: Exception | None = None
     done: bool = False
-    cancelled: bool = False
-    seconds: float = 0.0
 
     def close(self) -> None:
-        """Unmap the version and end the fingerprint's thread. Call it only after the building thread has ended."""
-        if self.fingerprint is not None:
-            self.fingerprint.close()
-            self.fingerprint = None
+        """Unmap the version. Call it only after the thread has ended."""
         if self.source is not None:
             self.source.close()
 
@@ -108,17 +89,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         world_size = vllm_config.parallel_config.world_size
         cores = len(os.sched_getaffinity(0)) // world_size
         self._direct = DirectLoader(model, plan, device, threads=max(1, min(cores, LOAD_THREADS)))
-        # Workers whose layers wait for each other would wait for ever for one whose load failed; and the fingerprint
-        # must run without adapters, whose buffers hold the last batch's.
-        self._may_follow = world_size == 1 and vllm_config.lora_config is None
         self._staging: Staging | None = None
-        self._spent: Staging | None = None
         self._loaded: VersionSource | None = None
         self._closing: threading.Thread | None = None
-        self._retired: list[Ready] = []
-        self._in_place = Weights.NEW
         self._loose = None if self._kind.on_host else LooseTensors(model)
-        self._trace: FingerprintTrace | None = None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
         if self.layerwise_reason is None and self._kind.on_host and compiled:
@@ -134,21 +108,19 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             return {
                 "bytes": source.nbytes,
                 "bytes_read": self._bytes_read(source),
-                "stageable": self.layerwise_reason is None and self._kind.on_host,
                 "layerwise_reason": self.layerwise_reason,
                 "alike": self.plan.alike,
             }
         finally:
             source.close()
 
-    def stage(self, path: str, build: bool) -> None:
+    def stage(self, path: str) -> None:
         """Begin to prepare `path` in the background; poll `staged`. The next update to that path uses it.
 
-        This also faults in the pages of a version that is not built beside the serving one, and on a GPU locks them,
-        because both take time.
+        This also faults in its pages, and on a GPU locks them, because both take time.
         """
         self.drop_staged()
-        staging = self._staging = Staging(path, build)
+        staging = self._staging = Staging(path)
         staging.thread = threading.Thread(target=self._stage, args=(staging,), name="stage", daemon=True)
         staging.thread.start()
 
@@ -162,44 +134,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             raise staging.error
         return staging.done
 
-    def watch(self, runner: Any) -> None:
-        """Record the model runner's next forward pass as the fingerprint's."""
-
-        def keep(trace: FingerprintTrace) -> None:
-            self._trace = trace
-
-        watch_next_pass(runner, keep)
-
-    def ready_fingerprint(self) -> dict[str, Any] | None:
-        """Prepare the staged version's fingerprint for a few milliseconds, between two steps of the engine.
-
-        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's fingerprint can only be
-        computed in a pause.
-        """
-        staging = self._staging
-        if staging is None or staging.ready is None or not staging.done:
-            raise WrongState("no version is staged")
-        if staging.fingerprint is None:
-            return {"refused": staging.no_fingerprint}
-        try:
-            return {} if staging.fingerprint.make_ready() else None
-        except TwinRefused as refusal:
-            staging.no_fingerprint = str(refusal)
-            staging.fingerprint.close()
-            staging.fingerprint = None
-            return {"refused": staging.no_fingerprint}
-
-    def advance_fingerprint(self) -> dict[str, Any] | None:
-        """Compute a slice of the fingerprint, which must be ready on every worker: None while there is more to compute,
-        then the answer. Re-raises errors of the forward pass."""
-        return self._staging.fingerprint.advance()
-
     def drop_staged(self) -> None:
         """Discard a staged version and free its memory, after its thread has stopped."""
-        self.release_retired()
+        self.unmap()
         staging, self._staging = self._staging, None
         if staging is not None:
-            staging.cancelled = True
             staging.thread.join()
             staging.close()
 
@@ -219,9 +158,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         load itself with `dirty` set."""
         staging = self._staging
         mapped = staging is not None and staging.path == update_info.path and staging.done
-        if mapped and staging.build:
-            self._flip(staging)
-            return
         reason = self.layerwise_reason or ("asked for" if update_info.layerwise else None)
         started_s = time.perf_counter()
         # vLLM's loaders get a private mapping: in a shared one no copy may cross from one locked piece into the next.
@@ -233,10 +169,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.drop_staged()
         self._loaded = source
         mapped_s = time.perf_counter()
-        answers: list[dict[str, list]] = []
         self.dirty = True
         if reason is None:
-            self._direct.load(source, self._following(answers))
+            self._direct.load(source)
         else:
             load_layerwise(self.model, self.model_config, source, self.device)
             if self._loose is not None:
@@ -248,44 +183,24 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             "bytes_read": self._bytes_read(source),
             "map_s": mapped_s - started_s,
             "load_s": time.perf_counter() - mapped_s,
-            "answer": answers[0] if answers else None,
         }
 
     def finish_weight_update(self) -> None:
         """Nothing left to do: `receive_weights` returned with the weights in place."""
-
-    def bring_in(self, weights: Weights) -> None:
-        """Put the newest version, or the replaced one on which requests finish, in place.
-
-        Raises WrongState if the replaced version has been freed.
-        """
-        if weights is self._in_place:
-            return
-        if not self._retired:
-            raise WrongState(f"the {weights} weights are not in memory")
-        self.dirty = True
-        self._retired = [flip(ready) for ready in self._retired]
-        self._in_place = weights
-        self.dirty = False
 
     def sleeping(self, runner: Any) -> None:
         """Keep what vLLM's model runner holds in the memory of the weights, which is about to be discarded."""
         if self._loose is not None:
             self._loose.keep(spans_of_weights(), runner)
 
-    def release_retired(self) -> None:
-        """Free what a staged swap replaced, and unmap what a load read. Call it after the engine resumed, because both
-        take time; unlocking and unmapping go on in a thread."""
-        self.bring_in(Weights.NEW)
-        self._retired.clear()
+    def unmap(self) -> None:
+        """Unmap what a load read. Call it after the engine resumed, because unlocking and unmapping take time; they go
+        on in a thread."""
         self._wait_for_closing()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._closing = threading.Thread(target=self._close, args=(loaded,), name="unmap", daemon=True)
             self._closing.start()
-        staging, self._spent = self._spent, None
-        if staging is not None:
-            staging.close()
 
     def shutdown(self) -> None:
         self.drop_staged()
@@ -317,16 +232,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             source.close()
             raise
 
-    def _following(self, answers: list[dict[str, list]]) -> Callable[[Converting], None] | None:
-        """Return a function that appends the fingerprint's answer to `answers` while a load converts; None if only a
-        complete load can compute it."""
-        trace = self._trace
-        if not self._may_follow or trace is None:
-            return None
-        if any(id(module) not in trace.called for module in self._direct.packed_layers()):
-            return None
-        return lambda converting: answers.append(follow(self.model, trace, converting))
-
     def _bytes_read(self, source: VersionSource) -> int:
         return self.plan.bytes_read(source) if self.plan.complete else source.nbytes
 
@@ -335,46 +240,14 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         # A new thread uses the first GPU: locking pages from it would leave a context of every tensor parallel worker
         # there, half a gigabyte each.
         self._kind.use(self.device)
-        started_s = time.perf_counter()
         try:
             staging.source = self._open(staging.path, layerwise=self.layerwise_reason is not None)
-            if staging.build:
-                ready = []
-                for module in self._direct.stage(staging.source):
-                    if staging.cancelled:
-                        return
-                    ready.append(module)
-                try:
-                    staging.fingerprint = self._staged_fingerprint(ready)
-                except TwinRefused as refusal:
-                    staging.no_fingerprint = str(refusal)
-                staging.ready = ready
-            elif self.layerwise_reason is None and self._kind.on_host:
+            if self.layerwise_reason is None and self._kind.on_host:
                 self._direct.make_room()
         except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
             staging.error = error
             return
-        staging.seconds = time.perf_counter() - started_s
         staging.done = True
-
-    def _staged_fingerprint(self, ready: list[Ready]) -> StagedFingerprint:
-        if self._trace is None:
-            raise TwinRefused("no fingerprint pass of this engine was recorded")
-        return StagedFingerprint(self.model, ready, self._trace)
-
-    def _flip(self, staging: Staging) -> None:
-        started_s = time.perf_counter()
-        self.dirty = True
-        self._retired = [flip(ready) for ready in staging.ready]
-        self.dirty = False
-        self.report = {
-            "how": "staged",
-            "bytes_read": self._bytes_read(staging.source),
-            "stage_s": staging.seconds,
-            "map_s": 0.0,
-            "load_s": time.perf_counter() - started_s,
-        }
-        self._staging, self._spent = None, staging
 
 
 def _give_way() -> None:

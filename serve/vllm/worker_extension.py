@@ -31,28 +31,17 @@ class ShmWorkerExtension:
         except VersionError as error:
             return {"refused": [type(error).__name__, str(error)]}
 
-    def shm_stage(self, path: str, build: bool) -> None:
-        self.weight_transfer_engine.stage(path, build)
+    def shm_stage(self, path: str) -> None:
+        self.weight_transfer_engine.stage(path)
 
     def shm_staged(self) -> bool:
         return self.weight_transfer_engine.staged()
 
-    def shm_record_fingerprint_pass(self) -> None:
-        """Record the model runner's next pass, which is the fingerprint, so that `shm_advance_fingerprint` can repeat
-        it."""
-        self.weight_transfer_engine.watch(self.model_runner)
-
-    def shm_ready_fingerprint(self) -> dict[str, Any] | None:
-        return self.weight_transfer_engine.ready_fingerprint()
-
-    def shm_advance_fingerprint(self) -> dict[str, Any] | None:
-        return self.weight_transfer_engine.advance_fingerprint()
-
     def shm_drop_staged(self) -> None:
         self.weight_transfer_engine.drop_staged()
 
-    def shm_release_retired(self) -> None:
-        self.weight_transfer_engine.release_retired()
+    def shm_unmap(self) -> None:
+        self.weight_transfer_engine.unmap()
 
     def shm_report(self) -> dict[str, Any]:
         """Report on the last load. Raises WrongState if it did not complete."""
@@ -92,14 +81,9 @@ class ShmWorkerExtension:
         profile: ProfiledSteps | None = self.__dict__.pop("shm_profile", None)
         return None if profile is None else profile.end(path)
 
-    def shm_adapters(self) -> dict[str, Any]:
-        """Return how many LoRA adapters are loaded, and the number and seconds of loads since the start."""
-        manager = self.model_runner.lora_manager
-        return {
-            "resident": len(manager.list_adapters()),
-            "loads": manager.shm_loads,
-            "load_s": manager.shm_load_s,
-        }
+    def shm_adapters(self) -> int:
+        """Return how many LoRA adapters are loaded."""
+        return len(self.model_runner.lora_manager.list_adapters())
 
 
 def _tensors(caches: Any) -> Iterator[torch.Tensor]:

@@ -613,8 +613,6 @@ TASKS = {
     "serve/engine/replica.py Replica.pulse_changed": AWAITED,
     "serve/engine/main.py _serve": AWAITED,
     "serve/adapters/load_turns.py LoadTurns.load": AWAITED,
-    "serve/cpu/finishing_streams.py FinishingStreams._until_over": AWAITED,
-    "serve/cpu/finishing_streams.py FinishingStreams.begin": AWAITED,
     "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",
     "train/control/group.py Group._fail": ONE_SHOT,
     "train/control/group.py Group._fail_after_grace": ONE_SHOT,

@@ -140,7 +140,6 @@ def _rolled_back(done: dict[str, Any]) -> str:
     return (
         f"{text}, {swap['how']}: {formats.size(swap['bytes'])} in {formats.duration(swap['seconds'])}, "
         f"streams paused {formats.duration(swap['pause_s'])}"
-        + (f", {swap['finishing']} requests finish on {done['from']}" if swap.get("finishing") else "")
     )
 
 

@@ -36,8 +36,8 @@ def by_id(db: Database, handover_id: str | None) -> dict[str, Any] | None:
 
 def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
     """`seconds` of the whole step; `bytes` that it moved in `moved_s` of them, and that rate's share of the hardware's
-    limit; `path` how weights were loaded ("staged", "in place"), or that they or a snapshot are in shared memory. None
-    for a step that moves nothing."""
+    limit; `path` how weights were loaded ("in place", "layerwise"), or that they or a snapshot are in shared memory.
+    None for a step that moves nothing."""
     count, moved_s, workers, path = _moved(row.verb, row.detail)
     rate = count / moved_s if count and moved_s else None
     limit, name = _limit(limits, workers)
@@ -59,20 +59,14 @@ def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None,
     """(bytes, seconds in which they moved, parallel processes that moved them, path)."""
     if verb in ("swap_replica", "wake_replica"):
         read = detail.get("bytes_read") or []
-        how = detail.get("how")
-        # A staged version is copied beside the serving one; requests pause only for the exchange.
-        seconds = detail.get("stage_s") if how == "staged" else detail.get("load_s")
-        return (sum(read) if read else detail.get("bytes")), seconds, max(1, len(read)), _words(how)
+        seconds, how = detail.get("load_s"), detail.get("how")
+        return (sum(read) if read else detail.get("bytes")), seconds, max(1, len(read)), how and how.replace("-", " ")
     if verb == "suspend_group" and detail.get("bytes"):
         return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), 1, "shared memory"
     if verb in ("start_group", "start_replica"):
         # Read while processes start: most of the step is not copying, so no rate is computed.
         return detail.get("bytes"), None, 1, "shared memory" if detail.get("bytes") else None
     return None, None, 1, None
-
-
-def _words(how: str | None) -> str | None:
-    return how.replace("-", " ") if how else None
 
 
 def _limit(limits: dict[str, Any], workers: int) -> tuple[float | None, str]:

@@ -106,7 +106,7 @@ class SchedulerPort(Protocol):
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         """The model's active version changed in the store: swap its replicas to it, and return the measurements
-        ({"replicas", "pause_s", "seconds", "bytes", "how", "finishing"}).
+        ({"replicas", "pause_s", "seconds", "bytes", "how"}).
         Raises SwapFailed if a replica serves another version; the reason is that of this model's hand-overs."""
 
     async def withdraw(self, model: str) -> None:

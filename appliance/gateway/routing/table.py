@@ -291,8 +291,7 @@ def _sessions(where: str, rows: Any, caller: Caller) -> dict[str, Session]:
 
 
 def cache_salt(owner: str, own: str = "") -> str:
-    """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further, behind a dot:
-    what is before it says who asks (serve.vllm.owner_caches)."""
+    """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
     return f"{_digest(owner)}.{_digest(own)}" if own else _digest(owner)
 
 

@@ -23,11 +23,10 @@ from typing import Any
 
 from vllm.v1.core.sched.request_queue import PriorityRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from serve.api.adapter_steps import loads_of
 from serve.api.turns import ROLLOUTS, mark_of, number, owner_in, place_in
-from serve.cpu.finishing_scheduler import FinishingScheduler, may_run
 
 AGAIN_S = 0.5
 """Room is made for one owner at most this often. Otherwise, with each of an owner's successive short questions,
@@ -42,11 +41,6 @@ LOOK_S = 0.1
 def apply() -> None:
     """Call once per process, before it makes its engine."""
     Scheduler.schedule = _with_room(Scheduler.schedule)
-    FinishingScheduler.owner_of = staticmethod(owner_of)
-
-
-def owner_of(request: Request) -> int:
-    return owner_in(request.priority)
 
 
 def _with_room(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,11 +93,11 @@ def make_room(scheduler: Scheduler, now_s: float) -> None:
     if not isinstance(waiting, PriorityRequestQueue):  # a deployment's own arguments may say so
         return
     made: dict[int, float] = scheduler.__dict__.setdefault("shm_room_made", {})  # owner's mark -> when
-    have = Counter(owner_in(one.priority) for one in (*scheduler.running, *getattr(scheduler, "left_out", ())))
+    have = Counter(owner_in(one.priority) for one in scheduler.running)
     (greatest, places), *_ = have.most_common(1) or [(0, 0)]
-    of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
-    if places < 2 or not of_greatest:
+    if places < 2:
         return
+    of_greatest = [request for request in scheduler.running if owner_in(request.priority) == greatest]
     newest = min(of_greatest, key=lambda request: (request.num_tokens, -request.arrival_time))
     adapter_fits = _adapter_fits(scheduler, [request for request in scheduler.running if request is not newest])
     without = [
@@ -192,3 +186,10 @@ def _move(scheduler: Scheduler, request: Request, place: int) -> None:
     scheduler.waiting.remove_request(request)
     request.priority = number(place, owner_in(request.priority))
     scheduler.waiting.add_request(request)
+
+
+def may_run(request: Request) -> bool:
+    """Whether nothing but a place keeps a waiting request from running."""
+    if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return request.structured_output_request.grammar is not None
+    return not Scheduler._is_blocked_waiting_status(request.status)

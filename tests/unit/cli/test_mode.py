@@ -145,7 +145,6 @@ def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
         "why": "asked for",
         "bytes_read": [20_000_000, 10_000_000],
         "pause_s": 0.045,
-        "finishing": 0,
         "fingerprint": {"digest": "0f", "verdict": "verified"},
     }
     left = {"step": 12, "bytes": 65_000_000, "seconds": {"agree": 6.5, "snapshot": 0.1}, "parked": True}
@@ -167,7 +166,7 @@ def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
     }
     prepared.prepare("GET", "/admin/v1/handovers/42", (200, told))
     text = " ".join(prepared.run("mode", "history", "42").stdout.split())
-    assert "bytes read 20.0 MB + 10.0 MB, pause 45 ms, finishing 0, fingerprint verified" in text
+    assert "bytes read 20.0 MB + 10.0 MB, pause 45 ms, fingerprint verified" in text
     assert "step 12, bytes 65.0 MB, agree 6.5 s, snapshot 100 ms" in text and "parked" not in text
     assert "rss before 687 MB, rss after 590 MB, seconds 12 ms" in text
 

@@ -15,7 +15,7 @@ from tests.unit.controller.test_admin import actions, ask
 
 CPU = {"memcpy_bytes_per_s": 1e10, "host_to_device_bytes_per_s": None, "measured_s": 1.0}
 GPU = {**CPU, "host_to_device_bytes_per_s": 5e10}
-STAGED = {"how": "staged", "bytes": 100, "bytes_read": [5_000_000_000], "stage_s": 1.0, "load_s": 0.001}
+SWAPPED = {"how": "in-place", "bytes": 100, "bytes_read": [5_000_000_000], "stage_s": 0.1, "load_s": 1.0}
 IN_PLACE = {"how": "in-place", "bytes": 100, "bytes_read": [10_000_000_000, 10_000_000_000], "load_s": 2.0}
 SNAPSHOT = {"bytes": 8_000_000_000, "seconds": {"agree": 0.1, "snapshot": 1.0, "exit": 0.2, "total": 1.3}}
 
@@ -29,12 +29,12 @@ def seen(verb: str, detail: dict[str, Any], measured: dict[str, Any]) -> tuple[A
 @pytest.mark.parametrize(
     ("verb", "detail", "measured", "expected"),
     [
-        ("swap_replica", STAGED, CPU, (5_000_000_000, 1.0, "memcpy", 0.5, "staged")),
+        ("swap_replica", SWAPPED, CPU, (5_000_000_000, 1.0, "memcpy", 0.5, "in place")),
         ("swap_replica", IN_PLACE, CPU, (20_000_000_000, 2.0, "memcpy", 1.0, "in place")),
         ("wake_replica", IN_PLACE, GPU, (20_000_000_000, 2.0, "host_to_device", 0.1, "in place")),
         ("suspend_group", SNAPSHOT, CPU, (8_000_000_000, 1.0, "memcpy", 0.8, "shared memory")),
         ("suspend_group", {"bytes": 0, "seconds": {}}, CPU, (None, None, None, None, None)),
-        ("swap_replica", STAGED, copy_limit.NONE, (5_000_000_000, 1.0, None, None, "staged")),
+        ("swap_replica", SWAPPED, copy_limit.NONE, (5_000_000_000, 1.0, None, None, "in place")),
         ("start_group", {"bytes": 60, "seconds": 1.5, "ranks": "forked"}, CPU, (60, None, None, None, "shared memory")),
         ("start_replica", {"bytes": 10, "copied_bytes": 0}, CPU, (10, None, None, None, "shared memory")),
         ("drain_replica", {"model": "m"}, CPU, (None, None, None, None, None)),

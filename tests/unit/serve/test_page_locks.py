@@ -58,13 +58,10 @@ class Replaying:
     def __init__(self, plan, flat):
         self.plan, self.flat, self.calls = plan, flat, []
 
-    def load(self, source, _following):
+    def load(self, source):
         with HostRing(torch.device("cpu"), threads=2, buffer_bytes=3 * PAGE) as ring:
             for target in self.plan.targets.values():
                 target.fill(self.flat, source, ring)
-
-    def packed_layers(self):
-        return []
 
 
 def plan_of(rank, world, dtype=torch.bfloat16):
@@ -96,9 +93,8 @@ def worker():
         engine = object.__new__(ShmWeightTransferEngine)
         engine.plan, engine.model = plan_of(rank, world), torch.nn.Module()
         engine.device, engine._kind = torch.device("cpu"), Gpu(driver)
-        engine.layerwise_reason, engine._may_follow, engine.dirty = None, False, False
-        engine._staging = engine._spent = engine._loaded = engine._closing = engine._trace = None
-        engine._retired, engine._in_place, engine.report = [], shm_transfer.Weights.NEW, {}
+        engine.layerwise_reason, engine.dirty, engine.report = None, False, {}
+        engine._staging = engine._loaded = engine._closing = None
         engine._direct = Replaying(engine.plan, torch.empty(2 * ROWS * COLUMNS // world, dtype=torch.bfloat16))
         return engine, driver
 
@@ -121,7 +117,7 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
     for rank in range(world):
         engine, driver = worker(rank, world)
         driver.calls.clear()
-        engine.stage(str(path), build=False)
+        engine.stage(str(path))
         engine._staging.thread.join()
         assert engine.staged()
         locked = [size for name, _, size in driver.calls if name == "lock"]
@@ -134,7 +130,7 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         assert len(driver.calls) == before, "within the pause"
         assert torch.equal(engine._direct.flat, expected(content, rank, world))
 
-        engine.release_retired()
+        engine.unmap()
         engine.shutdown()
         assert not driver.locked and len(driver.calls) == 2 * before
         assert {thread for name, thread, _ in driver.calls if name == "unlock"} == {"unmap"}
@@ -154,11 +150,11 @@ def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker, monkeypat
 
     engine.model_config = None
     monkeypatch.setattr(shm_transfer, "load_layerwise", load)
-    engine.stage(str(path), build=False)
+    engine.stage(str(path))
     engine._staging.thread.join()
     engine.receive_weights(ShmUpdateInfo(path=str(path), layerwise=True))
     assert seen == [(None, True)] and engine.report["how"] == "layerwise" and not driver.locked
-    engine.release_retired()
+    engine.unmap()
     engine.shutdown()
     again = VersionSource(path).map()
     assert torch.equal(again.tensor("b"), content["b"])
@@ -170,7 +166,7 @@ def test_a_wake_locks_nothing(version, worker):
     engine, driver = worker(1, 2)
     engine.receive_weights(ShmUpdateInfo(path=str(path)))
     assert driver.calls == [] and torch.equal(engine._direct.flat, expected(content, 1, 2))
-    engine.release_retired()
+    engine.unmap()
     engine.shutdown()
 
 

@@ -30,7 +30,7 @@ class Engine:
 
     async def collective_rpc(self, method, args=()):
         if method == "shm_check":
-            facts = {"layerwise_reason": "quantised", "bytes": 1, "alike": [], "stageable": False}
+            facts = {"layerwise_reason": "quantised", "bytes": 1, "alike": []}
             return [{"refused": self.refusal} if self.refusal else facts]
         return [True]
 

@@ -80,12 +80,12 @@ def test_a_swap_is_told_with_its_path_bytes_and_seconds():
         return StepRecord(number, "swap", "swap_replica", f"r{number}", "done", detail=detail)
 
     steps = [
-        swapped(0, how="staged", bytes=100, seconds=0.4, pause_s=0.01, finishing=3),
+        swapped(0, how="layerwise", bytes=100, seconds=0.4, pause_s=0.01),
         swapped(1, how="in-place", bytes=100, seconds=0.2, pause_s=0.03),
         replace(swapped(2), detail={"error": "refused"}),
         StepRecord(3, "take", "wake_replica", "r3", "done", detail={"seconds": 9.0}),
     ]
     told = measured_swap(steps)
-    assert (told["how"], told["bytes"], told["finishing"]) == ("in-place, staged", 200, 3)
+    assert (told["how"], told["bytes"]) == ("in-place, layerwise", 200)
     assert (told["seconds"], told["pause_s"]) == pytest.approx((0.3, 0.02))
     assert set(measured_swap(steps[2:]).values()) == {None}
