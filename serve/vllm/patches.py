@@ -118,8 +118,8 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     engine_utils.get_mp_context = _fork_context
     multiproc_executor.get_mp_context = _fork_context
 
-    # A process hears of the end of one that it forked by a pipe that the forked one's own children hold too: workers that
-    # outlive their core would hide its end, and a start would wait for it.
+    # A process learns that its child ended by a pipe that the child's own children hold too: workers that outlive their
+    # core would hide its end, and a start would wait for it.
     worker = multiproc_executor.WorkerProc
     EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
     # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.processes.numa), each worker on its own
