@@ -138,7 +138,4 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     kind = kind_of(spec.kind)
-    if not kind.on_host:
-        # A worker that fails in a step leaves the one that replies in a collective; vLLM's default is 300 s.
-        env["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = "60"
     return env | kind.visibility(spec.devices) | kind.collectives_environment("lo") | kind.engine_environment()

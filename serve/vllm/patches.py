@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
+import os
 import pkgutil
 import tempfile
 import time
@@ -48,6 +49,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
 from runtime.processes import numa
+from runtime.processes.kernel import die_with_parent
 from serve.api import (
     adapter_steps,
     answer_shapes,
@@ -72,6 +74,8 @@ log = logging.getLogger(__name__)
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
 """How long the other workers have to reply once one has failed; they may be waiting for it in a collective for ever."""
+OUT_OF_STEP = 70
+"""Exit code of a worker that failed in a step to which another one replies."""
 OWED = "shm_owed"
 """Attribute of a worker's queue: the number of replies to come that nobody waits for any more."""
 FP8_FROM = DeviceCapability(8, 9)
@@ -114,16 +118,24 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     engine_utils.get_mp_context = _fork_context
     multiproc_executor.get_mp_context = _fork_context
 
+    # A process learns that its child ended by a pipe that the child's own children hold too: workers that outlive their
+    # core would hide its end, and a start would wait for it.
     worker = multiproc_executor.WorkerProc
+    EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
     # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.processes.numa), each worker on its own
     # device's node. vLLM's --numa-bind starts processes through numactl, but these are forked.
-    worker.worker_main = staticmethod(_beside(numa_nodes, worker.worker_main))
+    worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
     # later call takes them for its own. The load that brings an old version back then failed at once, and a sleep ended
     # while a worker was still awake.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
+
+    # Only one worker replies to a step, and vLLM just logged the error of another one: the one that replies waited for
+    # it in a collective, until vLLM gave up after five minutes. Now a worker with an error exits, which is noticed at
+    # once.
+    worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
     EngineCoreProc.__init__ = deaths.leaves_word(EngineCoreProc.__init__)
@@ -309,6 +321,15 @@ def _fork_context() -> multiprocessing.context.BaseContext:
     return multiprocessing.get_context("fork")
 
 
+def _dies_with_parent(function):
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any):
+        die_with_parent()
+        return function(*args, **kwargs)
+
+    return run
+
+
 def with_every_reply(rpc):
     """rpc: vLLM's MultiprocExecutor.collective_rpc, a call of every worker."""
 
@@ -360,6 +381,24 @@ def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> lis
     if late:
         raise TimeoutError(f"RPC call to {method} timed out.")
     return found
+
+
+def ends_out_of_step(execute):
+    """execute: vLLM's WorkerProc._execute_worker_rpc, one call of a worker."""
+
+    @functools.wraps(execute)
+    def run(self: Any, request: tuple[Any, tuple[Any, ...], dict[str, Any], int | None]) -> None:
+        method, args, kwargs, output_rank = request
+        if output_rank in (None, self.rank) or not isinstance(method, str):
+            return execute(self, request)
+        try:
+            getattr(self.worker, method)(*args, **kwargs)
+        except Exception as error:
+            log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
+            logging.shutdown()
+            os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
+
+    return run
 
 
 def _beside(numa_nodes: Sequence[int | None], worker_main):

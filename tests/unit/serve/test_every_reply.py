@@ -41,6 +41,31 @@ class Workers:
         return SimpleNamespace(rpc_broadcast_mq=self, response_mqs=queues, futures_queue=deque(), is_failed=False)
 
 
+def test_a_worker_that_fails_in_a_step_to_which_another_replies_ends(monkeypatch):
+    """It only logged that: the other one waited for it in a collective, and the engine was dead after five minutes."""
+    ended, replied = list[int](), list[object]()
+    monkeypatch.setattr(patches.os, "_exit", ended.append)
+    monkeypatch.setattr(patches.logging, "shutdown", lambda: None)
+    run = patches.ends_out_of_step(WorkerProc._execute_worker_rpc)
+
+    def step(fails):
+        if fails:
+            raise RuntimeError("no memory")
+        return "tokens"
+
+    def worker(rank):
+        return SimpleNamespace(rank=rank, worker=SimpleNamespace(execute_model=step), handle_output=replied.append)
+
+    run(worker(1), ("execute_model", (False,), {}, 0))
+    run(worker(0), ("execute_model", (False,), {}, 0))
+    assert replied == ["tokens"] and not ended
+    run(worker(0), ("execute_model", (True,), {}, 0))
+    run(worker(1), ("execute_model", (True,), {}, None))
+    assert [str(one) for one in replied[1:]] == ["no memory", "no memory"] and not ended, "these are replied"
+    run(worker(1), ("execute_model", (True,), {}, 0))
+    assert ended == [patches.OUT_OF_STEP] and len(replied) == 3
+
+
 def call(workers, executor, method, **more):
     return patches.with_every_reply(MultiprocExecutor.collective_rpc)(executor, method, **more)
 
