@@ -41,15 +41,15 @@ def put_right(directory: Path, facts: Facts, tried: Tried, found: Mapping[str, A
 
     tried: what its chat template does. found: what `checkpoint_trial` says. Raises CheckpointRefused.
     """
-    tensors, tokenizer = found["tensors"], found["tokenizer"]
+    tensors, tokenizer, layout = found["tensors"], found["tokenizer"], Layout.read(directory)
     check_tensors(tensors)
     if tensors.get("plain"):
         _drop_quantisation(directory)
-        facts = examine(directory, Layout.read(directory))
+        facts = examine(directory, layout)
     notes = [*facts.warnings, *([tried.warning] if tried.warning else [])]
     if tensors.get("plain"):
         notes.append("config.json has a quantization_config, and no tensor is quantised: the stored one is without it")
-    check_numbers(directory, Layout.read(directory))
+    check_numbers(directory, layout)
     notes += put_tensors_right(directory, tensors, facts.arch)
     if facts.task != "generate":
         return replace(facts, warnings=tuple(notes))

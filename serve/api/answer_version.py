@@ -2,8 +2,8 @@
 computed before it (a header): a form that could not be followed after a minute of steps cost nothing.
 
 vLLM gives a serving class one fingerprint for its lifetime and reads it when an answer ends. Here versions change
-during open answers. The engine core labels its outputs with
-the version of their step; this module records the label for the answer they belong to.
+during open answers. The engine core labels its outputs with the version of their step; this module records the label
+for the answer they belong to.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def fault_of_tool(schema: Schema) -> Fault | None:
 
 def goes_to_llguidance(schema: Schema) -> bool:
     """Whether llguidance enforces this schema, and xgrammar may not, or not in time: a text of `maxLength` 500 takes
-    xgrammar 13 s on two busy cores with 49,152 tokens, and llguidance milliseconds."""
+    xgrammar 13 s on two busy cores with 49,152 tokens, and llguidance milliseconds. Where the length of a text is
+    bounded, xgrammar also admits raw control characters, which JSON does not."""
     bounded = _has(schema, "maxLength") or _has(schema, "minLength")
     return (bounded or _outside_xgrammar(schema) is not None) and not _llguidance_refusal(schema)
 

@@ -37,10 +37,6 @@ class Converting(Generic[Item]):
         self._left = deque(self._futures)
         self._threads = threads
 
-    @property
-    def items(self) -> Iterable[Item]:
-        return self._futures.keys()
-
     def wait_for(self, item: Item) -> None:
         """Return when the item is converted; convert others meanwhile. Re-raises the error of the first failed
         conversion."""

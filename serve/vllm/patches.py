@@ -425,8 +425,7 @@ def _load(
     core: EngineCore, version: str, update: dict[str, Any], prompt: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
     """Run vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then
-    the fingerprint. With `wake_kv` a sleeping engine's KV cache wakes in between, without
-    its resume_scheduler."""
+    the fingerprint. With `wake_kv` a sleeping engine's KV cache wakes in between, without its resume_scheduler."""
     _transfer(core, update)
     core.set_weight_version(version)
     reports = core.collective_rpc("shm_report")

@@ -38,7 +38,7 @@ def sizes() -> dict[str, int]:
 
 
 def patches(source: str) -> int:
-    """How many attributes of what a module imports from vLLM and torch it sets, within its functions."""
+    """How many attributes a module sets on what it imports from vLLM and torch. Not those that it sets on arguments."""
     tree = ast.parse(source)
     theirs = set(_imported(tree))
     return sum(_is_patch(node, theirs) for node in ast.walk(tree))
@@ -79,8 +79,8 @@ def main() -> int:
     grown = {room: size for room, size in now.items() if size > held.get(room, 0)}
     for room, size in grown.items():
         print(
-            f"{room}: {size:,} lines, {held.get(room, 0):,} are held. Take something out; if it has to grow, raise the "
-            f"number in {HELD.relative_to(ROOT)} and say why in the commit.",
+            f"{room}: {size:,}, held at {held.get(room, 0):,}. Take something out; if it has to grow, raise the number "
+            f"in {HELD.name} beside this file and say why in the commit.",
             file=sys.stderr,
         )
     lowered = {room: min(size, held.get(room, 0)) for room, size in now.items()}
