@@ -219,7 +219,7 @@ class Spending:
                 if not request.streams and request.sent_s:
                     written = self._rate.written(request.model, expected.sequences, now_s - request.sent_s)
                 tokens.prompt, tokens.completion = expected.prompt_tokens, min(written, expected.completion_tokens)
-        elif request.sent_s and not request.held_up and request.status == 200:
+        elif request.sent_s and request.status == 200:
             # Whoever reads slowly would make it cheap to leave early, for everybody; so would forms that take long.
             took_s = now_s - request.sent_s
             self._rate.answered(request.model, tokens.completion, expected.sequences, took_s, tokens.longest)
@@ -246,7 +246,7 @@ class Spending:
         tokens, expected = request.tokens, request.asked
         tokens.prompt = tokens.prompt or expected.prompt_tokens
         written = self._rate.in_events(request.model, request.stream_events)
-        if not request.streams or request.unread or request.held_up or expected.unseen:
+        if not request.streams or expected.unseen:
             # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered,
             # or are all in one event once it reads again; of some it never writes any.
             written = max(written, self._rate.written(request.model, expected.sequences, request.left_after_s))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from appliance.gateway.routing.router import FEW, Canary, Model
+from appliance.gateway.routing.router import Canary, Model
 
 SHORTEST_S = 0.001
 BUCKETS_PER_DOUBLING = 4
@@ -30,6 +30,67 @@ class _Times:
     def __init__(self) -> None:
         self.first_byte: defaultdict[int, int] = defaultdict(int)
         self.duration: defaultdict[int, int] = defaultdict(int)
+
+    def report(self) -> dict[str, dict[str, int]]:
+        return {
+            name: {str(key): number for key, number in counts.items()}
+            for name, counts in (("first_byte", self.first_byte), ("duration", self.duration))
+        }
+
+
+class _Version:
+    """asked: by owner, how many requests and how many of them failed. refused: how many it refused besides, which the
+    other version then answered."""
+
+    __slots__ = ("owners", "asked", "refused")
+
+    def __init__(self) -> None:
+        self.owners: defaultdict[str, _Times] = defaultdict(_Times)
+        self.asked: dict[str, tuple[int, int]] = {}
+        self.refused: defaultdict[str, int] = defaultdict(int)
+
+
+class Comparison:
+    """Every attempt of a request counts for the version it was sent to, so a request that fails on the canary and
+    succeeds on the other version is an error of the canary. Clients that disconnect count for no version, nor do
+    requests that are refused for their own fault: otherwise somebody could have a canary promoted with requests that no
+    version answers. Requests that only the canary refused are counted separately."""
+
+    def __init__(self) -> None:
+        self.compares = False
+        self._canaries: dict[str, Canary] = {}
+        self._counts: dict[str, dict[str, _Version]] = {}
+
+    def apply(self, models: Iterable[Model]) -> None:
+        """A new canary starts at zero; the counts of a removed one are dropped."""
+        now = {model.name: model.canary for model in models if model.canary is not None}
+        self._counts = {
+            name: self._counts[name] if _same(self._canaries.get(name), canary) else {} for name, canary in now.items()
+        }
+        self._canaries = now
+        self.compares = bool(now)
+
+    def add(
+        self, model: str, version: str, owner: str, *, failed: bool, first_byte_s: float | None, duration_s: float
+    ) -> None:
+        """Count a finished attempt; record times from sending for successful ones, by owner: a client can have one
+        version write long answers, and the other short ones. first_byte_s: None too where its times say nothing."""
+        versions = self._counts.get(model)
+        if versions is None:
+            return
+        counts = versions.setdefault(version, _Version())
+        requests, errors = counts.asked.get(owner, (0, 0))
+        counts.asked[owner] = requests + 1, errors + failed
+        if not failed and first_byte_s is not None:
+            times = counts.owners[owner]
+            times.first_byte[bucket(first_byte_s)] += 1
+            times.duration[bucket(duration_s)] += 1
+
+    def refused(self, model: str, version: str, owner: str) -> None:
+        """Count a request that this version refused and the other one has answered."""
+        versions = self._counts.get(model)
+        if versions is not None:
+            versions.setdefault(version, _Version()).refused[owner] += 1
 
     def report(self) -> dict[str, dict[str, int]]:
         return {

@@ -12,7 +12,6 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,14 +27,9 @@ AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
 _PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
-FEW: Final = 4
-_CROWD_TOKENS = 256
 
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
-
-# Requests on an engine that died hear of it within this time of each other.
-ONE_DEATH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +89,7 @@ class Model:
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    owners: requests by owner; reads: `pending` by owner. trial: the request that stands trial there, if any
-    (inference/retry.py); convicted_s: when the last one did as its engine died."""
+    owners: requests by owner."""
 
     inflight: int = 0
     streams: int = 0
@@ -105,21 +98,10 @@ class Load:
     failures: int = 0
     suspect_until_s: float = 0.0
     owners: dict[str, int] = field(default_factory=dict)
-    reads: dict[str, int] = field(default_factory=dict)
-    trial: Choice | None = None
-    convicted_s: float = -math.inf
 
     @property
     def weight(self) -> int:
         return self.pending + self.tokens // _PENDING_TO_TOTAL
-
-    def crowded_for(self, owner: str, few: int = FEW) -> bool:
-        """Whether one other owner has most of what runs there, and more than `few` requests, or most of what is read
-        there, and more than a short prompt: four long ones are a crowd."""
-        most, read = max(few, self.inflight // 2), max(_CROWD_TOKENS, self.pending // 2)
-        return any(number > most and who != owner for who, number in self.owners.items()) or any(
-            number > read and who != owner for who, number in self.reads.items()
-        )
 
 
 class Choice:
@@ -184,14 +166,12 @@ class Router:
         now_s: float,
         pending: int = 0,
         avoid: tuple[str, ...] = (),
-        alone: bool = False,
         owner: str = "",
     ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
         prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
-        avoid: replicas that take it only if no other can. alone: it stands trial, where no other request does.
-        owner: who asks."""
+        avoid: replicas that take it only if no other can. owner: who asks."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
@@ -204,8 +184,6 @@ class Router:
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
                     continue
                 if load.inflight >= self._before_shares and load.owners.get(owner, 0) >= self._share:
-                    continue
-                if alone and load.trial is not None:
                     continue
                 usable.append((replica, load))
                 if best_load is None or load.weight < best_load.weight:
@@ -224,11 +202,7 @@ class Router:
         best_load.tokens += tokens
         best_load.pending += pending
         best_load.owners[owner] = best_load.owners.get(owner, 0) + 1
-        best_load.reads[owner] = best_load.reads.get(owner, 0) + pending
-        choice = Choice(name, best, tokens, pending, stream, best_load, owner)
-        if alone:
-            best_load.trial = choice
-        return choice
+        return Choice(name, best, tokens, pending, stream, best_load, owner)
 
     def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
         """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
@@ -244,7 +218,6 @@ class Router:
         """The first token came: its prompt stands before no other."""
         load = choice.load
         load.pending -= choice.pending
-        load.reads[choice.owner] -= choice.pending
         choice.pending = 0
 
     def end(self, choice: Choice) -> bool:
@@ -258,8 +231,7 @@ class Router:
         if left:
             load.owners[choice.owner] = left
         else:
-            del load.owners[choice.owner], load.reads[choice.owner]
-        self.acquit(choice)
+            del load.owners[choice.owner]
         if load.inflight:
             return False
         replica_id = choice.replica.id
@@ -273,25 +245,6 @@ class Router:
         load = choice.load
         load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
         load.failures = min(load.failures + 1, 16)
-
-    def hangs(self, choice: Choice) -> bool:
-        """Whether its replica gives no sign of life, as the table says now, or is gone."""
-        model = self.models.get(choice.model)
-        rows = [] if model is None else [row for row in model.replicas if row.id == choice.replica.id]
-        return not rows or rows[0].avoid
-
-    def died(self, choice: Choice, now_s: float) -> bool:
-        """The engine died. True unless another request stood trial there, so that it died of that one."""
-        load = choice.load
-        if load.trial is choice:
-            load.convicted_s = now_s
-            return True
-        return load.trial is None and now_s - load.convicted_s > ONE_DEATH_S
-
-    def acquit(self, choice: Choice) -> None:
-        """If it stood trial, it does no more."""
-        if choice.load.trial is choice:
-            choice.load.trial = None
 
     def succeed(self, choice: Choice) -> None:
         """The replica answered: forget earlier failures."""

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from appliance.gateway.observe.exposition import render
 from appliance.gateway.observe.metrics import RECENT_S
-from appliance.gateway.state.placeable import Placeable
 from appliance.gateway.state.state import State
 
 Gauge = tuple[str, str, dict[str, str], int | float]
@@ -74,12 +73,11 @@ def load_report(state: State, reported: Reported | None = None) -> dict[str, Any
     inflight: dict[str, int] = {}
     waiting: dict[str, int] = {}
     prompts: dict[str, int] = {}
-    for conn in state.connections:
-        if conn.active is not None and isinstance(conn.active, Placeable):
-            name = conn.active.row
+    for one in state.exchanges:
+        if name := one.row:
             inflight[name] = inflight.get(name, 0) + 1
-            waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
-            prompts[name] = prompts.get(name, 0) + conn.active.prompt_tokens
+            waiting[name] = waiting.get(name, 0) + one.waiting_tokens
+            prompts[name] = prompts.get(name, 0) + one.prompt_tokens
     busy = {*inflight, *state.holds.models()}
     whole = reported is None or reported.table < 0
     names = _used(state) | busy if reported is None else reported.changed(state, busy, now)
