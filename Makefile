@@ -48,9 +48,10 @@ sdk-conformance: setup ## openai-python's own tests of our routes against a runn
 clients: setup ## real clients from the package registry against a box with a real model; writes docs/clients.md (half an hour)
 	@$(PY) -m tests.clients
 
-lint: setup ## ruff: its rules, and its format
+lint: setup ## ruff: its rules, and its format; no room larger than tests/tools/sizes.json says
 	$(RUFF) check .
 	$(RUFF) format --check .
+	$(PY) -m tests.tools.sizes
 
 check: setup ## the inner loop, under a minute: lint, types, unit tests of what changed
 	@$(RUFF) check .

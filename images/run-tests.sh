@@ -27,6 +27,7 @@ suite() {
 
 suite lint "$python" -m ruff check .
 suite format "$python" -m ruff format --check .
+suite sizes "$python" -m tests.tools.sizes
 # Types keep one core busy for a minute: they are checked while the unit tests run, and told of after them.
 types_told=$(mktemp)
 "$python" -m mypy >"$types_told" 2>&1 &
