@@ -16,7 +16,7 @@ import orjson
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import Table, parsing
-from appliance.gateway.state.reports import Reported, load_report
+from appliance.gateway.state.reports import load_report
 
 log = logging.getLogger("appliance.gateway")
 
@@ -33,7 +33,7 @@ class BusClient:
         self._on_table = on_table or (lambda: None)
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._reported = Reported()
+        self._reported: set[str] = set()
         gateway.state.on_change = self.changed
 
     async def run(self) -> None:
@@ -49,7 +49,7 @@ class BusClient:
                     log.info("bus: the controller is unreachable (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
-                self._writer, self._reported = writer, Reported()
+                self._writer, self._reported = writer, set()
                 self._gateway.state.controller_away = False
                 try:
                     await self._read(reader)

@@ -21,7 +21,7 @@ from appliance.gateway.routing.table import Caller, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, gauges
+from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, Series, series_text
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -129,7 +129,6 @@ class Gateway:
         changed_keys = state.keys != table.keys or state.sessions != table.sessions
         state.keys, state.sessions, state.expired = dict(table.keys), dict(table.sessions), dict(table.expired)
         state.session_ids = frozenset(session.id for session in table.sessions.values())
-        state.tables_applied += 1
         state.spending.apply(table.keys.values())
         state.router.apply(table.models)
         state.comparison.apply(table.models)
@@ -210,15 +209,14 @@ class Gateway:
             await self.sweep(time.monotonic())
 
     async def sweep(self, now_s: float) -> None:
-        """Replicas that may be tried again, sockets that are gone, the access log, the certificate, the snapshot."""
+        """Replicas that may be tried again, sockets that are gone, the certificate, the snapshot."""
         state = self.state
         for name in state.holds.models():
             state.place_held(name)
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         busy = {exchange.socket for exchange in state.exchanges}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
-        state.access_log.flush()
         if state.certificate is not None and state.certificate.look(now_s):
             state.on_change(True)
         if state.snapshots is not None and state.snapshots.due(now_s):
-            state.snapshots.write(state.metrics.families(gauges(state)), now_s)
+            state.snapshots.write(await asyncio.to_thread(series_text, Series(state)), now_s)

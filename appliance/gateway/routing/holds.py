@@ -48,8 +48,8 @@ class Ticket(Generic[T]):
 
 
 class Holds(Generic[T]):
-    """The queues, one for each owner and model. Invariant: count and body_bytes equal the sums over all queues; no queue
-    is empty."""
+    """The queues, one for each owner and model. Invariant: count and body_bytes equal the sums over all queues; no
+    queue is empty."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds

@@ -96,7 +96,7 @@ class App:
             await self._controller.relay(exchange, await exchange.body(LOGIN_BODY_BYTES))
         elif route.kind is Kind.METRICS:
             theirs = await self._controller.metrics(request)
-            own = metrics_text(state, controller_up=bool(theirs))
+            own = await metrics_text(state, controller_up=bool(theirs))
             await exchange.whole(200, CONTENT_TYPE, own + theirs)
         elif route.kind is Kind.PAGE:
             await self._page(exchange)
@@ -121,7 +121,9 @@ class App:
             request.use = state.spending.use_of(caller)
             check_scopes(route, caller)
         elif route.kind is Kind.PAGE:
-            at_the_door = request.path == FRONT_DOOR.path and b"text/html" in request.headers.get(b"accept", b"").lower()
+            at_the_door = (
+                request.path == FRONT_DOOR.path and b"text/html" in request.headers.get(b"accept", b"").lower()
+            )
             if request.path not in site() and not at_the_door:
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
         elif route.kind is Kind.LOGIN:

@@ -43,8 +43,8 @@ _PLACED_AT_ONCE: Final = 128
 class State:
     """One process's worth. `on_change(urgent)` is called when a load report is due.
 
-    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first;
-    tables_applied: their number. buffered_bytes: of request bodies in memory. token: proves to the controller that a
+    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
+    buffered_bytes: of request bodies in memory. token: proves to the controller that a
     request came through this gateway. session_ids: of `sessions`, the logins of the page by their tokens' SHA-256.
     """
 
@@ -54,7 +54,7 @@ class State:
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.server = ServerState()
         self.exchanges: set[Exchange] = set()
-        self.metrics = Metrics(config.name if config.workers > 1 else "", config.workers)
+        self.metrics = Metrics()
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.engines = Sessions()
@@ -70,7 +70,6 @@ class State:
         self.session_ids: frozenset[str] = frozenset()
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
-        self.tables_applied = 0
         self.stopping = False
         self.background = BackgroundTasks()
         # Additional content of /health about the rest of the box, as last reported by the controller.
@@ -218,6 +217,5 @@ def _token(path: str) -> bytes:
 def _tracing(endpoint: str, worker: str) -> Tracing:
     # Imported here: the SDK adds 0.5 s to a start, and most boxes export no traces.
     from appliance.gateway.observe.tracing import Tracing
-    from appliance.gateway.server.exchange import Exchange
 
     return Tracing(endpoint, worker)

@@ -16,9 +16,9 @@ from appliance.gateway import bus as bus_module
 from appliance.gateway.access.request import Request
 from appliance.gateway.bus import BusClient
 from appliance.gateway.core.errors import TableInvalid
-from appliance.gateway.observe.metrics import RECENT_S
+from appliance.gateway.observe.row_load import RECENT_S
 from appliance.gateway.routing.table import ROWS_AT_ONCE
-from appliance.gateway.state.reports import Reported, load_report
+from appliance.gateway.state.reports import load_report
 from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, chat, request_bytes
@@ -98,7 +98,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
             "prefill_tokens_per_s": None,
             "arrived_requests": 1,
             "arrived_prompt_tokens": 3,
-            "arrived_prompts": box.state.metrics.prompt_sizes("n"),
+            "arrived_prompts": {"7": 1},
             "first_tokens": {},
         }
     }
@@ -135,41 +135,40 @@ async def test_a_table_of_many_names_is_read_with_the_loop_free_in_between(
     assert len(state.router.models) == len(models)
 
 
-async def test_after_its_first_report_a_gateway_says_of_models_what_changed(
+async def test_reports_after_the_first_have_only_models_with_requests_in_the_last_minute(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand names that were asked once are not in every report for ever."""
-    metrics, told = box.state.metrics, Reported()
+    metrics, told, now_s = box.state.metrics, set[str](), time.monotonic()
     box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
     box.apply()
     for number in range(1000):
-        metrics.arrived(f"n{number}", 3, 0.0)
+        metrics.arrived(f"n{number}", 3, now_s - 1000.0)
     first = load_report(box.state, told)
     assert first["whole"] and len(first["models"]) == 1000
     again = load_report(box.state, told)
     assert not again["whole"] and again["models"] == {}
-    metrics.arrived("n7", 3, 0.0)
+    metrics.arrived("n7", 3, now_s)
     said = load_report(box.state, told)["models"]
     assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
     row = box.models.pop("n8")
     box.apply()
-    assert load_report(box.state, told)["models"] == {"n8": None}
+    assert load_report(box.state, told)["models"].keys() == {"n7", "n8"}
+    assert load_report(box.state, told)["models"].keys() == {"n7"}, "that it is gone is said once"
     box.models["n8"] = row
     box.apply()
-    assert load_report(box.state, told)["models"] == {}, "it counts from nothing, and reports nothing of it until then"
-    metrics.arrived("n8", 3, 0.0)
+    assert load_report(box.state, told)["models"].keys() == {"n7"}, "it counts from nothing"
+    metrics.arrived("n8", 3, now_s)
     assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
     assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
 
-    request, now_s = Request(b"POST", b"/v1/chat/completions", {}, "1.1"), time.monotonic()
+    request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
     request.model, request.received_s = "n9", now_s - 0.5
     metrics.first_byte(request, now_s)
     metrics.finished(request, now_s)
     assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] == pytest.approx(0.5)
-    assert load_report(box.state, told)["models"] == {}
     monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
-    said = load_report(box.state, told)["models"]
-    assert said.keys() == {"n9"} and said["n9"]["ttft_p95_s"] is None, "of the last minute"
+    assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] is None
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 2 * RECENT_S)
     assert load_report(box.state, told)["models"] == {}
 
 
@@ -179,7 +178,7 @@ async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBu
     box.state.metrics.arrived("m", 3, 0.0)
     box.state.on_change(True)
     report = await bus.report()
-    assert not report["whole"] and report["models"]["m"]["arrived_requests"] == 1
+    assert report["models"]["m"]["arrived_requests"] == 1
     await bus.stop()
     await bus.start()
     report = await bus.report(whole=True)
@@ -279,7 +278,7 @@ async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(
     assert len(said) == 3 and all(text.startswith("the gateway skips a row of its table: ") for text in said)
     assert all(any(part in text for text in said) for part in ("models.m.replicas.0", "models.n", f"keys.{bad[:8]}"))
     assert box.state.metrics.events["table_row_refused"] == 3
-    assert b"appliance_gateway_table_rows_refused 3" in (await box.ask("GET", "/metrics")).body
+    assert b"appliance_gateway_table_rows_refused 3.0" in (await box.ask("GET", "/metrics")).body
     await bus.push({**table, "generation": 52})
     assert (await bus.report(generation=52))["notes"] == said
     assert box.state.metrics.events["table_row_refused"] == 3, "said once, not with every table"
