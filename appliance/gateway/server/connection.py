@@ -27,13 +27,16 @@ _ONCE: Final = frozenset(
 
 
 class Connection(HttpToolsProtocol):
-    """exchange: the request being answered, while there is one; `App` sets it."""
+    """exchange: the request being answered, while there is one; `App` sets it. running: its cycle; `cycle` is uvicorn's
+    name for the last one parsed."""
 
     def __init__(self, config: Config, server_state: ServerState, state: State) -> None:
         super().__init__(config, server_state, {})
         self.state = state
         self.exchange: Exchange | None = None
+        self.running: Any = None
         self._task: asyncio.Task[None] | None = None
+        self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
@@ -61,12 +64,11 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Ends the connection at once, so that what was cut off cannot be taken for a whole answer."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
+        self.running.disconnected = True
         self.transport.abort()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._task = self.loop.create_task(cycle.run_asgi(app))
+        self.running, self._task = cycle, self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(self._task)
         self._task.add_done_callback(self.tasks.discard)
 
@@ -150,6 +152,8 @@ class Connection(HttpToolsProtocol):
             raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
         if version == "1.1" and b"host" not in headers:
             raise errors.protocol_error("The request has no Host header.")
+        if len(self.pipeline) >= self.state.limits.pipelined_requests:
+            raise errors.protocol_error("Too many requests were sent before the first was answered.")
         if coding is not None and coding.lower() != b"chunked":
             raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
         self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
@@ -173,13 +177,26 @@ class Connection(HttpToolsProtocol):
         """Answers an error to bytes that are no request, and closes. If a request before them is being answered, that
         one ends first; if its own body is bad, it cannot go on."""
         self.parser = None  # type: ignore[assignment]
-        cycle, error.close = self.cycle, True
-        if cycle is not None and not cycle.response_complete:
-            cycle.keep_alive = False
-            self.pipeline.clear()
-            if cycle.more_body and self.exchange is not None:
+        last, error.close = self.cycle, True
+        if last is not None and last is not self.running and last.more_body:
+            self.pipeline.popleft()  # the one whose body is bad
+        if self.running is not None and not self.running.response_complete:
+            if last is not self.running or not last.more_body:
+                self._refusal = error
+                return
+            if self.exchange is not None:
                 self.exchange.end(error)
-            return
+                return
+            if self._task is not None:  # it has not begun
+                self._task.cancel()
+        self._answer_refused(error)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._refusal is not None and self.running.response_complete and not self.transport.is_closing():
+            self._answer_refused(self._refusal)
+
+    def _answer_refused(self, error: HttpError) -> None:
         self.state.metrics.requests["unknown", error.status] += 1
         self.transport.write(error_response(error, self.state.new_request_id()))
         self.transport.close()
@@ -187,7 +204,7 @@ class Connection(HttpToolsProtocol):
     # -- time
 
     def _expect_head(self) -> None:
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+        if self._head_timer is None and (self.running is None or self.running.response_complete):
             self._head_timer = self.loop.call_later(self.state.limits.head_timeout_s, self._head_late)
 
     def _head_came(self) -> None:

@@ -143,7 +143,7 @@ class Exchange:
             return
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
-            self.connection.cycle.keep_alive = False
+            self.connection.running.keep_alive = False
             await self.finish(self._between_events + error_shapes.event(error, request, request.stream_events))
         elif self.head_sent:
             self.state.metrics.events["response_aborted"] += 1
