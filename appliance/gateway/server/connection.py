@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.error_shapes import error_response
-from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.exchange import LINGER_S, Exchange
 from appliance.gateway.state.state import State
 
 # With two of them two parsers could disagree.
@@ -49,6 +49,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.state.limits.max_connections:
             self.state.metrics.events["connection_refused"] += 1
             self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
@@ -64,7 +65,8 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Ends the connection at once, so that what was cut off cannot be taken for a whole answer."""
-        self.running.disconnected = True
+        if self.running is not None:
+            self.running.disconnected = True
         self.transport.abort()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
@@ -98,7 +100,8 @@ class Connection(HttpToolsProtocol):
         else:
             # Neither a name without end, nor a trailer or an extension of a chunk.
             if self._unparsed_bytes > self.state.limits.head_bytes + len(data):
-                self._refuse(errors.protocol_error("The request has too many bytes besides its body.", 431))
+                status = 431 if self._in_head else 400
+                self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
 
     def _without_offer(self, rest: bytes) -> bytes:
         """A request that offers another protocol, as bytes for a new parser: its head without the offer, which a server
@@ -199,7 +202,10 @@ class Connection(HttpToolsProtocol):
     def _answer_refused(self, error: HttpError) -> None:
         self.state.metrics.requests["unknown", error.status] += 1
         self.transport.write(error_response(error, self.state.new_request_id()))
-        self.transport.close()
+        # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     # -- time
 

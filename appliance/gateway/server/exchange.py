@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
 # connection, which can destroy the answer on its way.
-_LINGER_S: Final = 2.0
+LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
 # A refused request with a larger body than this ends its connection.
 _DISCARD_BYTES: Final = 256 * 1024
@@ -165,7 +165,7 @@ class Exchange:
             return
         read = 0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
+            async with asyncio.timeout(LINGER_S):
                 while not self._body_came and read < _LINGER_BYTES:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":

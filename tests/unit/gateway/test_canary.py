@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.routing.router import Canary, Model, Replica, Router
+from appliance.gateway.routing.router import Router
+from appliance.gateway.routing.table import Canary, Model, Replica
 from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat

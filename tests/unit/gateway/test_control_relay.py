@@ -226,10 +226,11 @@ async def test_early_answer_to_an_upload_does_not_poison_the_next_request(box: B
 
 
 async def test_uploader_that_leaves_aborts_the_controllers_read(box: Box) -> None:
-    gone = asyncio.Event()
+    begun, gone = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
+        begun.set()
         while await reader.read(65536):
             pass
         gone.set()
@@ -239,7 +240,7 @@ async def test_uploader_that_leaves_aborts_the_controllers_read(box: Box) -> Non
     await wire.send(
         b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nContent-Length: 400000\r\n\r\nabc"
     )
-    await box.until(lambda: bool(box.state.exchanges))
+    await asyncio.wait_for(begun.wait(), 60)
     wire.close()
     await asyncio.wait_for(gone.wait(), 60)
     server.close()

@@ -59,7 +59,7 @@ async def test_partial_plain_answer_is_retried_because_nothing_was_sent(box: Box
     assert box.state.metrics.events["retried"] == 1
 
 
-@pytest.mark.parametrize("ending", ["reset", "clean end of HTTP", "garbage"])
+@pytest.mark.parametrize("ending", ["reset", "clean end of HTTP"])
 async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> None:
     first = chat_events("hel", "lo")[0]
 
@@ -69,8 +69,6 @@ async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> Non
         await asyncio.sleep(0.01)
         if ending == "reset":
             reply.die()
-        elif ending == "garbage":
-            await reply.raw(b"this is not a chunk\r\n")
         else:
             await reply.end()
 
@@ -337,7 +335,7 @@ async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
             await wire.head()
             wire.close()
         box.wires.clear()
-    await box.until(lambda: not box.state.connections)
+    await box.until(lambda: not box.state.connections and not box.state.exchanges)
     assert box.state.metrics.events["client_disconnected"] == 200
     assert box.state.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
 
@@ -389,7 +387,6 @@ async def test_a_client_may_hold_up_an_answer_no_longer_than_its_least_rate_allo
     wire = await box.connect()
     wire.reader._limit = 1
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
-    await wire.head()
     while not box.state.metrics.events["client_stalled"]:
         with contextlib.suppress(ConnectionError):
             await wire.reader.read(1 << 16)

@@ -65,7 +65,7 @@ async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
 
     async def control(request: UpstreamRequest, reply: Reply) -> None:
         assert (request.method, request.target) == ("GET", "/admin/v1/metrics")
-        assert request.headers["x-appliance-scopes"] == "inference,fine_tuning,admin"
+        assert request.headers["x-appliance-scopes"] == "admin,fine_tuning,inference"
         body = b"# HELP appliance_mode m\n# TYPE appliance_mode gauge\nappliance_mode 1.0\n"
         await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
@@ -144,7 +144,7 @@ def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
     for model, version, whose in (*combined, *reversed(combined)):
         request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
         request.model, request.model_version, request.status = model, version, 200
-        request.caller = Caller("key", "key", whose, b"")
+        request.caller = Caller("key", "key", whose)
         metrics.first_byte(request, 1.0)
         metrics.finished(request, 1.0)
     told = values(generate_latest(metrics))

@@ -130,10 +130,8 @@ async def test_of_a_key_that_has_expired_it_is_said_so_and_when(box: Box) -> Non
 
 
 def _rotate(box: Box, key: str) -> None:
-    """As a table does that comes over the bus: what it has no more ends before its rows are read."""
     digest = hashlib.sha256(b"new").hexdigest()
     box.keys[digest] = box.keys.pop(hashlib.sha256(key.encode()).hexdigest())
-    box.gateway.end_removed(box.keys)
     box.apply()
 
 

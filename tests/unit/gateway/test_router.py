@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.gateway.routing.router import AFFINITY_FACTOR, AFFINITY_SLACK_TOKENS, Choice, Model, Replica, Router
+from appliance.gateway.routing.router import AFFINITY_FACTOR, AFFINITY_SLACK_TOKENS, Choice, Router
+from appliance.gateway.routing.table import Model, Replica
 
 
 def _model(name: str = "m", **states: str) -> Model:

@@ -43,7 +43,7 @@ def test_a_minutes_worth_at_once_then_as_it_refills():
 def test_a_refusal_names_the_limit_that_was_set_and_not_a_workers_part_alone():
     """A key of 5 requests a minute was told of 2, which nobody had set."""
     spending, refused = Spending(defaultdict(int), 2), []
-    caller = Caller("key_a", "", frozenset(), b"", requests_per_minute=5)
+    caller = Caller("key_a", "", frozenset(), requests_per_minute=5)
     for _ in range(3):
         request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
         request.caller = caller
@@ -624,7 +624,7 @@ async def test_an_owner_has_so_many_requests_open_and_others_go_on(start_box: St
 def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
     """An engine holds all their vectors until they are read: a thousand answers of 25 MB, for 20 kB each."""
     spending, limits = Spending(defaultdict(int), 1), Limits(owner_requests=40)
-    caller = Caller("key_a", "", frozenset(), b"")
+    caller = Caller("key_a")
     route = resolve(b"POST", b"/v1/embeddings")
 
     def asks(given: Any) -> Request:
