@@ -47,7 +47,7 @@ class Exchange:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         self.request = Request(scope["method"].encode(), scope["target"], headers, scope["http_version"])
         self.address: str = scope["client"][0] if scope["client"] else ""
-        self.head_sent = self.sse = self.finished = False
+        self.head_sent = self.sse = self.finished = self._unframed = False
         self.ended: HttpError | None = None
         self.row, self.prompt_tokens, self.waiting_tokens, self.socket = "", 0, 0, ""
         self._receive, self._send = receive, send
@@ -106,6 +106,9 @@ class Exchange:
         extra = [(b"x-request-id", self.request.request_id), *headers, *self.request.answer_headers]
         if self.state.stopping:
             extra.append((b"connection", b"close"))
+        self._unframed = self.request.version == "1.0" and all(name != b"content-length" for name, _ in headers)
+        if self._unframed:  # its connection's end is the body's, for HTTP/1.0 has no chunks
+            self.connection.running.chunked_encoding, self.connection.running.expected_content_length = False, 1 << 62
         await self._out({"type": "http.response.start", "status": status, "headers": extra})
 
     async def begin_stream(self, version: bytes | None) -> None:
@@ -128,6 +131,8 @@ class Exchange:
     async def finish(self, data: bytes = b"") -> None:
         self.request.sent_bytes += len(data)
         self.finished = True
+        if self._unframed:
+            self.connection.running.expected_content_length = len(data)
         await self._out({"type": "http.response.body", "body": data, "more_body": False})
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:

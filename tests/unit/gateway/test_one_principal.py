@@ -99,8 +99,8 @@ def _written_by_the_gateway(head: bytes) -> bool:
     lines = head[:-4].split(b"\r\n")
     names = [line.partition(b": ")[0].lower() for line in lines[1:]]
     values = dict(line.partition(b": ")[::2] for line in lines[1:])
-    if lines[0].startswith(b"POST /v1/chat/completions ") or b"host: engine" in lines:
-        return lines[1] == b"host: engine" and names.count(b"x-request-id") == 1 and b"x-evil" not in names
+    if lines[0].startswith(b"POST /v1/chat/completions ") or b"Host: engine" in lines:
+        return lines[1] == b"Host: engine" and names.count(b"x-request-id") == 1 and b"x-evil" not in names
     once = all(names.count(name) == 1 for name in (b"x-appliance-gateway", b"x-appliance-key-id", b"x-request-id"))
     return once and values[b"x-appliance-gateway"] == TOKEN.encode() and values[b"x-appliance-key-id"] == b"key_all"
 
