@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 
@@ -39,7 +39,7 @@ class Sessions:
         not be sent twice."""
         session = self._sessions.get(path)
         if session is None:
-            kept = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
+            kept: dict[str, Any] = {"keepalive_timeout": _KEEPALIVE_S} if lasting else {"force_close": True}
             session = self._sessions[path] = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(path, limit=0, **kept),
                 auto_decompress=False,

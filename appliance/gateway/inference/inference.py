@@ -29,8 +29,8 @@ from appliance.gateway.inference.engines import AttemptFailed, asked
 from appliance.gateway.inference.relayed_stream import ERROR_EVENT, RelayedStream, event_error
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.router import OPEN, Choice
-from appliance.gateway.routing.table import cache_salt, salt_field
+from appliance.gateway.routing.router import Choice
+from appliance.gateway.routing.table import OPEN, cache_salt, salt_field
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.state.state import State
 
@@ -76,7 +76,7 @@ class Inference:
     def _salt(self) -> bytes:
         """Separates its owner's entries in an engine's cache of prefixes from those of others."""
         self.checked.owner, own = self.caller.cache_salt, self.checked.cache_salt
-        return salt_field(cache_salt(self.caller.owner, own).encode()) if own else self.caller.salt_field
+        return salt_field(cache_salt(self.caller.owner, own).encode())
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
@@ -273,7 +273,7 @@ class Inference:
                 else:
                     await self._relay_whole(response, choice)
         except asyncio.CancelledError:
-            request.left_after_s = max(time.monotonic() - now_s, 1e-6)  # an engine was computing for it
+            request.left_after_s = max(time.monotonic() - request.sent_s, 1e-6)  # an engine was computing for it
             raise
 
     def _first_bytes(self, choice: Choice, only: bool = False) -> None:
@@ -303,7 +303,7 @@ class Inference:
                 self._first_bytes(choice, only)
                 if not exchange.head_sent:
                     await exchange.begin_stream(self._version())
-                elif not self.continues:
+                else:  # it was held, or goes on
                     await exchange.write(b": version %b\n\n" % self._version())
             piece, died = self._of_continuation(piece)
             if transcript is not None:
@@ -340,7 +340,9 @@ class Inference:
         limits = self.state.limits
         most = limits.buffered_response_bytes
         if transcript is not None:
-            most = _TOKEN_IDS_BYTES if transcript.counts else max(most, transcript.stores * limits.stored_response_bytes)
+            most = (
+                _TOKEN_IDS_BYTES if transcript.counts else max(most, transcript.stores * limits.stored_response_bytes)
+            )
         body = await response.content.read(most + 1)
         while len(body) <= most and (more := await response.content.read(most + 1 - len(body))):
             body += more
@@ -474,6 +476,10 @@ class Inference:
         if failure.error.status == 504:
             state.metrics.events["upstream_silent"] += 1
             log.warning("the engine was silent for too long", extra=self.request.ids)
+            if choice.replica.avoid:  # the engine gives no sign of life to anybody
+                state.router.fail(choice, time.monotonic())
+            else:
+                self.request.left_after_s = time.monotonic() - self.request.sent_s
             raise failure.error
         attempts.sent += 1
         if failure.died:
