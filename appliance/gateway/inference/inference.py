@@ -61,7 +61,6 @@ class Inference:
         self.stream = RelayedStream(self.request, hides_usage=hides_usage)
         # The body is a checked object; if two fields have the same name, the engine takes the last.
         added = self.salt = b"" if state.config.prefix_cache_shared else self._salt()
-        added += checked.ending
         if hides_usage:
             added += ASK_FOR_USAGE
         if checked.continuation is not None:

@@ -24,7 +24,7 @@ from appliance.gateway.http import wire
 from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.inference.inference import Inference
 from appliance.gateway.observe.exposition import CONTENT_TYPE
-from appliance.gateway.payload.request_check import Checked, check_object, parsed_body
+from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.routing.table import Caller
 from appliance.gateway.server.exchange import ClientGone, Exchange
 from appliance.gateway.state.reports import metrics_text
@@ -192,6 +192,8 @@ class App:
         model = self._state.callable_model(checked.model, caller)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
+        if model.max_model_len is not None:
+            check_length(checked, model.max_model_len)
         if route.converses and not model.chats:
             raise errors.no_chat_template(checked.model)  # before an engine is started for it
 
