@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
+import msgspec
 import orjson
 
-from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.routing.table import Table, parsing
+from appliance.gateway.routing.table import Degraded, read_message
 from appliance.gateway.state.reports import load_report
 
 log = logging.getLogger("appliance.gateway")
@@ -73,32 +72,17 @@ class BusClient:
                 continue
             if not line:
                 return
-            message = orjson.loads(line)
-            if isinstance(message, dict) and message.get("type") == "degraded":
-                self._gateway.state.box_troubles = [str(name) for name in message.get("names", [])]
-                continue
-            if not isinstance(message, dict) or message.get("type") != "table":
-                continue  # a newer controller may send messages unknown here
             try:
-                table = await self._parsed(message)
-            except TableInvalid as error:
-                log.error("bus: table refused, the last one stays in force: %s", error)
+                # In a thread, because a table may have thousands of rows; until it is read the last one is in force.
+                message = await asyncio.to_thread(read_message, line)
+            except msgspec.ValidationError as error:
+                log.error("bus: a message is refused, the last table stays in force: %s", error)
                 continue
-            self._gateway.apply(table)
-            self._on_table()
-
-    async def _parsed(self, message: dict[str, Any]) -> Table:
-        """The loop is free after every few rows; the old table is in force until all are read. Raises TableInvalid."""
-        table: Table | None = None
-        if type(message.get("generation")) is int and isinstance(keys := message.get("keys"), dict):
-            self._gateway.end_removed(
-                {digest for digest, row in keys.items() if not (isinstance(row, dict) and row.get("expired_s"))}
-            )
-        for table in parsing(message, default_hold_s=self._gateway.config.holds.hold_s):
-            if table is None:
-                await asyncio.sleep(0)
-        assert table is not None, "the table is what comes last"
-        return table
+            if isinstance(message, Degraded):
+                self._gateway.state.box_troubles = message.names
+            else:
+                self._gateway.apply(message)
+                self._on_table()
 
     def changed(self, urgent: bool) -> None:
         """Schedule a report: now if urgent, else within the report interval."""

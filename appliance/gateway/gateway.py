@@ -6,7 +6,7 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from uvicorn import Config
 
@@ -148,18 +148,6 @@ class Gateway:
             if state.next_try_s(name) is not None:
                 state.end_held(name, Refusal.TROUBLE)
         state.on_change(True)
-
-    def end_removed(self, digests: Collection[str]) -> None:
-        """Revoke the keys that are not among these (SHA-256, hex) before the rows of the table that has them are read:
-        of ten thousand models that takes as long as 20 turns of a busy loop."""
-        state = self.state
-        if state.keys.keys() <= set(digests):
-            return
-        state.keys = {digest: caller for digest, caller in state.keys.items() if digest in digests}
-        callers = {caller.id for caller in state.keys.values()}
-        state.sessions = {token: one for token, one in state.sessions.items() if one.caller.id in callers}
-        state.session_ids = frozenset(session.id for session in state.sessions.values())
-        self._end_revoked()
 
     def _end_revoked(self) -> None:
         callers = {caller.id: caller for caller in self.state.keys.values()}

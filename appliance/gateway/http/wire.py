@@ -81,7 +81,7 @@ def identity(request: Request, token: bytes) -> list[tuple[str, str]]:
     if caller is None:
         assert request.route is not None and request.route.kind is Kind.LOGIN, "all others name a key"
         return list(own_identity(request.request_id, token).items())
-    by = ("session", request.session) if request.session else ("secret", caller.secret.decode())
+    by = ("session", request.session) if request.session else ("secret", caller.secret)
     return [(f"x-appliance-{by[0]}", by[1]), *_who(request.request_id, caller.id, caller.scopes_header.decode(), token)]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from appliance.gateway.routing.router import Canary, Model
+from appliance.gateway.routing.table import Canary, Model
 
 SHORTEST_S = 0.001
 BUCKETS_PER_DOUBLING = 4

@@ -104,11 +104,6 @@ class Holds(Generic[T]):
             del self._queues[ticket.model]
         return True
 
-    def has(self, ticket: Ticket[T]) -> bool:
-        owners = self._queues.get(ticket.model)
-        queue = None if owners is None else owners.get(ticket.owner)
-        return queue is not None and ticket.serial in queue
-
     def first(self, model: str) -> Ticket[T] | None:
         """The longest waiting ticket of the owner whose turn it is; it stays queued."""
         owners = self._queues.get(model)

@@ -13,76 +13,20 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
+from appliance.gateway.routing.table import OPEN, Model, Replica
 from scheduler.core.routing_rules import PENDING_TO_TOTAL
-
-OPEN, DRAINING = "open", "draining"
 
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
 # holds at low load, where the cache is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
-_PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
-
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """One replica as one model's row of the routing table names it. avoid: its engine gives no sign of life, so that
-    others are preferred."""
-
-    id: str
-    socket: str
-    version: str
-    state: str
-    avoid: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """Another version that takes a share (0 to 1) of a model's requests. name: its own row. since_s: its start in
-    seconds since 1970, which identifies this canary."""
-
-    name: str
-    share: float
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Why no replica of a model starts. next_try_s: in seconds since 1970. hold_before_s: requests wait for the next
-    try if it is at most this far away."""
-
-    reason: str
-    next_try_s: float
-    hold_before_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
-    context of its engines in tokens, None where unknown. owners: of keys for which it exists, None: for all.
-    adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model itself.
-    chats: False for one that is known to have no chat template."""
-
-    name: str
-    version: str
-    state: str
-    task: str
-    hold_s: float
-    replicas: tuple[Replica, ...] = ()
-    max_model_len: int | None = None
-    adapter: str = ""
-    canary: Canary | None = None
-    trouble: Trouble | None = None
-    owners: frozenset[str] | None = None
-    chats: bool = True
 
 
 @dataclass(slots=True)
@@ -101,23 +45,21 @@ class Load:
 
     @property
     def weight(self) -> int:
-        return self.pending + self.tokens // _PENDING_TO_TOTAL
+        return self.pending + self.tokens // PENDING_TO_TOTAL
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the row it was placed by, the
     canary's if the canary took it."""
 
-    def __init__(
-        self, model: str, replica: Replica, tokens: int, pending: int, stream: bool, load: Load, owner: str = ""
-    ) -> None:
-        self.model = model
-        self.replica = replica
-        self.tokens = tokens
-        self.pending = pending
-        self.stream = stream
-        self.load = load
-        self.owner = owner
+    model: str
+    replica: Replica
+    tokens: int
+    pending: int
+    stream: bool
+    load: Load
+    owner: str = ""
 
 
 class Router:
@@ -135,27 +77,22 @@ class Router:
         self._share = max_inflight // 16
         self.models: dict[str, Model] = {}
         self.loads: dict[str, Load] = {}
-        self._states: dict[str, tuple[str, str]] = {}
+        # By replica: how the rows of all models describe it.
+        self._rows: dict[str, set[Replica]] = {}
 
-    def apply(self, models: Iterable[Model]) -> set[str]:
-        """Replace the table. A replica that changed state, version or socket is no longer suspect. Returns the replicas
-        that opened."""
+    def apply(self, models: Iterable[Model]) -> None:
+        """Replace the table. A replica that changed in it is no longer suspect."""
         self.models = {model.name: model for model in models}
-        states: dict[str, tuple[str, str]] = {}
-        seen: dict[str, set[tuple[str, str, str]]] = {}
+        rows: defaultdict[str, set[Replica]] = defaultdict(set)
         for model in self.models.values():
             for replica in model.replicas:
-                seen.setdefault(replica.id, set()).add((replica.socket, replica.version, replica.state))
-        for replica_id, rows in seen.items():
-            described = (str(sorted(rows)), DRAINING if all(row[2] != OPEN for row in rows) else OPEN)
-            states[replica_id] = described
-            load = self.loads.setdefault(replica_id, Load())
-            if self._states.get(replica_id) != described:
+                rows[replica.id].add(replica)
+        for name, described in rows.items():
+            load = self.loads.setdefault(name, Load())
+            if self._rows.get(name) != described:
                 load.failures, load.suspect_until_s = 0, 0.0
-        opened = {key for key, row in states.items() if row[1] == OPEN and self._states.get(key, ("", ""))[1] != OPEN}
-        self._states = states
-        self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
-        return opened
+        self._rows = dict(rows)
+        self.loads = {name: load for name, load in self.loads.items() if name in rows or load.inflight}
 
     def choose(
         self,
@@ -234,11 +171,11 @@ class Router:
             del load.owners[choice.owner]
         if load.inflight:
             return False
-        replica_id = choice.replica.id
-        if replica_id not in self._states:
-            self.loads.pop(replica_id, None)
+        rows = self._rows.get(choice.replica.id)
+        if rows is None:
+            self.loads.pop(choice.replica.id, None)
             return True
-        return self._states[replica_id][1] == DRAINING
+        return all(row.state != OPEN for row in rows)
 
     def fail(self, choice: Choice, now_s: float) -> None:
         """The replica did not answer: avoid it for a moment, longer after each repetition."""

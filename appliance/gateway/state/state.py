@@ -26,8 +26,8 @@ from appliance.gateway.observe.exposition import WorkerSnapshots
 from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Bounds, Holds, Refusal
-from appliance.gateway.routing.router import Choice, Model, Router
-from appliance.gateway.routing.table import Caller, Session
+from appliance.gateway.routing.router import Choice, Router
+from appliance.gateway.routing.table import Caller, Model, Session
 from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class State:
         # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
-        self.refused_rows: tuple[str, ...] = ()
+        self.refused_rows: list[str] = []
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0

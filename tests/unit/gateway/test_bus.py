@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -179,6 +180,16 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
     assert report["replicas"]["e0"]["inflight"] == 0
 
 
+async def test_a_revoked_key_ends_with_the_table_that_lacks_it(box: Box, bus: DummyBus) -> None:
+    first, digest = box.table(), hashlib.sha256(b"sk-other").hexdigest()
+    for row, status in (({"id": "r", "scopes": ["inference"]}, 200), ({"expired_s": 1_787_224_000.0}, 401)):
+        generation = box.state.generation + 1
+        await bus.push({**first, "generation": generation, "keys": {**first["keys"], digest: row}})
+        await bus.report(generation=generation)
+        assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-other")).status == status
+    assert box.state.expired == {digest: 1_787_224_000.0}
+
+
 async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
     before = box.state.generation
     good = box.table()
@@ -260,7 +271,7 @@ def test_read_message_names_the_field_that_is_wrong(change: dict[str, Any], wher
 
 
 @pytest.mark.parametrize(
-    ("change", "where"),
+    ("change", "row", "problem"),
     [
         ({"models": {"m": {"task": "sing"}}}, "models.m: ", "$.task"),
         ({"models": {"m": {"hold_s": -1}}}, "models.m: ", "$.hold_s"),
@@ -272,7 +283,7 @@ def test_read_message_names_the_field_that_is_wrong(change: dict[str, Any], wher
         ({"keys": {"a" * 64: {"id": "k\r\nx: y"}}}, "keys.aaaaaaaa…: ", "$.id"),
         ({"models": {"m": {"version": "v" * 9000 + "\n"}}}, "models.m: ", "$.version"),
         ({"models": {"m": {"canary": {"share": 2}}}}, "models.m: ", "$.canary.share"),
-        ({"models": {"m": {"trouble": {"reason": "?"}}}}, "models.m: ", "$.trouble.next_try_s"),
+        ({"models": {"m": {"trouble": {"reason": "?"}}}}, "models.m: ", "$.trouble"),
         ({"models": {"m": []}}, "models.m: ", "array"),
         ({"keys": {"a" * 64: {"id": "k", "scopes": ["admin\n"]}}}, "keys.aaaaaaaa…: ", "$.scopes"),
         ({"keys": {"a" * 64: {"id": "k", "scopes": ["inference,admin"]}}}, "keys.aaaaaaaa…: ", "$.scopes"),
@@ -280,12 +291,14 @@ def test_read_message_names_the_field_that_is_wrong(change: dict[str, Any], wher
         ({"keys": {"a" * 64: None}}, "keys.aaaaaaaa…: ", "null"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_named_and_costs_no_other(change: dict[str, Any], where: str) -> None:
+def test_read_message_skips_only_a_malformed_row_and_names_the_problem(
+    change: dict[str, Any], row: str, problem: str
+) -> None:
     sound = {"models": {"good": {"replicas": [GOOD_REPLICA]}}, "keys": {"b" * 64: {"id": "k", "scopes": ["admin"]}}}
     rows = {name: {**sound[name], **change.get(name, {})} for name in sound}
     table = parse_table({"generation": 1, **rows})
     (said,) = table.refused
-    assert said.startswith(where) and len(said) < 400
+    assert said.startswith(row) and problem in said and len(said) < 400
     assert "b" * 64 in table.keys and "a" * 64 not in table.keys
     assert [replica.id for model in table.models if model.name == "good" for replica in model.replicas] == ["e"]
 
@@ -293,7 +306,7 @@ def test_what_is_wrong_with_a_row_is_named_and_costs_no_other(change: dict[str, 
 def test_table_defaults() -> None:
     table = parse_table({"generation": 3, "models": {"m": {"version": "v2", "replicas": [GOOD_REPLICA]}}})
     (model,) = table.models
-    assert model.replicas[0].version == "v2" and model.hold_s == 9 and model.task == "generate"
+    assert model.replicas[0].id == "e" and model.hold_s == math.inf and model.task == "generate"
 
 
 def test_a_key_says_whose_it_is() -> None:
