@@ -334,7 +334,7 @@ class Inference:
 
     async def _relay_whole(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
         """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
-        exchange, request, transcript = self.exchange, self.request, self.checked.transcript
+        exchange, transcript = self.exchange, self.checked.transcript
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         limits = self.state.limits
         most = limits.buffered_response_bytes
@@ -365,8 +365,6 @@ class Inference:
             body = transcript.whole(body)
             self._kept()
         self.stream.read_usage(body)
-        if request.asked.sequences > 1 and request.tokens.completion:
-            request.tokens.read_choices(body)
         if exchange.head_sent:  # comments have opened a stream, and the engine gave a plain answer
             await exchange.finish(b"data: %b\n\n" % body)
         else:

@@ -241,10 +241,6 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     checked.body_bytes = body_bytes
     checked.cut = data.get("truncate_prompt_tokens") is not None or data.get("truncation") == "auto"
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
-    if data.get("include_reasoning") is False or data.get("tools"):
-        checked.asked.unseen = True
-    elif stream and route.name != "completions" and any(data.get(name) for name in _STEERING):
-        checked.asked.unseen = True
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
     checked.weight = _weight(route, data.get("input"), sequences)
@@ -274,11 +270,6 @@ def check_length(checked: Checked, context: int) -> None:
             code="context_length_exceeded",
         )
 
-
-# With these fields a model may write any number of tokens without text: special ones, which are not shown, and tokens
-# that are held back because a stop text may begin with them. An engine sends no event for them in conversations, and an
-# empty one in completions.
-_STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens", "stop", "stop_sequences")
 
 # Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.
 _INPUTS_OF_ONE: Final = 64

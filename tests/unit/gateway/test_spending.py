@@ -302,83 +302,21 @@ async def engine_has(box: Box, number: int) -> None:
     await box.until(lambda: len(box.engines["e0"].requests) == number)
 
 
-async def leave(box: Box, body: dict[str, Any], after_s: float) -> None:
-    """Ask, and leave once the engine has computed for so long by its clock."""
+async def leave(box: Box, body: dict[str, Any]) -> None:
+    """Ask, and leave once the engine has the request."""
     number = len(box.engines["e0"].requests) + 1
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", body))
     await engine_has(box, number)
-    (exchange,) = box.state.exchanges
-    exchange.request.sent_s = time.monotonic() - after_s  # what has passed until now is not counted
     wire.close()
     await box.until(lambda: not box.state.exchanges)
 
 
-async def test_a_client_that_leaves_a_plain_request_pays_for_the_time_that_was_computed(box: Box) -> None:
+async def test_plain_request_that_is_left_is_charged_its_prompt(box: Box) -> None:
     box.engines["e0"].script = hang
-    await leave(box, chat(), 3.0)
+    await leave(box, chat(n=4))
     row = taken(box)
-    assert row["requests"] == 1 and row["prompt_tokens"] == len(orjson.dumps(chat())) // 4 + 1
-    assert 30 <= row["completion_tokens"] <= 40, "3 s at the 10 tokens a second of a model that nobody has measured"
-    await leave(box, chat(n=4), 3.0)
-    assert 120 <= taken(box)["completion_tokens"] <= 160
-    await leave(box, chat(max_tokens=7), 3600.0)
-    assert taken(box)["completion_tokens"] == 7, "never more than was asked for"
-
-
-async def test_the_time_is_paid_at_the_models_own_rate(box: Box) -> None:
-    box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)
-    box.engines["e0"].script = hang
-    await leave(box, chat(), 2.0)
-    assert 200 <= taken(box)["completion_tokens"] <= 240
-
-
-async def test_the_rate_is_that_of_answers_that_came(box: Box) -> None:
-    async def answer(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json(
-            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 50_000, "total_tokens": 50_003}}
-        )
-
-    box.engines["e0"].script = answer
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    assert box.state.spending._rate.written("m", sequences=1, for_s=1.0) > 500
-
-
-async def test_all_choices_of_a_request_that_is_left_are_paid_for(box: Box) -> None:
-    """The rate was that of four sequences' mean, though all but the longest had ended before."""
-    four = [
-        {"index": at, "message": {"role": "assistant", "content": "word " * words}, "finish_reason": "stop"}
-        for at, words in enumerate((400, 200, 100, 100))
-    ]
-    usage = {"prompt_tokens": 3, "completion_tokens": 800, "total_tokens": 803}
-
-    async def answer(request: UpstreamRequest, reply: Reply) -> None:
-        (exchange,) = box.state.exchanges
-        exchange.request.sent_s -= 4.0
-        await reply.json(orjson.dumps({"choices": four, "usage": usage}))
-
-    box.engines["e0"].script = answer
-    assert (await box.ask("POST", "/v1/chat/completions", chat(n=4))).status == 200
-    taken(box)
-    box.engines["e0"].script = hang
-    await leave(box, chat(n=4), 2.0)
-    assert 700 <= taken(box)["completion_tokens"] <= 900, "2 s of four sequences at 100 tokens a second"
-
-
-async def test_events_of_several_tokens_are_paid_for_by_the_token(box: Box) -> None:
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":300,"total_tokens":303}}\n\n'
-    events = chat_events(*["three of them"] * 98)
-    box.engines["e0"].script = sends(*events[:-1], usage, events[-1])
-    for _ in range(60):
-        await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    taken(box)
-    box.engines["e0"].script = sends(*chat_events(*["three of them"] * 10, done=False), ends=False)
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
-    await box.until(lambda: any(one.request.stream_events >= 10 for one in box.state.exchanges))
-    wire.close()
-    await box.until(lambda: not box.state.exchanges)
-    assert 27 <= taken(box)["completion_tokens"] <= 34
+    assert row["requests"] == 1 and row["prompt_tokens"] > 0 and row["completion_tokens"] == 0
 
 
 async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Box) -> None:
@@ -462,12 +400,11 @@ async def test_an_answer_too_long_to_be_kept_is_paid_for(start_box: Start, path:
 
     await box.engine("e0", answer)
     box.serve("m", "e0")
-    box.state.spending._rate.answered("m", 1_000_000, 1, 1.0)
     asked = {"input": "hi"} if path == "responses" else {"messages": [{"role": "user", "content": "hi"}]}
     assert (await box.ask("POST", f"/v1/{path}", {"model": "m", **asked})).status == 200
     row = taken(box)
     if path == "responses":
-        assert row["prompt_tokens"] > 0 and row["completion_tokens"] > 1000, "by the time that it took"
+        assert row["prompt_tokens"] > 0
     else:
         assert (row["prompt_tokens"], row["completion_tokens"]) == (30_000, 50_000)
 
@@ -477,13 +414,11 @@ async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: 
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     await engine_has(box, 1)
-    (exchange,) = box.state.exchanges
-    exchange.request.sent_s -= 1.0
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     row = box.keys.pop(digest)
     box.apply()
     assert (await wire.response()).status == 401
-    assert taken(box)["completion_tokens"] >= 10
+    assert taken(box)["prompt_tokens"] > 0
 
     async def fail(request: UpstreamRequest, reply: Reply) -> None:
         reply.abort()
@@ -522,12 +457,10 @@ async def test_what_an_engine_has_computed_when_it_refuses_is_paid_for(box: Box)
 
     box.limit(tokens_per_minute=1000)
     box.engines["e0"].script = unfollowed
-    before = box.state.spending._rate.written("m", 1, 10.0)
     answer = await box.ask("POST", "/v1/chat/completions", chat(max_tokens=500))
     assert answer.status == 400 and set(orjson.loads(answer.body)) == {"error"}
     (row,) = (row for row in box.state.spending.meter.take() if row["model"] == "m")
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"], row["errors"]) == (1, 40, 300, 0)
-    assert box.state.spending._rate.written("m", 1, 10.0) == before, "it is no measure of how fast the model writes"
     again = await box.ask("POST", "/v1/chat/completions", chat(max_tokens=10))
     assert int(again.headers["x-ratelimit-remaining-tokens"]) <= 1000 - 340 + 20
 
@@ -550,44 +483,6 @@ async def test_whether_a_stream_says_its_usage_is_no_matter_of_spelling(start_bo
     refused = await box.ask("POST", "/v1/chat/completions", body)
     assert refused.status == 400 and refused.error["param"] == "stream_options.include_usage"
     assert not engine.requests
-
-
-SPECIAL = {"logit_bias": {"0": 100}}
-
-
-@pytest.mark.parametrize(
-    "hides", [{"include_reasoning": False}, TOOLS, SPECIAL, {"ignore_eos": True}, {"stop": None}, {}]
-)
-async def test_a_stream_that_is_left_pays_for_what_it_does_not_show(box: Box, hides: dict[str, Any]) -> None:
-    """An engine writes no event of reasoning that is not wanted: thousands of tokens were free to who left in time."""
-    box.state.spending._rate.answered("m", 100, sequences=1, took_s=1.0)
-    box.engines["e0"].script = sends(*chat_events("a", "b", done=False), ends=False)
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True, **hides)))
-    await box.until(lambda: any(one.request.stream_events == 2 for one in box.state.exchanges))
-    (exchange,) = box.state.exchanges
-    exchange.request.sent_s -= 3.0
-    wire.close()
-    await box.until(lambda: not box.state.exchanges)
-    assert (taken(box)["completion_tokens"] >= 300) is any(value is not None for value in hides.values())
-
-
-@pytest.mark.parametrize(
-    ("path", "asked", "hides"),
-    [
-        ("responses", {"input": "hi", **SPECIAL}, True),
-        ("responses", {"input": "hi"}, False),
-        ("messages", {"max_tokens": 9000, "stop_sequences": ["a" * 256]}, True),
-        ("completions", {"prompt": "hi", "stop": ["a" * 256]}, False),
-    ],
-)
-def test_streams_of_each_api_say_whether_they_may_have_tokens_without_events(
-    path: str, asked: dict[str, Any], hides: bool
-) -> None:
-    """With a special token that is biased to be the only one /v1/responses wrote 8,000 tokens, and no event of them."""
-    talk = {} if asked.keys() & {"input", "prompt"} else {"messages": [{"role": "user", "content": "hi"}]}
-    body = orjson.dumps({"model": "m", "stream": True, **talk, **asked})
-    assert check_body(resolve(b"POST", f"/v1/{path}".encode()), body, Limits()).asked.unseen is hides
 
 
 # --- bounds of one owner
