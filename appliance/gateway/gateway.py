@@ -20,7 +20,7 @@ from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.table import Caller, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
-from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.state.exchange import Exchange
 from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, Series, series_text
 from appliance.gateway.state.state import State
 

@@ -25,7 +25,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.inference.copies import Copies
 from appliance.gateway.payload.request_check import Checked, check_body
-from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.state.exchange import ClientGone, Exchange
 from appliance.gateway.state.state import State
 
 ERROR_BODY_BYTES: Final = 64 * 1024

@@ -7,7 +7,8 @@ the controller gets the client's headers except our own, hop-by-hop and framing 
 from __future__ import annotations
 
 import re
-from appliance.gateway.access.request import Headers, Pairs, Request
+
+from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 

@@ -31,7 +31,7 @@ from appliance.gateway.payload.request_check import Checked, with_fields, with_m
 from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.router import Choice
 from appliance.gateway.routing.table import OPEN, cache_salt, salt_field
-from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.state.exchange import Exchange
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")

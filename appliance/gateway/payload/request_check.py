@@ -44,6 +44,7 @@ from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 Pairs = Sequence[tuple[bytes, bytes]]
 
 MODEL_NAME_CHARS: Final = 512
+_BRACKETS: Final = 1 << 20
 DEFAULT_COMPLETION_TOKENS: Final = 256
 _UNBOUNDED: Final = 1 << 20
 PREFIX_CHARS: Final = 512
@@ -174,6 +175,8 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
+    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second
+        raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -26,7 +26,7 @@ from appliance.gateway.inference.inference import Inference
 from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.routing.table import Caller
-from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.state.exchange import ClientGone, Exchange
 from appliance.gateway.state.reports import metrics_text
 from appliance.gateway.state.state import State
 from appliance.ui.site import TO_THE_PAGE, site
@@ -59,8 +59,8 @@ class App:
                 await _failed(exchange, exchange.ended)
         except HttpError as error:
             await _failed(exchange, error)
-        except Exception:
-            log.exception("a request was not answered", extra=request.ids)
+        except Exception as error:  # noqa: BLE001 - logged, and the client is told
+            log.error("a request was not answered", exc_info=error, extra=request.ids)
             await _failed(exchange, HttpError(500, "The gateway failed.", kind="server_error", code="internal_error"))
         finally:
             state.exchanges.discard(exchange)

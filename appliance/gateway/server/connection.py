@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.error_shapes import error_response
-from appliance.gateway.server.exchange import LINGER_S, Exchange
+from appliance.gateway.state.exchange import LINGER_S, Exchange
 from appliance.gateway.state.state import State
 
 # With two of them two parsers could disagree.

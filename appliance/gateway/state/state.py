@@ -20,7 +20,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.inference.engines import Sessions
+from appliance.gateway.http.sessions import Sessions
 from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.exposition import WorkerSnapshots
 from appliance.gateway.observe.metrics import Metrics
@@ -32,9 +32,7 @@ from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
     from appliance.gateway.http.certificates import Certificate
-    from appliance.gateway.inference.inference import Inference
     from appliance.gateway.observe.tracing import Tracing
-    from appliance.gateway.server.exchange import Exchange
 
 # Placing thousands of held requests at once would stall every open stream meanwhile.
 _PLACED_AT_ONCE: Final = 128
@@ -53,14 +51,15 @@ class State:
         self.limits: Limits = config.limits
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.server = ServerState()
-        self.exchanges: set[Exchange] = set()
+        # Of `Exchange`, and of `Inference` in `holds`: both stand above this.
+        self.exchanges: set[Any] = set()
         self.metrics = Metrics()
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
-        self.holds: Holds[Inference] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
+        self.holds: Holds[Any] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)

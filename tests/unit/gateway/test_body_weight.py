@@ -49,7 +49,7 @@ def long_texts() -> dict[str, bytes]:
             "8 MB of prose": "Hello, world (again); it is [fine]. " * 220_000,
             "a table": "1,2,3;" * 1_200_000,
             "backslashes at the end": "\\" * 99_999,
-            "brackets": "[{" * 600_000,
+            "brackets": "[{" * 400_000,
         }.items()
     }
 

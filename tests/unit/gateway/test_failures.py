@@ -293,10 +293,9 @@ async def test_who_asks_so_much_that_its_engine_is_silent_pays_and_the_engine_ta
     if hangs:
         box.models["m"]["replicas"][0]["avoid"] = True
         box.apply()
-    box.state.spending._rate.answered("m", 1_000_000, 1, 1.0)
     assert (await box.ask("POST", "/v1/chat/completions", chat(max_tokens=300))).status == 504
     (row,) = box.state.spending.meter.take()
-    assert (row["prompt_tokens"] > 0, row["completion_tokens"]) == ((False, 0) if hangs else (True, 300))
+    assert (row["prompt_tokens"] > 0, row["completion_tokens"]) == ((False, 0) if hangs else (True, 0))
     assert (box.state.router.loads["e0"].failures == 1) is hangs
     if not hangs:
         box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)

@@ -18,7 +18,6 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import error_shapes, wire
 
 if TYPE_CHECKING:
-    from appliance.gateway.server.connection import Connection
     from appliance.gateway.state.state import State
 
 # The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
@@ -40,7 +39,7 @@ class Exchange:
 
     def __init__(self, state: State, scope: Any, receive: Any, send: Any) -> None:
         self.state = state
-        self.connection: Connection = scope["connection"]
+        self.connection: Any = scope["connection"]
         self.connection.exchange = self
         headers: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
