@@ -1,4 +1,4 @@
-"""Defines the interface of one request's trace spans for the code that begins and ends them (see observe/tracing.py)."""
+"""Defines the interface of one request's trace spans for the code that begins and ends them (observe/tracing.py)."""
 
 from __future__ import annotations
 
