@@ -52,7 +52,7 @@ class BusClient:
                 self._gateway.state.controller_away = False
                 try:
                     await self._read(reader)
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, msgspec.MsgspecError) as error:
                     log.warning("bus: connection closed: %s", error)
                 finally:
                     self._writer = None

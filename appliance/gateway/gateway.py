@@ -26,6 +26,9 @@ from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
 
+_LAST_WORDS_S = 1.0
+"""For the errors of what is ended as the gateway stops."""
+
 
 class Gateway:
     """state: what requests share. controller: the way to the controller."""
@@ -85,12 +88,13 @@ class Gateway:
         for connection in list(state.connections):
             connection.shutdown()
         until = time.monotonic() + deadline_s
-        while (state.exchanges or copies.delivering) and time.monotonic() < until:
+        while (self._unsent() or copies.delivering) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         for exchange in list(state.exchanges):
             exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
-        if state.exchanges:
-            await asyncio.sleep(0.05)
+        until = max(until, time.monotonic() + _LAST_WORDS_S if state.exchanges else 0.0)
+        while self._unsent() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
         for connection in list(state.connections):
             connection.abort()
         for task in self._tasks:
@@ -102,6 +106,11 @@ class Gateway:
         state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
+
+    def _unsent(self) -> bool:
+        """Whether a request is not answered, or a client has not got all of an answer."""
+        state = self.state
+        return bool(state.exchanges) or any(one.transport.get_write_buffer_size() for one in state.connections)
 
     def _tls(self) -> ssl.SSLContext | None:
         config, state = self.config, self.state

@@ -23,6 +23,7 @@ from appliance.gateway.answers.transcript import joined
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
+from appliance.gateway.http.sessions import read_up_to
 from appliance.gateway.inference.copies import Copies
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.state.exchange import ClientGone, Exchange
@@ -53,7 +54,7 @@ class Controller:
                 headers.append(("content-length", str(request.content_length)))
         async with self._answer(request, headers, data) as response:
             if response.status >= 400:
-                error = errors.from_upstream(response.status, await response.content.read(ERROR_BODY_BYTES))
+                error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
                 after = response.headers.get("retry-after", "")
                 if after.isdigit() and len(after) < 10:
                     error.retry_after_s = min(max(int(after), 1), errors.MAX_RETRY_AFTER_S)
@@ -124,12 +125,8 @@ class Controller:
         timeout = aiohttp.ClientTimeout(total=METRICS_WAIT_S)
         try:
             async with session.get(f"http://appliance{METRICS_PATH}", headers=headers, timeout=timeout) as response:
-                body = await response.content.read(METRICS_BYTES)
-                while more := await response.content.read(METRICS_BYTES):
-                    body += more
-                    if len(body) > METRICS_BYTES:
-                        return b""
-                return body if response.status == 200 else b""
+                body = await read_up_to(response.content, METRICS_BYTES)
+                return body if response.status == 200 and len(body) < METRICS_BYTES else b""
         except (aiohttp.ClientError, OSError, TimeoutError):
             return b""
 

@@ -38,8 +38,17 @@ class Sessions:
 
     async def keep(self, paths: Collection[str]) -> None:
         """Closes the sessions of sockets that are not among these."""
-        for path in [path for path in self._sessions if path not in paths]:
-            await self._sessions.pop(path).close()
+        gone = [self._sessions.pop(path) for path in list(self._sessions) if path not in paths]
+        for session in gone:
+            await session.close()
 
     async def close(self) -> None:
         await self.keep(())
+
+
+async def read_up_to(content: aiohttp.StreamReader, most: int) -> bytes:
+    """A body, or its first `most` bytes: a single `read` returns what has come."""
+    body = b""
+    while len(body) < most and (more := await content.read(most - len(body))):
+        body += more
+    return body

@@ -23,6 +23,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import PROMPT_FIELDS
 from appliance.gateway.http import wire
+from appliance.gateway.http.sessions import read_up_to
 from appliance.gateway.inference.attempts import MAX_UNREACHED, Attempts, Verdict
 from appliance.gateway.inference.copies import Copies
 from appliance.gateway.inference.engines import AttemptFailed, asked
@@ -31,7 +32,7 @@ from appliance.gateway.payload.request_check import Checked, with_fields, with_m
 from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.router import Choice
 from appliance.gateway.routing.table import OPEN, cache_salt, salt_field
-from appliance.gateway.state.exchange import Exchange
+from appliance.gateway.state.exchange import ClientGone, Exchange
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -173,6 +174,7 @@ class Inference:
     async def _held(self) -> Choice:
         """Waits for a replica. Raises HttpError 503 where it may not wait (any longer)."""
         state, request, name = self.state, self.request, self.checked.model
+        self.exchange.row = name
         now_s = time.monotonic()
         if not self.held_until_s:
             self.held_until_s = now_s + min(state.router.models[name].hold_s, state.config.holds.hold_s)
@@ -216,7 +218,8 @@ class Inference:
             pause_s = holds.sse_interval_s
             if not self.exchange.head_sent:
                 await self.exchange.begin_stream(None)
-            await self.exchange.write(_HELD)
+            if not self.exchange.connection.flow.write_paused:
+                await self.exchange.write(_HELD)
 
     def refuse_hold(self, refusal: Refusal | HttpError) -> None:
         """Call for one whose ticket is out of the queue."""
@@ -271,7 +274,7 @@ class Inference:
                     await self._relay_stream(response, choice, only)
                 else:
                     await self._relay_whole(response, choice)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientGone):
             request.left_after_s = max(time.monotonic() - request.sent_s, 1e-6)  # an engine was computing for it
             raise
 
@@ -326,11 +329,12 @@ class Inference:
         continuation = self.checked.continuation
         if continuation is None:
             return piece, None
-        at = piece.find(ERROR_EVENT)
-        error = event_error(piece[at:]) if at >= 0 else None
+        events = continuation.take(piece)
+        at = events.find(ERROR_EVENT)
+        error = event_error(events[at:]) if at >= 0 else None
         if error is not None and errors.engine_dead(error):
-            return continuation.take(piece[:at]), error
-        return continuation.take(piece), None
+            return events[:at], error
+        return events, None
 
     async def _relay_whole(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
         """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
@@ -342,12 +346,12 @@ class Inference:
             most = (
                 _TOKEN_IDS_BYTES if transcript.counts else max(most, transcript.stores * limits.stored_response_bytes)
             )
-        body = await response.content.read(most + 1)
-        while len(body) <= most and (more := await response.content.read(most + 1 - len(body))):
-            body += more
+        body = await read_up_to(response.content, most + 1)
         self._first_bytes(choice)
         version = (wire.VERSION, self._version())
         if len(body) > most:
+            if exchange.head_sent:  # as a stream
+                raise errors.engine_failed()
             if transcript is not None and transcript.stores:
                 self.state.metrics.events["responses_not_stored"] += 1
             length = response.content_length
@@ -410,7 +414,7 @@ class Inference:
 
     async def _refused(self, response: aiohttp.ClientResponse) -> None:
         """A whole error answer of the engine, of which nothing is relayed. Always raises."""
-        body = await response.content.read(_ERROR_BYTES)
+        body = await read_up_to(response.content, _ERROR_BYTES)
         headers, status = response.headers, response.status
         if wire.UNREACHED.decode() in headers:
             # The node of this engine is gone, and no byte got there: no engine died of it.

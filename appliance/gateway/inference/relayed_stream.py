@@ -40,8 +40,8 @@ class RelayedStream:
         self._tail = self._partial = self._before = b""
 
     def take(self, body: bytes, *, last: bool = False) -> bytes:
-        """The bytes for the client; of one that hides usage whole events only."""
-        if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
+        """The bytes for the client: whole events only, but for long ones."""
+        if self._partial or body[-2:] != b"\n\n":
             body, self._partial = self._partial + body, b""
             end = len(body) if last else body.rfind(b"\n\n") + 2
             if len(body) - end > _EVENT_BYTES:

@@ -64,7 +64,8 @@ class App:
             await _failed(exchange, HttpError(500, "The gateway failed.", kind="server_error", code="internal_error"))
         finally:
             state.exchanges.discard(exchange)
-            exchange.connection.exchange = None
+            if exchange.connection.exchange is exchange:  # else the next one's on the same connection
+                exchange.connection.exchange = None
             if not exchange.finished:
                 request.status = request.status or 499
                 state.metrics.events["client_disconnected"] += 1

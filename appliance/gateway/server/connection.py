@@ -54,6 +54,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_came()
         self._unset_keepalive_if_required()
+        if self.running is not None:
+            self.running.disconnected = True
         super().connection_lost(exc)
         self.pipeline.clear()
         if self._task is not None and not self._task.done():
@@ -61,7 +63,15 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
+        self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Ends the connection once the client has read what is on its way, or after a while."""
         self.transport.close()
+        self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
     def abort(self) -> None:
         """Ends the connection at once, so that what was cut off cannot be taken for a whole answer."""
@@ -205,7 +215,7 @@ class Connection(HttpToolsProtocol):
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self.loop.call_later(LINGER_S, self._close)
 
     # -- time
 

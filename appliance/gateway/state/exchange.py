@@ -86,6 +86,8 @@ class Exchange:
             request.body_bytes += len(data)
             if request.body_bytes > limit:
                 raise errors.body_too_large(limit)
+            if self._body_came and not self.connection.pipeline:
+                self.connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
             if data:
                 yield data
 
@@ -101,7 +103,6 @@ class Exchange:
     # -- the answer
 
     async def begin(self, status: int, headers: Pairs) -> None:
-        self.head_sent, self.request.status = True, status
         extra = [(b"x-request-id", self.request.request_id), *headers, *self.request.answer_headers]
         if self.state.stopping:
             extra.append((b"connection", b"close"))
@@ -109,13 +110,14 @@ class Exchange:
         if self._unframed:  # its connection's end is the body's, for HTTP/1.0 has no chunks
             self.connection.running.chunked_encoding, self.connection.running.expected_content_length = False, 1 << 62
         await self._out({"type": "http.response.start", "status": status, "headers": extra})
+        self.head_sent, self.request.status = True, status
 
     async def begin_stream(self, version: bytes | None) -> None:
-        self.sse = True
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         if version is not None:
             headers.append((wire.VERSION, version))
         await self.begin(200, [*headers, (b"x-accel-buffering", b"no"), self.processing()])
+        self.sse = True
 
     def processing(self) -> tuple[bytes, bytes]:
         """How long it took until now."""
@@ -123,21 +125,22 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         if data:
+            await self._out({"type": "http.response.body", "body": data, "more_body": True})
             self._between_events = b"" if data.endswith(b"\n\n") else b"\n\n"
             self.request.sent_bytes += len(data)
-            await self._out({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:
-        self.request.sent_bytes += len(data)
-        self.finished = True
         if self._unframed:
             self.connection.running.expected_content_length = len(data)
         await self._out({"type": "http.response.body", "body": data, "more_body": False})
+        self.request.sent_bytes += len(data)
+        self.finished = True
 
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         typed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
         await self.begin(status, typed)
-        await self.finish(body)
+        await self.write(body)  # so that the end waits for a client that reads slowly
+        await self.finish()
 
     async def fail(self, error: HttpError) -> None:
         """Answers an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
@@ -161,6 +164,7 @@ class Exchange:
             await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
             await self.write(body)
             await self._linger()
+            self.connection.running.keep_alive &= self._body_came
             await self.finish()
 
     async def _linger(self) -> None:
