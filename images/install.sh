@@ -93,15 +93,7 @@ locks=("$lock")
 lock_stamp="$build $(cat "${locks[@]}" | grep -vE '^ *#' | sha256sum | cut -c1-64)"
 done_lock='' done_project=''
 if [ -f "$stamp" ]; then { IFS= read -r done_lock && IFS= read -r done_project; } <"$stamp" || true; fi
-# The gateway's hot modules are compiled where a C compiler is, and run as Python where not: nothing else hangs on it.
-compile_gateway() {
-    [ "$packages_only" = 0 ] && [ "$compile" = 1 ] || return 0
-    local log=$venv/.gateway-compiled.log
-    run "$venv/bin/python" "$here/compile_gateway.py" 2>"$log" >&2 ||
-        say "the gateway could not be compiled and runs as Python, at about half the speed (see $log)"
-}
 if [ "$dry" = 0 ] && [ "$done_lock" = "$lock_stamp" ] && [ "$done_project" = "$project_stamp" ]; then
-    compile_gateway
     exit 0
 fi
 
@@ -263,10 +255,6 @@ fi
 if [ "$compile" = 1 ] && [ "$packages_only" = 0 ]; then
     run "$venv/bin/python" -m compileall -q "$project"/{appliance,runtime,scheduler,serve,train,weights} || true
 fi
-
-# --- the gateway, compiled ------------------------------------------------------------------------------------------
-[ "$dry" = 1 ] || say "compiling the gateway"
-compile_gateway
 
 # --- does it work? -------------------------------------------------------------------------------------------------
 if [ "$dry" = 0 ]; then

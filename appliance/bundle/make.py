@@ -22,7 +22,6 @@ from appliance.bundle import wheels
 from appliance.bundle.carried.archive import END, MANIFEST, SIGNATURE, SIGNER, Content, Manifest
 from appliance.bundle.carried.errors import Refused, Unusable
 from appliance.bundle.signing import SecretKey
-from appliance.gateway import compiled
 from appliance.store.migrator import migrations
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -72,8 +71,6 @@ def make(target: Path, key: SecretKey, *, build: str | None, version: str | None
         say("making the appliance's own wheel")
         number = wheels.copy_sources(PROJECT, work / "sources", version)
         wheels.own_wheel(work / "sources", work / "wheels")
-        if not compiled.directory().is_dir():
-            say("the gateway is not compiled here (`make setup`): the bundle's will run as Python, at half the speed")
         say("writing and signing")
         return write(target, _parts(number, build, work / "wheels"), key)
 
@@ -129,8 +126,6 @@ def write(target: Path, parts: Parts, key: SecretKey) -> Manifest:
 def _parts(version: str, build: str, folder: Path) -> Parts:
     requirements = PROJECT / "images" / "requirements"
     files = {f"wheels/{path.name}": path for path in folder.glob("*.whl")}
-    there = compiled.directory()
-    files |= {f"gateway/{path.relative_to(there)}": path for path in there.rglob("*.so")}
     files |= {f"share/docs/{path.name}": path for path in (PROJECT / "docs").iterdir() if path.is_file()}
     for unit in ("appliance.service", "appliance-power.service"):
         files[f"share/{unit}"] = PROJECT / "images" / unit

@@ -319,14 +319,6 @@ def _endpoint(facts: Facts) -> Iterator[Finding]:
             f"{pair}: they are loaded without a restart",
             "fail" if left_s <= 0 else "warn",
         )
-    yield _judged(
-        "compiled gateway",
-        facts.compiled,
-        "yes" if facts.compiled else "no: it runs as Python, at about half the speed",
-        "yes",
-        "install a C compiler and Python's headers, then `make setup` (or images/install.sh)",
-        "warn",
-    )
 
 
 def _quarantine(facts: Facts) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ from appliance import last_backup
 from appliance.boot import endpoint
 from appliance.boot.box_state import read_end, read_pid, read_troubles
 from appliance.config import BoxConfig
-from appliance.gateway import compiled
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import Certificate
 from appliance.last_backup import LastBackup
@@ -90,7 +89,6 @@ class Facts:
     ended: str = ""
     backup: LastBackup | None = None
     backup_every_s: float = 0.0
-    compiled: bool = True
     features: frozenset[str] = frozenset()
     grants_tiles: bool | None = None
     quarantined: tuple[Quarantined, ...] = ()
@@ -141,7 +139,6 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
         ended="" if runs else read_end(paths.state_file),
         backup=last_backup.read(paths.last_backup),
         backup_every_s=config.backup.every_hours * 3600,
-        compiled=compiled.directory().is_dir(),
         features=host_features(),
         grants_tiles=_grants_tiles(),
         quarantined=tuple(_quarantined(paths.quarantine)),

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
+import msgspec
 import orjson
 
-from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.routing.table import Table, parsing
-from appliance.gateway.state.reports import Reported, load_report
+from appliance.gateway.routing.table import Degraded, read_message
+from appliance.gateway.state.reports import load_report
 
 log = logging.getLogger("appliance.gateway")
 
@@ -33,7 +32,7 @@ class BusClient:
         self._on_table = on_table or (lambda: None)
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._reported = Reported()
+        self._reported: set[str] = set()
         gateway.state.on_change = self.changed
 
     async def run(self) -> None:
@@ -49,11 +48,11 @@ class BusClient:
                     log.info("bus: the controller is unreachable (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
-                self._writer, self._reported = writer, Reported()
+                self._writer, self._reported = writer, set()
                 self._gateway.state.controller_away = False
                 try:
                     await self._read(reader)
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, msgspec.MsgspecError) as error:
                     log.warning("bus: connection closed: %s", error)
                 finally:
                     self._writer = None
@@ -73,32 +72,17 @@ class BusClient:
                 continue
             if not line:
                 return
-            message = orjson.loads(line)
-            if isinstance(message, dict) and message.get("type") == "degraded":
-                self._gateway.state.box_troubles = [str(name) for name in message.get("names", [])]
-                continue
-            if not isinstance(message, dict) or message.get("type") != "table":
-                continue  # a newer controller may send messages unknown here
             try:
-                table = await self._parsed(message)
-            except TableInvalid as error:
-                log.error("bus: table refused, the last one stays in force: %s", error)
+                # In a thread, because a table may have thousands of rows; until it is read the last one is in force.
+                message = await asyncio.to_thread(read_message, line)
+            except msgspec.ValidationError as error:
+                log.error("bus: a message is refused, the last table stays in force: %s", error)
                 continue
-            self._gateway.apply(table)
-            self._on_table()
-
-    async def _parsed(self, message: dict[str, Any]) -> Table:
-        """The loop is free after every few rows; the old table is in force until all are read. Raises TableInvalid."""
-        table: Table | None = None
-        if type(message.get("generation")) is int and isinstance(keys := message.get("keys"), dict):
-            self._gateway.end_removed(
-                {digest for digest, row in keys.items() if not (isinstance(row, dict) and row.get("expired_s"))}
-            )
-        for table in parsing(message, default_hold_s=self._gateway.config.holds.hold_s):
-            if table is None:
-                await asyncio.sleep(0)
-        assert table is not None, "the table is what comes last"
-        return table
+            if isinstance(message, Degraded):
+                self._gateway.state.box_troubles = message.names
+            else:
+                self._gateway.apply(message)
+                self._on_table()
 
     def changed(self, urgent: bool) -> None:
         """Schedule a report: now if urgent, else within the report interval."""

@@ -1,7 +1,4 @@
-"""Runs one gateway process: listeners, tables from the controller, the periodic sweep, shutdown.
-
-One sweep, a few times a second, does the time-driven work of all connections; there is no timer per request.
-"""
+"""What one process of the gateway has: listeners, the controller's table, a few things done by the clock."""
 
 from __future__ import annotations
 
@@ -9,63 +6,71 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Mapping
 
+from uvicorn import Config
+
+from appliance.gateway.access.admission import check_scopes
+from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.inference.response_copies import ResponseCopies
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.moves import Waiting, moves
-from appliance.gateway.routing.table import Table
-from appliance.gateway.server.client_connection import ClientConnection
-from appliance.gateway.server.dispatch import Dispatch
-from appliance.gateway.server.tls_listener import newcomers_of, tls_listener
-from appliance.gateway.state.placeable import Placeable
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, gauges
+from appliance.gateway.routing.table import Caller, Table
+from appliance.gateway.server.app import App
+from appliance.gateway.server.connection import Connection
+from appliance.gateway.state.exchange import Exchange
+from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, Series, series_text
 from appliance.gateway.state.state import State
-from runtime.network.newcomers import Newcomers
 
 log = logging.getLogger("appliance.gateway")
 
+_LAST_WORDS_S = 1.0
+"""For the errors of what is ended as the gateway stops."""
+
 
 class Gateway:
-    """What one process of the gateway has."""
+    """state: what requests share. controller: the way to the controller."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.state = State(config)
-        self.copies = ResponseCopies(self.state)
-        self.dispatch = Dispatch(self.state, self.copies)
-        self.secure: Newcomers | None = None
+        self.controller = Controller(self.state)
+        self._app = App(self.state, self.controller)
         self._servers: list[asyncio.Server] = []
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Accept clients on host:port (0: any port) and return the port."""
-        if self._sweeper is None:
-            self._sweeper = self.state.background.keep("sweep", self._sweep_forever)
-
-        def client() -> Any:
-            return ClientConnection(self.state, self.dispatch)
-
+        if not self._tasks:
+            background = self.state.background
+            self._tasks = [
+                background.keep("sweep", self._sweep_forever),
+                background.keep("copies", self.controller.copies.send_forever),
+            ]
+        served = Config(
+            self._app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=self.config.limits.keepalive_s,  # type: ignore[arg-type]
+        )
+        served.load()
         context = self._tls()
-        if context is not None:
-            limits = self.config.limits
-            self.secure = tls_listener(
-                client,
-                context,
-                most=newcomers_of(limits.max_connections),
-                handshake_s=limits.head_timeout_s,
-                background=self.state.background,
-                events=self.state.metrics.events,
-            )
-            return (await self.secure.listen(host, port, reuse_port=reuse_port))[1]
-        loop = asyncio.get_running_loop()
-        # uvloop's, whose `sockets` are a list; asyncio's are a tuple.
-        server: Any = await loop.create_server(client, host, port, reuse_port=reuse_port, backlog=2048)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(served, self.state.server, self.state),
+            host,
+            port,
+            reuse_port=reuse_port,
+            backlog=2048,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else self.config.limits.head_timeout_s,
+        )
         self._servers.append(server)
         return server.sockets[0].getsockname()[1]
 
@@ -74,33 +79,38 @@ class Gateway:
         for server in self._servers:
             server.close()
         self._servers.clear()
-        if self.secure is not None:
-            await self.secure.stop()
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
-        state = self.state
+        state, copies = self.state, self.controller.copies
         state.stopping = True
         await self.close_listeners()
+        for connection in list(state.connections):
+            connection.shutdown()
         until = time.monotonic() + deadline_s
-        for conn in list(state.connections):
-            conn.stop()
-        while (state.connections or self.copies.delivering) and time.monotonic() < until:
+        while (self._unsent() or copies.delivering) and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for conn in list(state.connections):
-            if conn.active is not None:
-                conn.active.cancel(errors.unavailable("The server is shutting down.", "shutting_down", 2))
-        if state.connections:
-            await asyncio.sleep(0.05)
-        for conn in list(state.connections):
-            conn.abort()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        self.copies.close()
-        state.pool.close()
+        for exchange in list(state.exchanges):
+            exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
+        until = max(until, time.monotonic() + _LAST_WORDS_S if state.exchanges else 0.0)
+        while self._unsent() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        for connection in list(state.connections):
+            connection.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if lost := copies.left():
+            log.warning("%d answered responses are not stored: the controller is away", lost)
+        await state.engines.close()
         state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
+
+    def _unsent(self) -> bool:
+        """Whether a request is not answered, or a client has not got all of an answer."""
+        state = self.state
+        return bool(state.exchanges) or any(one.transport.get_write_buffer_size() for one in state.connections)
 
     def _tls(self) -> ssl.SSLContext | None:
         config, state = self.config, self.state
@@ -128,9 +138,8 @@ class Gateway:
         changed_keys = state.keys != table.keys or state.sessions != table.sessions
         state.keys, state.sessions, state.expired = dict(table.keys), dict(table.sessions), dict(table.expired)
         state.session_ids = frozenset(session.id for session in table.sessions.values())
-        state.tables_applied += 1
         state.spending.apply(table.keys.values())
-        opened = state.router.apply(table.models)
+        state.router.apply(table.models)
         state.comparison.apply(table.models)
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
@@ -141,86 +150,70 @@ class Gateway:
             for text in new[:REFUSED_ROWS_REPORTED]:
                 log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
-            callers = {caller.id: caller for caller in table.keys.values()}
-            for conn in list(state.connections):
-                conn.keys_changed(callers)
-        for ticket in list(state.holds):
-            ticket.item.look_again()
+            self._end_revoked()
+        self._end_forbidden()
         for name in state.holds.models():
             state.place_held(name)
-            self._refuse_in_trouble(name)
-        if opened and len(state.router.loads) > len(opened):
-            self._move_to(opened)
+            if state.next_try_s(name) is not None:
+                state.end_held(name, Refusal.TROUBLE)
         state.on_change(True)
 
-    def end_removed(self, digests: Collection[str]) -> None:
-        """Revoke the keys that are not among these (SHA-256, hex) before the rows of the table that has them are read:
-        of ten thousand models that takes as long as 20 turns of a busy loop."""
+    def _end_revoked(self) -> None:
+        callers = {caller.id: caller for caller in self.state.keys.values()}
+        for exchange in list(self.state.exchanges):
+            refusal = self._revoked(exchange, callers)
+            if refusal is not None:
+                self.state.metrics.events["revoked_in_flight"] += 1
+                exchange.end(refusal)
+
+    def _revoked(self, exchange: Exchange, callers: Mapping[str, Caller]) -> HttpError | None:
+        """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
+        request = exchange.request
+        if request.caller is None or request.route is None:
+            return None
+        caller = callers.get(request.caller.id)
+        if caller is None or (not request.session and caller.secret != request.caller.secret):
+            # What asks for a new secret is answered: the asker's own may be the old one.
+            asks_for_one = request.route is ROTATION and exchange.body_complete
+            return None if asks_for_one else errors.key_ended(request.caller.expires_s)
+        if request.session and request.session not in self.state.session_ids and request.route is not SESSIONS:
+            return errors.session_ended()
+        request.caller = caller
+        if not exchange.body_complete:
+            try:
+                check_scopes(request.route, caller)
+            except HttpError as refusal:
+                refusal.close = True
+                return refusal
+        return None
+
+    def _end_forbidden(self) -> None:
+        """Held requests for a model that their key may not call any more, or that is gone."""
         state = self.state
-        if state.keys.keys() <= set(digests):
-            return
-        state.keys = {digest: caller for digest, caller in state.keys.items() if digest in digests}
-        callers = {caller.id: caller for caller in state.keys.values()}
-        state.sessions = {token: one for token, one in state.sessions.items() if one.caller.id in callers}
-        state.session_ids = frozenset(session.id for session in state.sessions.values())
-        for conn in list(state.connections):
-            conn.keys_changed(callers)
         for ticket in list(state.holds):
-            ticket.item.look_again()
-
-    def _move_to(self, opened: set[str]) -> None:
-        """Requests that wait at other replicas go to those that have just opened, where they are served sooner."""
-        state = self.state
-        waiting: dict[str, list[Waiting[Placeable]]] = {}
-        for conn in state.connections:
-            request = conn.active
-            if isinstance(request, Placeable) and (at := request.waits_at)[0]:
-                row = Waiting(request, at[0], request.waiting_prompt_tokens, at[1])
-                waiting.setdefault(request.row, []).append(row)
-        for name, rows in waiting.items():
-            of_model = (
-                {replica.id for replica in state.router.models[name].replicas} if name in state.router.models else set()
-            )
-            rate = state.metrics.prefill_tokens_per_s(name)
-            for request in moves(rows, opened & of_model, state.router.loads, rate, time.monotonic()):
-                request.move()
-
-    def _refuse_in_trouble(self, name: str) -> None:
-        """Refuse held requests of a model whose engines failed and will not be restarted soon."""
-        state = self.state
-        if state.next_try_s(name) is None:
-            return
-        for alone in (False, True):
-            while (ticket := state.holds.first(name, alone=alone)) is not None:
+            caller = ticket.item.request.caller
+            try:
+                state.callable_model(ticket.model, caller)
+            except HttpError as error:
                 state.holds.remove(ticket)
-                ticket.item.hold_refused(Refusal.TROUBLE)
+                ticket.item.refuse_hold(error)
 
     # -- time
 
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(self.config.sweep_s)
-            self.sweep(time.monotonic())
+            await self.sweep(time.monotonic())
 
-    def sweep(self, now_s: float) -> None:
-        """Deadlines, keep-alive comments, stalled clients, idle upstream connections, the access log."""
+    async def sweep(self, now_s: float) -> None:
+        """Replicas that may be tried again, sockets that are gone, the certificate, the snapshot."""
         state = self.state
-        for ticket in state.holds.expired(now_s):
-            ticket.item.hold_refused(Refusal.DEADLINE)
         for name in state.holds.models():
             state.place_held(name)
-        for conn in list(state.connections):
-            try:
-                conn.tick(now_s)
-            except Exception as error:  # noqa: BLE001 - logged; one connection's bug must not stall all others
-                log.error("a connection was closed: checking its deadlines failed", exc_info=error)
-                conn.abort()
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
-        wanted.add(self.config.controller_socket)
-        state.pool.sweep(now_s, wanted)
-        self.copies.sweep(now_s)
-        state.access_log.flush()
+        busy = {exchange.socket for exchange in state.exchanges}
+        await state.engines.keep({self.config.controller_socket} | wanted | busy)
         if state.certificate is not None and state.certificate.look(now_s):
             state.on_change(True)
         if state.snapshots is not None and state.snapshots.due(now_s):
-            state.snapshots.write(state.metrics.families(gauges(state)), now_s)
+            state.snapshots.write(await asyncio.to_thread(series_text, Series(state)), now_s)

@@ -17,12 +17,10 @@ from functools import partial
 import orjson
 import uvloop
 
-from appliance.gateway import FORM
 from appliance.gateway.bus import BusClient
 from appliance.gateway.core.config import GatewayConfig, load_config
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.server.tls_listener import newcomers_of
 from appliance.gateway.workers import BEAT_S, EXIT_USAGE, Beats, Workers
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
@@ -44,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
     dies_as(DiesAs.GATEWAY)
-    log.info("the gateway's hot modules are %s", FORM)
     try:
         config = load_config(arguments.config_json)
         site()  # compressing its files takes 20 ms, which no stream shall wait for
@@ -147,9 +144,9 @@ def _fork_worker(config: GatewayConfig, beats: Beats, index: int) -> int:
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Each client may need its own upstream connection; those that are to become clients have none."""
+    """Each client may need its own connection to an engine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + newcomers_of(connections) + 512
+    wanted = 2 * connections + 512
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft < wanted:

@@ -28,7 +28,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
 from appliance.gateway.http import wire
-from appliance.gateway.payload.request_check import Checked, check_body, with_fields, with_model
+from appliance.gateway.payload.request_check import Checked, check_body, with_model
 from appliance.gateway.routing.table import cache_salt
 from appliance.store.database import Database
 from appliance.store.objects import jobs
@@ -123,8 +123,6 @@ class SocketEngines:
             except gateway_errors.HttpError as error:
                 return EngineAnswer(error.status, orjson.loads(error.body()))
         content = checked.rewritten or content
-        if checked.ending:
-            content = with_fields(content, checked.ending)
         await self._close_left()
         replica_id, socket = self._least_loaded(model)
         if not alone:

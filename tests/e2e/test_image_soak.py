@@ -161,7 +161,7 @@ def test_the_image_serves_as_nobody_on_a_root_that_cannot_be_written(box: tuple[
     assert len(status["devices"]) == 2 and not status["degraded"], status
     found = json.loads(inside(name, "appliance", "doctor", "--data-dir", "/data", "-o", "json", check=False).stdout)
     states = {one["check"]: one["state"] for one in found["data"]}
-    assert (states["compiled gateway"], states["box"]) == ("ok", "ok"), found
+    assert states["box"] == "ok", found
     key = inside(name, "cat", "/data/first-key").stdout.strip()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=10) as answer:

@@ -577,7 +577,7 @@ TASKS = {
     "appliance/gateway/main.py serve": AWAITED,
     "appliance/models/opening.py Opening._tried": AWAITED,
     "appliance/tiers/job_snapshots.py JobSnapshots._give_up": "logs what removing raises; what stays is passed over",
-    "appliance/gateway/http/upstream.py UpstreamPool.connect": ONE_SHOT,
+    "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -113,26 +112,8 @@ def _fill(bundle: Bundle, releases: Releases, folder: Path, say: Say) -> None:
     subprocess.run(
         [python, "-I", "-P", "-m", "compileall", "-q", "-j", "0", *skip, str(packages)], stdout=subprocess.DEVNULL
     )
-    _place_gateway(bundle, python, say)
     _name_places(folder, releases.prefix)
     _run([python, "-I", "-c", f"import {', '.join(('appliance', *manifest.imports))}"])
-
-
-def _place_gateway(bundle: Bundle, python: str, say: Say) -> None:
-    """Puts compiled files where the release's code looks for them, which depends on its Python."""
-    names = [name for name in bundle.manifest.files if name.startswith("gateway/")]
-    if not names:
-        return
-    ask = (
-        "import json, sysconfig; from appliance.gateway import compiled;"
-        "print(json.dumps([sysconfig.get_config_var('SOABI'), str(compiled.directory())]))"
-    )
-    soabi, place = json.loads(_run([python, "-I", "-c", ask]))
-    if soabi != bundle.manifest.soabi:
-        say(f"the compiled gateway is for {bundle.manifest.soabi}, not {soabi}: it runs as Python, at half the speed")
-        return
-    for name in names:
-        bundle.extract(name, Path(place) / name.removeprefix("gateway/"))
 
 
 def _name_places(folder: Path, prefix: Path) -> None:

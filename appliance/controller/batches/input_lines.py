@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from appliance.controller.http.bodies import check_values
+from appliance.controller.http.body_weight import check_weight
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.gateway.core.config import Limits
 from train.data.lines import MARK
@@ -47,6 +47,7 @@ class Line:
 
 
 _DIGEST_BYTES = 16
+_LINE_WEIGHT = 1 << 19  # of the values of one line, as body_weight.py counts them
 
 
 def digest_of(custom_id: str) -> bytes:
@@ -169,7 +170,7 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     if len(raw) > line_bytes:
         raise BadLine("line_too_long", f"The line has more than {line_bytes} bytes.")
     try:
-        check_values(raw, Limits().json_weight)
+        check_weight(raw, _LINE_WEIGHT)
         data = orjson.loads(raw)
     except BadRequest as error:
         raise BadLine("too_many_values", error.message) from None

@@ -21,8 +21,7 @@ from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import INFERENCE, allow
 from appliance.gateway.access.allowance import Allowance
-from appliance.gateway.access.written_rate import WrittenRate
-from appliance.gateway.answers.usage import TokenRequest, longest_of
+from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.readings.media_tokens import media_in
 from appliance.store.database import Database
@@ -67,7 +66,6 @@ class Metering:
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)
         self._allowances: dict[str, Allowance] = {}
-        self._rate = WrittenRate()
         self._at_engines: dict[str, dict[str, dict[str, int]]] = {}  # by key, asker and line: tokens that it may cost
 
     def key_of(self, batch: BatchRow) -> KeyRow | None:
@@ -145,8 +143,6 @@ class Metering:
             elif answer.status == 200:
                 used = tokens_of(answer.body)
                 prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
-                longest = _longest(answer.body, completion) if charge.sequences > 1 else 0
-                self._rate.answered(model, completion, charge.sequences, charge.took_s, longest)
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
             key_id, failed = key.id if key is not None else "", answer.status >= 500
@@ -161,14 +157,12 @@ class Metering:
     def left(self, key_id: str, model: str, lines: list[Sent]) -> list[dict[str, Any]]:
         """For `pay`: lines that their owner cancelled, or whose key was revoked, while engines processed them.
 
-        No engine reports their cost. Charge the estimated prompt and the tokens that the model writes in that time, at
-        most what was requested; otherwise cancelling in time would make computation free."""
+        No engine reports their cost: charge the estimated prompt."""
         rows = []
         for line in lines:
             # The body is not checked again: for the lines of eight engines that took the loop seven seconds.
             request = asked_of(line.url, line.body, line.size)
-            written = self._rate.written(model, request.sequences, time.monotonic() - line.at_s)
-            rows.append(spent_by(key_id, model, "", request.prompt_tokens, min(written, request.completion_tokens)))
+            rows.append(spent_by(key_id, model, "", request.prompt_tokens, 0))
         return rows
 
     def _allowance(self, key: KeyRow) -> Allowance:
@@ -213,15 +207,6 @@ def most_of(url: str, body: dict[str, Any], size: int) -> int:
     request = asked_of(url, body, size)
     unsaid = request.completion_tokens >= _UNBOUNDED * request.sequences
     return request.prompt_tokens + (_OF_NO_LENGTH * request.sequences if unsaid else request.completion_tokens)
-
-
-def _longest(body: Any, completion: int) -> int:
-    """About how many of these tokens the longest choice has; 0 where the answer does not say."""
-    choices = body.get("choices") if isinstance(body, dict) else None
-    texts = [
-        choice.get("text") or (choice.get("message") or {}).get("content") or "" for choice in choices or [] if choice
-    ]
-    return longest_of(completion, [len(text) for text in texts])
 
 
 def _count(body: dict[str, Any], name: str, otherwise: int = 1) -> int:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from appliance.controller.evals import requests
 from appliance.controller.evals.requests import Jsonl, Sampled
 from appliance.controller.grading.given import MAX_DEPTH
-from appliance.controller.http.bodies import check_values
+from appliance.controller.http.body_weight import check_weight
 from appliance.controller.http.strict_body import meant
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.responses.entries import Entry
@@ -120,7 +120,7 @@ def _check_text(number: int, text: bytes) -> None:
     if len(text) > requests.MAX_ENTRY_BYTES:
         raise RunFailed("invalid_data", f"Line {number} is longer than {requests.MAX_ENTRY_BYTES} bytes.")
     try:
-        check_values(text, requests.ENTRY_WEIGHT)
+        check_weight(text, requests.ENTRY_WEIGHT)
     except BadRequest as error:
         raise RunFailed("invalid_data", f"Line {number}: {error.message}") from None
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import orjson
 
+from appliance.controller.http.body_weight import check_weight
 from appliance.controller.interfaces.errors import BadRequest
-from appliance.gateway.core import errors as gateway_errors
-from appliance.gateway.payload.body_weight import check_weight
 from weights.format.foreign_json import is_deeper
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -28,7 +27,7 @@ _PARSED_HERE = 64 * KIB
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """weight: a list or object counts as 12, a string as 4, any other value as 1, as for inference requests."""
+    """weight: a list or object counts as 12, a string as 4, any other value as 1."""
 
     nbytes: int
     weight: int
@@ -61,14 +60,6 @@ def bound_of(path: str) -> Bound:
     return BOUNDS.get(path, MOST)
 
 
-def check_values(text: bytes, most: int) -> None:
-    """Raises BadRequest for JSON with more values than `most` allows."""
-    try:
-        check_weight(text, most)
-    except gateway_errors.HttpError as error:
-        raise BadRequest(error.message, code=error.code) from None
-
-
 async def parsed(text: bytes, weight: int) -> Any:
     """Raises BadRequest for too many values or levels, orjson.JSONDecodeError for what is not JSON."""
     if len(text) <= _PARSED_HERE:
@@ -77,7 +68,7 @@ async def parsed(text: bytes, weight: int) -> Any:
 
 
 def _parsed(text: bytes, weight: int) -> Any:
-    check_values(text, weight)
+    check_weight(text, weight)
     found = orjson.loads(text)
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deeper(found, MAX_DEPTH):
         raise BadRequest(f"The request body is nested deeper than {MAX_DEPTH} levels.", code="invalid_json")

@@ -1,7 +1,4 @@
-"""Defines the interface of one request's trace spans for the code that begins and ends them (see observe/tracing.py).
-
-Not compiled: the compiled modules call any object with this interface and load no SDK for it.
-"""
+"""Defines the interface of one request's trace spans for the code that begins and ends them (observe/tracing.py)."""
 
 from __future__ import annotations
 

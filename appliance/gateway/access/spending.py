@@ -10,7 +10,6 @@ from typing import Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse, Refused
 from appliance.gateway.access.request import Request
-from appliance.gateway.access.written_rate import WrittenRate
 from appliance.gateway.answers.usage import Meter
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
@@ -36,7 +35,6 @@ class Spending:
         self._workers = workers
         self._uses: dict[str, KeyUse] = {}
         self._owners: dict[str, OwnerUse] = {}
-        self._rate = WrittenRate()
         self._logins = Bucket(LOGINS_PER_MINUTE, time.monotonic())
         # By address, the one that asked longest ago first.
         self._logins_of: dict[str, Bucket] = {}
@@ -210,21 +208,12 @@ class Spending:
         if caller is None or not request.model:
             return
         expected = request.asked
-        if request.left_after_s > 0:
-            self._left(request)
-        elif not tokens.total:
-            if request.status == 200 and request.sent_bytes:
-                # Its engine died in mid-stream, or has not said: charge the delivered tokens, or those of the time.
-                written = self._rate.in_events(request.model, request.stream_events)
-                if not request.streams and request.sent_s:
-                    written = self._rate.written(request.model, expected.sequences, now_s - request.sent_s)
-                tokens.prompt, tokens.completion = expected.prompt_tokens, min(written, expected.completion_tokens)
-        elif request.sent_s and not request.held_up and request.status == 200:
-            # Whoever reads slowly would make it cheap to leave early, for everybody; so would forms that take long.
-            took_s = now_s - request.sent_s
-            self._rate.answered(request.model, tokens.completion, expected.sequences, took_s, tokens.longest)
-            if request.streams and not expected.unseen:
-                self._rate.streamed(request.model, tokens.completion, request.stream_events)
+        left = request.left_after_s > 0
+        if left or (not tokens.total and request.status == 200 and request.sent_bytes):
+            # No engine reports the cost: the client left, its key was revoked, or the engine died in mid-stream. Charge
+            # the prompt and the events that were delivered.
+            tokens.prompt = tokens.prompt or expected.prompt_tokens
+            tokens.completion = max(tokens.completion, min(request.stream_events, expected.completion_tokens))
         # Last: it is no part of what the answer's engine tells, or takes.
         tokens.prompt += request.refused_prompt
         tokens.completion += request.refused_completion
@@ -237,20 +226,6 @@ class Spending:
                     cost = min(expected.prompt_tokens, request.estimated_tokens)
                 use.allowance.correct(request.estimated_tokens, cost)
         self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
-
-    def _left(self, request: Request) -> None:
-        """The client left or its key was revoked while an engine computed: no engine reports that cost.
-
-        Charge the reported or estimated prompt, and the delivered tokens, or without streaming the tokens that the
-        model generates in that time; never more than the request asked for."""
-        tokens, expected = request.tokens, request.asked
-        tokens.prompt = tokens.prompt or expected.prompt_tokens
-        written = self._rate.in_events(request.model, request.stream_events)
-        if not request.streams or request.unread or request.held_up or expected.unseen:
-            # If the client stopped reading a stream, the engine continued to generate tokens that were never delivered,
-            # or are all in one event once it reads again; of some it never writes any.
-            written = max(written, self._rate.written(request.model, expected.sequences, request.left_after_s))
-        tokens.completion = max(tokens.completion, min(written, expected.completion_tokens))
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""

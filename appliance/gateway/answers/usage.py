@@ -19,27 +19,18 @@ _COUNTS: Final = re.compile(
     rb'"(prompt|input|completion|output|cached|cache_read_input|cache_creation_input)_tokens": ?([0-9]{1,12})'
 )
 FINISHED: Final = b'"finish_reason":"'
-# About what stands in a choice beside its text.
-_CHOICE_BYTES: Final = 200
 _NO_CHOICES: Final = b'"choices":[],'
 # Fields added to a checked body in place of its last brace.
 ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 
-def longest_of(completion: int, sizes: list[int]) -> int:
-    """About how many of these tokens of several choices the longest has, by their sizes; 0 where none has a size."""
-    return -(-completion * max(sizes) // sum(sizes)) if any(sizes) else 0
-
-
 class Tokens:
     """Usage of one request. The newest number counts: Anthropic's streams report the prompt first and the completion
-    last. found: tokens of the prompt that a cache of prefixes had; longest: about how many the longest of several
-    sequences has, 0 unless `read_choices` has said."""
+    last. found: tokens of the prompt that a cache of prefixes had."""
 
     prompt: int = 0
     found: int = 0
     completion: int = 0
-    longest: int = 0
 
     def read(self, body: bytes) -> None:
         """Take the usage from a piece of an answer, if it holds one."""
@@ -66,11 +57,6 @@ class Tokens:
             self.prompt = prompt + cached
         if completion >= 0:
             self.completion = completion
-
-    def read_choices(self, body: bytes) -> None:
-        """Take from a whole plain answer, whose usage has been read, what part of it the longest choice is."""
-        sizes = [max(len(choice) - _CHOICE_BYTES, 1) for choice in body.split(FINISHED)[:-1]]
-        self.longest = longest_of(self.completion, sizes)
 
     @property
     def total(self) -> int:
@@ -100,11 +86,7 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
 
 
 class TokenRequest:
-    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences. unseen: its
-    stream may have no event of what an engine writes: reasoning that is not wanted, calls of tools, tokens without
-    text."""
-
-    unseen: bool = False
+    """Estimated prompt tokens of one request, its maximum completion tokens, and the number of sequences."""
 
     def __init__(self, prompt_tokens: int, completion_tokens: int, sequences: int) -> None:
         self.prompt_tokens = prompt_tokens

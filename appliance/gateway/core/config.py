@@ -48,8 +48,6 @@ class Limits:
     # The part of that which the copies of one owner may take.
     owner_copies_bytes: int = 16 * MIB
     json_depth: int = 128
-    # Weight of all values in one body, counted before parsing: a list or object 12, a string 4, another value 1.
-    json_weight: int = 1 << 19
     # Messages of one conversation, and the same number of parts; items of /v1/responses.
     messages: int = 2048
     input_items: int = 1024

@@ -2,7 +2,6 @@
 
     GatewayError
     ├── ConfigInvalid    the process was started with unusable settings
-    ├── TableInvalid     the controller sent a routing table that cannot be applied
     └── HttpError         an answer to a client: status and {"error": {"message", "type", "param", "code"}}
 
 Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
@@ -39,10 +38,6 @@ class GatewayError(Exception):
 
 class ConfigInvalid(GatewayError):
     """Settings the gateway cannot start with; the message names the key, the value and what is expected."""
-
-
-class TableInvalid(GatewayError):
-    """A malformed routing table; the last good one stays in force."""
 
 
 class HttpError(GatewayError):

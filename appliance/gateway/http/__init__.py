@@ -1,5 +1,5 @@
-"""Implements HTTP/1.1 on both sides: connections, the pool to engines and controller, heads, error formats.
+"""Which headers pass in each direction, what an error looks like, and the endpoint's certificate.
 
 Never: Decides about models, keys or prices.
-Begin with client.py, handler.py, upstream.py.
+Begin with wire.py, error_shapes.py.
 """

@@ -10,6 +10,8 @@ Anthropic's shape and types after https://docs.anthropic.com/en/api/errors: {"ty
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 import orjson
 
 from appliance.gateway.access.request import Request
@@ -37,22 +39,13 @@ def shaped(error: HttpError, request: Request | None, request_id: bytes) -> tupl
     return status, _anthropic(error, status, request_id)
 
 
-def error_response(error: HttpError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
-    """The error as a whole response; records its status in the request."""
-    status, body = shaped(error, request, request_id)
-    headers = wire.error_headers(error)
-    if request is not None:
-        request.status = status
-        headers += request.answer_headers
-    head = wire.response_head(
-        status,
-        request_id,
-        content_type=b"application/json",
-        length=len(body),
-        close=close,
-        extra=headers,
-    )
-    return head + body
+def error_response(error: HttpError, request_id: bytes) -> bytes:
+    """A whole response that ends its connection, for bytes that are no request."""
+    status, body = shaped(error, None, request_id)
+    lines = [b"HTTP/1.1 %d %b" % (status, HTTPStatus(status).phrase.encode()), b"x-request-id: %b" % request_id]
+    lines += [b"content-type: application/json", *(b"%b: %b" % pair for pair in wire.error_headers(error))]
+    lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
+    return b"\r\n".join(lines)
 
 
 def event(error: HttpError, request: Request, sent: int) -> bytes:

@@ -1,5 +1,5 @@
 """Handles one inference request from its head to the last byte of its answer, with retries and continuation.
 
 Never: Chooses a replica (routing does) or checks a permission (access does).
-Begin with handler.py, then placement.py.
+Begin with inference.py.
 """

@@ -14,8 +14,7 @@ from appliance.gateway.core.errors import HttpError
 
 
 class Rule:
-    """The check of a field. `PASSES` checks nothing: the engine checks the type, and body_weight.py bounds its cost, or
-    request_check.py checks it elsewhere."""
+    """The check of a field. `PASSES` checks nothing: the engine does, or request_check.py elsewhere."""
 
     def check(self, name: str, value: Any) -> None:
         """Raises HttpError 400. value: not None."""

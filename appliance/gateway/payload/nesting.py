@@ -1,10 +1,12 @@
-"""Checks a whole inference body for its nesting depth and for media that would have to be fetched. Pure: takes a parsed
-body, returns nothing or raises HttpError."""
+"""Checks a whole body for its depth, its number of lists and objects, and media that would have to be fetched. Pure:
+takes a parsed body, returns nothing or raises HttpError."""
 
 from __future__ import annotations
 
 import re
 from typing import Any, Final
+
+import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
@@ -16,18 +18,43 @@ _MEDIA_KEYS = frozenset(
 _DATA_IMAGE = re.compile(r"data:image/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 _DATA_AUDIO = re.compile(r"data:audio/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 
-_NESTED: Final = frozenset({dict, list})
-_KIND: Final[Any] = type
+# Lists and objects in one body; 1,024 tools with fifty properties each have as many.
+_MOST_NESTED: Final = 1 << 16
 
 
-def check_depth(root: Any, max_depth: int) -> None:
-    """Raises HttpError 400. Without recursion, because an attacker may choose the depth."""
+def check_depth(root: Any, most: int) -> None:
+    """Raises HttpError 400. Without recursion, because a client chooses the depth."""
     level: list[Any] = [root]
-    for _ in range(max_depth):
+    found = 0
+    for _ in range(most):
         level = _inside(level)
+        found += len(level)
+        if found > _MOST_NESTED:
+            raise errors.bad_request(
+                f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests.",
+                code="too_many_values",
+            )
         if not level:
             return
-    raise errors.bad_request(f"The request body is nested deeper than {max_depth} levels.", code="invalid_json")
+    raise errors.bad_request(f"The request body is nested deeper than {most} levels.", code="invalid_json")
+
+
+def check_text_depth(name: str, text: Any, most: int) -> None:
+    """Raises HttpError 400 for JSON within a text, such as a call's arguments, that is nested deeper than `most`
+    levels: what parses it goes down by recursion. A text that is no JSON passes."""
+    if not isinstance(text, str) or text.count("[") + text.count("{") <= most:
+        return
+    try:
+        check_depth([orjson.loads(text)], most + 1)
+    except orjson.JSONDecodeError as error:
+        if "depth limit" not in str(error):
+            return
+    except HttpError as error:
+        if error.code != "invalid_json":
+            raise
+    else:
+        return
+    raise errors.bad_request(f"`{name}` holds JSON nested deeper than {most} levels.", param=name, code="invalid_json")
 
 
 def check_media(root: Any) -> None:
@@ -46,12 +73,12 @@ def check_media(root: Any) -> None:
 
 def _inside(level: list[Any]) -> list[Any]:
     """The lists and objects in these."""
-    found: list[Any] = []
-    for node in level:
-        values = node.values() if isinstance(node, dict) else node
-        if not _NESTED.isdisjoint(map(_KIND, values)):  # C code scans millions of token ids
-            found += [value for value in values if isinstance(value, dict | list)]
-    return found
+    return [
+        value
+        for node in level
+        for value in (node.values() if isinstance(node, dict) else node)
+        if isinstance(value, dict | list)
+    ]
 
 
 def _media(key: str, value: Any) -> None:

@@ -1,12 +1,13 @@
 """Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
-body_weight.py counts its values before parsing. orjson parses it once and refuses NaN, infinities, lone surrogates,
-invalid UTF-8 and nesting past 1024 levels. readings/ makes of it what the client means; where that is another body, the
+A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates, invalid
+UTF-8 and nesting past 1024 levels. readings/ makes of it what the client means; where that is another body, the
 engine gets that one, and else the raw bytes, which it parses with the same last-key-wins rule.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
 from collections.abc import Sequence
@@ -23,13 +24,18 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
-from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.followed import with_followed_schemas
-from appliance.gateway.payload.item_shapes import check_items
-from appliance.gateway.payload.message_shapes import ANTHROPIC_ROLES, MESSAGE_ROLES, check_messages
 from appliance.gateway.payload.nesting import check_depth, check_media
-from appliance.gateway.payload.shapes import check_others, check_system, check_tools, same_kind
+from appliance.gateway.payload.shapes import (
+    ANTHROPIC_ROLES,
+    MESSAGE_ROLES,
+    check_items,
+    check_messages,
+    check_tools,
+    same_kind,
+    too_many,
+)
 from appliance.gateway.payload.structure import check_structure
 from appliance.gateway.readings.media_tokens import media_in
 from appliance.gateway.readings.request import as_meant
@@ -38,9 +44,9 @@ from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 Pairs = Sequence[tuple[bytes, bytes]]
 
 MODEL_NAME_CHARS: Final = 512
+_BRACKETS: Final = 1 << 20
 DEFAULT_COMPLETION_TOKENS: Final = 256
 _UNBOUNDED: Final = 1 << 20
-_BRACE: Final = 0x7D
 PREFIX_CHARS: Final = 512
 CACHE_SALT_CHARS: Final = 256
 
@@ -62,8 +68,10 @@ class Checked:
     rewritten: bytes = b""
     ignored: Pairs = ()
 
-    # To be added to the body: an answer with log-probabilities of its tokens ends where they are too many.
-    ending: bytes = b""
+    # Of the body as sent; characters of media in the prompt. cut: an engine shortens a prompt that is too long.
+    body_bytes: int = 0
+    media_chars: int = 0
+    cut: bool = False
 
     # Owner of the prefix cache entries it uses: equal prompts of different owners do not share a prefix.
     owner: bytes = b""
@@ -82,6 +90,17 @@ class Checked:
         self.cache_salt = ""
         self._beginning = beginning
         self.continuation: Continuation | None = None
+
+    def prompt_bytes(self) -> int:
+        """Of the longest prompt's text; 0 for one of tokens, and for one that an engine may shorten."""
+        prompt = self._beginning
+        if self.cut:
+            return 0
+        if isinstance(prompt, str):
+            return len(prompt.encode("utf-8", "replace"))
+        if prompt and isinstance(prompt[0], dict):
+            return len(orjson.dumps(prompt)) - self.media_chars
+        return max((len(text.encode("utf-8", "replace")) for text in prompt if isinstance(text, str)), default=0)
 
     def prefix(self) -> bytes:
         """Equal for requests with the same beginning: system prompt and first question, whatever their JSON form."""
@@ -156,7 +175,8 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    check_weight(body, limits.json_weight)
+    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second
+        raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -180,50 +200,36 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     if stream is not None and not isinstance(stream, bool):
         raise _bad("stream", stream, "true or false")
 
-    number_rules = _rules(limits)
-    if not stream and route.name == CHAT:
-        completion = _plain_completion(data, number_rules, limits)
-        if completion >= 0:
-            plain = Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
-            plain.named = data.get("user") or ""
-            return plain
-    if not _is_plain(data):
-        check_depth(data, limits.json_depth)
+    check_depth(data, limits.json_depth)
     given, reading = data, as_meant(route.name, data)
     meant = data = reading.data
     check_fields(route.name, data)
     if route.name == CHAT and is_legacy(data):
         data = data | _as_tools(data)
-    check_others(data)
     if isinstance(data.get("tools"), list):
         check_tools(data["tools"])
-    if "system" in data:
-        check_system(data["system"])
-    fields = data.keys()
-    for key in fields & number_rules.keys():
-        if data[key] is not None and not (key == "max_tokens" and _only_echo(route, data)):
-            _number(key, data[key], *number_rules[key])
+    for key, rule in _rules(limits).items():
+        if data.get(key) is not None and not (key == "max_tokens" and _only_echo(route, data)):
+            _number(key, data[key], *rule)
     if "chat_template_kwargs" in data:
         _template_kwargs(data["chat_template_kwargs"])
-    if not _is_plain(data) or "structured_outputs" in data:
-        check_media(data)
-        check_structure(data, limits)
-        followed = with_followed_schemas(data)
-        if followed is not data:
-            meant = {**meant, **{name: value for name, value in followed.items() if name in meant}}
+    check_media(data)
+    check_structure(data, limits)
+    followed = with_followed_schemas(data)
+    if followed is not data:
+        meant = {**meant, **{name: value for name, value in followed.items() if name in meant}}
     sequences = _inputs(route, data, limits)
     completion = _completion_tokens(data)
-    if "n" in data or "best_of" in data:
-        sequences *= max(data.get("n") or 1, data.get("best_of") or 1)
+    choices = max(data.get("n") or 1, data.get("best_of") or 1)
+    sequences *= choices
     if sequences > limits.sequences:
         raise errors.bad_request(
             f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
             param="n",
         )
-    _repeated_prompts(route, data, body_bytes)
-    ending, written = b"", 1 if not stream else _WRITTEN_AGAIN if route.name == RESPONSES else 0
-    if written and ("logprobs" in data or "top_logprobs" in data or "include" in data):
-        ending = _answer_logprobs(route, data, completion, sequences, written)
+    _check_repeated(data, body_bytes, choices)
+    if not stream or route.name == RESPONSES:  # whose stream ends with all of them
+        _check_answer_logprobs(route, data, completion, sequences)
     continuation = continuation_of(route.name, data) if stream else None
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
@@ -234,12 +240,10 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     if meant is not given:
         checked.rewritten = orjson.dumps(meant)
     checked.named = "\n".join(str(data[name]) for name in _NAMES if isinstance(data.get(name), str))
-    checked.asks_usage, checked.continuation, checked.ending = asks_usage, continuation, ending
+    checked.asks_usage, checked.continuation, checked.media_chars = asks_usage, continuation, media_chars
+    checked.body_bytes = body_bytes
+    checked.cut = data.get("truncate_prompt_tokens") is not None or data.get("truncation") == "auto"
     checked.cache_salt = _cache_salt(data.get("cache_salt"))
-    if data.get("include_reasoning") is False or data.get("tools"):
-        checked.asked.unseen = True
-    elif stream and route.name != "completions" and any(data.get(name) for name in _STEERING):
-        checked.asked.unseen = True
     if route.task == "embed" or route.name in (INPUT_TOKENS, COUNT_TOKENS):
         checked.asked.completion_tokens = 0
     checked.weight = _weight(route, data.get("input"), sequences)
@@ -253,10 +257,22 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     return checked
 
 
-# With these fields a model may write any number of tokens without text: special ones, which are not shown, and tokens
-# that are held back because a stop text may begin with them. An engine sends no event for them in conversations, and an
-# empty one in completions.
-_STEERING: Final = ("logit_bias", "allowed_token_ids", "ignore_eos", "min_tokens", "stop", "stop_sequences")
+# No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
+_BYTES_OF_A_TOKEN: Final = 16
+
+
+def check_length(checked: Checked, context: int) -> None:
+    """Raises HttpError 400 for a prompt that cannot fit into so many tokens."""
+    if checked.body_bytes <= context * _BYTES_OF_A_TOKEN:
+        return
+    given = checked.prompt_bytes()
+    if given > context * _BYTES_OF_A_TOKEN:
+        raise errors.bad_request(
+            f"This model's maximum context length is {context} tokens, but the prompt has {given} bytes, which are "
+            "more tokens than that. Shorten it.",
+            code="context_length_exceeded",
+        )
+
 
 # Inputs of embeddings that count as one request: 2,048 with 4,096 numbers each are an answer of 170 MB.
 _INPUTS_OF_ONE: Final = 64
@@ -271,54 +287,6 @@ def _weight(route: Route, inputs: Any, sequences: int) -> int:
     return -(-len(inputs) // _INPUTS_OF_ONE) if several else 1
 
 
-# A chat request with only numbers, these fields and messages needs no further checks.
-_PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
-_PLAIN_FIELDS: Final = frozenset({"role", "content", "name"})
-_PLAIN_ROLES: Final = frozenset({"system", "developer", "user", "assistant"})
-_PLAIN_NUMBERS: Final = frozenset(
-    {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"}
-)
-
-
-def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits) -> int:
-    """The completion's tokens of a plain chat request, -1 for one that needs the full check.
-
-    Raises HttpError 400 for a number of the wrong type or out of bounds."""
-    plain = False
-    for key, value in data.items():
-        if key == "messages":
-            if not _plain_messages(value) or len(value) > limits.messages:
-                return -1
-            plain = True
-        elif key in _PLAIN_TEXT:
-            if key == "user" and type(value) is not str:
-                return -1
-        elif key not in _PLAIN_NUMBERS:
-            return -1
-        elif value is not None:
-            kind, low, high = number_rules[key]
-            _number(key, value, kind, low, high)
-    return _completion_tokens(data) if plain else -1
-
-
-def _plain_messages(messages: Any) -> bool:
-    """Whether these messages contain only text, so that nothing can name media or be nested deeply."""
-    if type(messages) is not list or not messages:
-        return False
-    for message in messages:
-        if type(message) is not dict or "role" not in message:
-            return False
-        role = message["role"]
-        if type(role) is not str or role not in _PLAIN_ROLES:
-            return False  # only a string can be looked up in a set: a list as role was a TypeError
-        if len(message) == 2 and type(message.get("content")) is str:
-            continue  # as most are: the loop costs 1 % of a plain request
-        for name, part in message.items():
-            if type(part) is not str or name not in _PLAIN_FIELDS:
-                return False
-    return True
-
-
 def with_model(body: bytes, model: str) -> bytes:
     """A checked body with `model` as its model. It appends a second key: both parsers take the last, and the client's
     other bytes stay unchanged."""
@@ -327,22 +295,13 @@ def with_model(body: bytes, model: str) -> bytes:
 
 def with_fields(body: bytes, fields: bytes) -> bytes:
     """A checked body with more fields, each as `,"name":value`; of equal names the engine takes the last."""
-    end = -1 if body[-1] == _BRACE else body.rindex(b"}")  # a search costs 1 % of a plain request
-    return b"%b%b}" % (body[:end], fields)
+    return b"%b%b}" % (body[: body.rindex(b"}")], fields)
 
 
-# The bounds are not annotated `float`: compiled code would convert them, and then 2^63 is not above 2^63 - 1.
-Rules = dict[str, tuple[type, Any, Any]]
-_RULES_OF: Final[list[tuple[Limits, Rules]]] = []
-
-
-def _rules(limits: Limits) -> Rules:
-    """(type, lowest, highest) by field; built once per Limits object."""
-    if _RULES_OF:
-        of, known = _RULES_OF[0]
-        if of is limits:
-            return known
-    rules: Rules = {
+@functools.lru_cache(maxsize=2)
+def _rules(limits: Limits) -> dict[str, tuple[type, float, float]]:
+    """(type, lowest, highest) by field."""
+    return {
         "n": (int, 1, limits.n),
         "best_of": (int, 1, limits.n),
         "max_tokens": (int, 1, limits.max_tokens),
@@ -364,11 +323,9 @@ def _rules(limits: Limits) -> Rules:
         "truncate_prompt_tokens": (int, -1, 1 << 31),
         "priority": (int, 0, 0),
     }
-    _RULES_OF[:] = [(limits, rules)]
-    return rules
 
 
-def _number(name: str, value: Any, kind: type, low: Any, high: Any) -> None:
+def _number(name: str, value: Any, kind: type, low: float, high: float) -> None:
     right_type = isinstance(value, int) or (kind is float and isinstance(value, float))
     if not right_type or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
         what = "an integer" if kind is int else "a number"
@@ -438,8 +395,6 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
         messages = data.get("messages")
         if not isinstance(messages, list) or not messages:
             raise _bad("messages", messages, "a non-empty array of messages")
-        if not all(isinstance(message, dict) for message in messages):
-            raise _bad("messages", messages, "an array of objects")
         check_messages(messages, limits, MESSAGE_ROLES if route.name == CHAT else ANTHROPIC_ROLES)
         return 1
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
@@ -453,8 +408,6 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
     value = data.get(name)
     if name == "input" and data.get("messages") is not None:
         # Beside an input, too: the engine reads them in any case.
-        if not isinstance(data["messages"], list) or not all(isinstance(message, dict) for message in data["messages"]):
-            raise _bad("messages", data["messages"], "an array of objects")
         check_messages(data["messages"], limits, MESSAGE_ROLES)
         if value is None:
             return 1
@@ -475,98 +428,46 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
     return len(value)
 
 
-# An engine makes an object for each, with its text, in one go on its event loop, and writes the objects of all prompts
-# into one answer: 5 µs each, twice.
-_PROMPT_LOGPROBS: Final = 1 << 16
+# Log-probabilities, alternatives counted, that one answer holds at once: an engine makes an object for each, on the
+# loop that sends all tokens, at some 10 µs.
+_LOGPROBS: Final = 1 << 16
 _BYTES_PER_TOKEN: Final = 2
-# 0.1 µs each; and 2 ns.
-_PROMPT_IDS: Final = 1 << 19
-_ECHOED_BYTES: Final = 8 << 20
+# Of prompts that an answer repeats in each choice, as text or ids.
+_REPEATED_BYTES: Final = 8 << 20
+# Taken for the length of an answer that the request leaves open.
+_OPEN_LENGTH: Final = 1024
 
 
-def _repeated_prompts(route: Route, data: dict[str, Any], body_bytes: int) -> None:
-    """Checks how much of its prompts an answer repeats; an engine writes it once for each choice: with `n` 64,
-    log-probabilities of 65,536 tokens held its event loop for twenty seconds, and 8 MiB of text (of which it computed
-    one token, because of `truncate_prompt_tokens`) became an answer of 512 MiB. Raises HttpError 400."""
-    choices = max(data.get("n") or 1, data.get("best_of") or 1)
-    _prompt_logprobs(data, body_bytes, choices)
-    echoed = body_bytes * choices if data.get("echo") else 0
-    ids = 0
-    if data.get("return_token_ids") and route.name == "completions":  # a chat has them once
-        ids = _prompt_tokens(data.get("prompt"), body_bytes) * choices
-    for name, what, count, most in (
-        ("echo", "bytes of its prompts again", echoed, _ECHOED_BYTES),
-        ("return_token_ids", f"tokens of its prompts (of texts, one for {_BYTES_PER_TOKEN} bytes)", ids, _PROMPT_IDS),
-    ):
-        if count > most:
-            raise errors.bad_request(
-                f"The request asks for {count} {what}, in {choices} choices of each together; at most {most} are "
-                "allowed. Send fewer prompts in one request, or ask for fewer choices.",
-                param=name,
-                code="too_many_values",
-            )
-
-
-def _prompt_tokens(prompt: Any, body_bytes: int) -> int:
-    """As many as it may have at most, nearly."""
-    if isinstance(prompt, list) and not isinstance(prompt[0], str):
-        return len(prompt) if isinstance(prompt[0], int) else sum(map(len, prompt))
-    return body_bytes // _BYTES_PER_TOKEN
-
-
-def _prompt_logprobs(data: dict[str, Any], body_bytes: int, choices: int) -> None:
-    wanted = data.get("prompt_logprobs")
-    if wanted is None and data.get("echo"):
-        wanted = data.get("top_logprobs") if "messages" in data else data.get("logprobs")
-    if wanted is None or isinstance(wanted, bool):
+def _check_repeated(data: dict[str, Any], body_bytes: int, choices: int) -> None:
+    """Checks how much of its prompts an answer repeats, in each choice. Raises HttpError 400."""
+    echo = data.get("echo")
+    for name in ("echo", "return_token_ids"):
+        if data.get(name) and body_bytes * choices > _REPEATED_BYTES:
+            raise too_many(name, "bytes of prompts in all choices", body_bytes * choices, _REPEATED_BYTES)
+    name = "prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs"
+    wanted = data.get("top_logprobs" if name == "logprobs" and "messages" in data else name)
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not (echo or name == "prompt_logprobs"):
         return
-    tokens = _prompt_tokens(data.get("prompt"), body_bytes)
-    if tokens * (wanted + 1) * choices > _PROMPT_LOGPROBS:
-        raise errors.bad_request(
-            f"The request asks for {wanted + 1} log-probabilities of each of {tokens} tokens of its prompts (of texts, "
-            f"one for {_BYTES_PER_TOKEN} bytes), in {choices} choices of each, at most {_PROMPT_LOGPROBS} altogether "
-            "are allowed. Send fewer prompts in one request, or ask for fewer of each token or fewer choices.",
-            param="prompt_logprobs" if data.get("prompt_logprobs") is not None else "logprobs",
-            code="too_many_values",
-        )
+    prompt = data.get("prompt")
+    tokens = body_bytes // _BYTES_PER_TOKEN
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
+        tokens = len(prompt) if isinstance(prompt[0], int) else sum(map(len, prompt))
+    if tokens * (wanted + 1) * choices > _LOGPROBS:
+        raise too_many(name, "log-probabilities of prompts", tokens * (wanted + 1) * choices, _LOGPROBS)
 
 
-# The same for answers. A stream has log-probabilities in each event, and a stream of /v1/responses has all of them
-# again in each of its last three events, for which an engine keeps an object for each: 64 streams of 8,192 tokens with
-# 20 each took 8 GB.
-_ANSWER_LOGPROBS: Final = 1 << 16
-_WRITTEN_AGAIN: Final = 3
-# An answer whose request does not say how long it may be gets room for at least this many tokens.
-_LEAST_TOKENS: Final = 1024
-_LENGTH_OF: Final = {CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
-
-
-def _answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequences: int, written: int) -> bytes:
-    """The field that ends an answer before its log-probabilities are too many to be made and written in one go, so many
-    times; empty if the request itself limits its answer, or wants none. Raises HttpError 400."""
-    each = 0
+def _check_answer_logprobs(route: Route, data: dict[str, Any], completion: int, sequences: int) -> None:
+    """Checks how many log-probabilities an answer holds. Raises HttpError 400."""
     if route.name == "completions":
         each = data["logprobs"] + 1 if data.get("logprobs") is not None else 0
-    elif route.name == CHAT and data.get("logprobs") or route.name == RESPONSES and _includes_logprobs(data):
-        each = (data.get("top_logprobs") or 0) + 1
-    if not each:
-        return b""
-    named = data.get("logprob_token_ids")
-    each = max(each, len(named) if isinstance(named, list) else 0)
-    most = _ANSWER_LOGPROBS // (each * sequences * written)
-    name = _LENGTH_OF.get(route.name, "max_tokens")
-    if completion > most or (not completion and most < _LEAST_TOKENS and route.name != "completions"):
-        long = f"of up to {completion} tokens" if completion else "of any length"
-        or_ = "" if route.name == RESPONSES else " or for fewer answers, or stream"
-        raise errors.bad_request(
-            f"The request asks for {each} log-probabilities of each token of {sequences} answers {long}; at most "
-            f"{_ANSWER_LOGPROBS // written} altogether are written at once, so {most} tokens each. Set `{name}`, or "
-            f"ask for fewer of each token{or_}.",
-            param=name,
-            code="too_many_values",
-        )
-    # An engine writes 16 tokens of a completion unless it is told otherwise.
-    return b"" if completion or route.name == "completions" else b',"%b":%d' % (name.encode(), most)
+        name = "max_tokens"
+    else:
+        asked = _includes_logprobs(data) if route.name == RESPONSES else data.get("logprobs")
+        each = (data.get("top_logprobs") or 0) + 1 if asked else 0
+        name = "max_output_tokens" if route.name == RESPONSES else "max_completion_tokens"
+    given = each * sequences * (completion or _OPEN_LENGTH)
+    if given > _LOGPROBS and (completion or route.name != "completions"):  # which has 16 tokens unless told otherwise
+        raise too_many(name, "log-probabilities of the answer (tokens × alternatives × answers)", given, _LOGPROBS)
 
 
 def _includes_logprobs(data: dict[str, Any]) -> bool:
@@ -603,21 +504,6 @@ def _completion_tokens(data: dict[str, Any]) -> int:
         if value is not None:
             return int(value)
     return 0
-
-
-def _is_plain(data: dict[str, Any]) -> bool:
-    """Whether the only compound value in the body is a list of plain-text messages, so that nothing can name media or
-    be nested deeply.
-
-    It checks the parsed body, because searching its bytes for keys and brackets cost 5 µs per KB of text.
-    """
-    for key, value in data.items():
-        if type(value) is list:
-            if key != "messages" or not (_plain_messages(value) or not value):
-                return False
-        elif type(value) is dict:
-            return False
-    return True
 
 
 _SHOWN: Final = reprlib.Repr()

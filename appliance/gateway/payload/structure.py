@@ -17,8 +17,8 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.payload.body_weight import check_inner
 from appliance.gateway.payload.expression_ways import MOST_WAYS, atom_end, quantifier, ways
+from appliance.gateway.payload.nesting import check_text_depth
 from appliance.gateway.payload.schema_cost import MOST_US, combinations_us, literal_us, node_us
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
 
@@ -134,7 +134,7 @@ def _structured_outputs(wanted: Any, budget: _Budget) -> None:
         if len(schema) > _SCHEMA_TEXT:
             raise _too_complex(name, f"a schema of {len(schema)} characters", _SCHEMA_TEXT)
         # Before it is parsed, as the body was: what measures a schema goes down into it by recursion.
-        check_inner(f"{name}.json", [schema], budget.limits.json_weight, budget.limits.json_depth)
+        check_text_depth(f"{name}.json", schema, budget.limits.json_depth)
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:

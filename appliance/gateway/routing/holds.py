@@ -37,21 +37,19 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[T]):
-    """A place in a model's queue; hand it to `Holds.remove` if its owner goes away. alone: in that of those who wait
-    for a replica where no other request stands trial (inference/retry.py). owner: of the key that asks."""
+    """A place in a model's queue; hand it to `Holds.remove` if its owner goes away. owner: of the key that asks."""
 
     model: str
     item: T
     body_bytes: int
     deadline_s: float
     serial: int
-    alone: bool
     owner: str
 
 
 class Holds(Generic[T]):
-    """The queues, two for each owner and model, so that those who must go alone keep nobody else waiting. Invariant:
-    count and body_bytes equal the sums over all queues; no queue is empty."""
+    """The queues, one for each owner and model. Invariant: count and body_bytes equal the sums over all queues; no
+    queue is empty."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -59,7 +57,7 @@ class Holds(Generic[T]):
         self.body_bytes = 0
         self._serial = 0
         # Holds by owner, the one whose turn it is first; those of an owner by serial.
-        self._queues: dict[tuple[str, bool], OrderedDict[str, OrderedDict[int, Ticket[T]]]] = {}
+        self._queues: dict[str, OrderedDict[str, OrderedDict[int, Ticket[T]]]] = {}
 
     def add(
         self,
@@ -69,7 +67,6 @@ class Holds(Generic[T]):
         deadline_s: float,
         now_s: float,
         *,
-        alone: bool = False,
         owner: str = "",
     ) -> Ticket[T] | Refusal:
         """Queue `item` until `deadline_s`, or return why not."""
@@ -82,8 +79,8 @@ class Holds(Generic[T]):
         if self.body_bytes + body_bytes > self.bounds.body_bytes:
             return Refusal.BYTES
         self._serial += 1
-        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial, alone, owner)
-        owners = self._queues.setdefault((model, alone), OrderedDict())
+        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial, owner)
+        owners = self._queues.setdefault(model, OrderedDict())
         owners.setdefault(owner, OrderedDict())[ticket.serial] = ticket
         self.count += 1
         self.body_bytes += body_bytes
@@ -91,7 +88,7 @@ class Holds(Generic[T]):
 
     def remove(self, ticket: Ticket[T]) -> bool:
         """Remove a ticket; False if it was not (or no longer) queued. If it was its owner's turn, the next one's is."""
-        owners = self._queues.get((ticket.model, ticket.alone))
+        owners = self._queues.get(ticket.model)
         queue = None if owners is None else owners.get(ticket.owner)
         if owners is None or queue is None or ticket.serial not in queue:
             return False
@@ -104,42 +101,25 @@ class Holds(Generic[T]):
         elif was_first:
             owners.move_to_end(ticket.owner)
         if not owners:
-            del self._queues[ticket.model, ticket.alone]
+            del self._queues[ticket.model]
         return True
 
-    def has(self, ticket: Ticket[T]) -> bool:
-        owners = self._queues.get((ticket.model, ticket.alone))
-        queue = None if owners is None else owners.get(ticket.owner)
-        return queue is not None and ticket.serial in queue
-
-    def first(self, model: str, *, alone: bool = False) -> Ticket[T] | None:
+    def first(self, model: str) -> Ticket[T] | None:
         """The longest waiting ticket of the owner whose turn it is; it stays queued."""
-        owners = self._queues.get((model, alone))
+        owners = self._queues.get(model)
         return next(iter(next(iter(owners.values())).values())) if owners else None
 
-    def turns(self, model: str, *, alone: bool = False) -> list[Ticket[T]]:
+    def turns(self, model: str) -> list[Ticket[T]]:
         """The longest waiting ticket of each owner, in the order of their turns."""
-        owners = self._queues.get((model, alone))
+        owners = self._queues.get(model)
         return [] if owners is None else [next(iter(queue.values())) for queue in owners.values()]
 
     def held(self, model: str) -> int:
-        return sum(
-            len(queue)
-            for alone in (False, True)
-            if (owners := self._queues.get((model, alone))) is not None
-            for queue in owners.values()
-        )
+        return sum(len(queue) for queue in self._queues.get(model, {}).values())
 
     def models(self) -> list[str]:
         """Models with waiting requests."""
-        return list(dict.fromkeys(model for model, _ in self._queues))
-
-    def expired(self, now_s: float) -> list[Ticket[T]]:
-        """Remove and return every ticket whose deadline has passed."""
-        late = [ticket for ticket in self if ticket.deadline_s <= now_s]
-        for ticket in late:
-            self.remove(ticket)
-        return late
+        return list(self._queues)
 
     def __iter__(self) -> Iterator[Ticket[T]]:
         for owners in list(self._queues.values()):

@@ -12,91 +12,28 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 
 from __future__ import annotations
 
-import math
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
+from appliance.gateway.routing.table import OPEN, Model, Replica
 from scheduler.core.routing_rules import PENDING_TO_TOTAL
-
-OPEN, DRAINING = "open", "draining"
 
 # How far the preferred replica's load may exceed the least loaded one's: a factor, and slack in tokens so that affinity
 # holds at low load, where the cache is worth more than balance.
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
-_PENDING_TO_TOTAL: Final = PENDING_TO_TOTAL
-FEW: Final = 4
-_CROWD_TOKENS = 256
-
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
-
-# Requests on an engine that died hear of it within this time of each other.
-ONE_DEATH_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """One replica as one model's row of the routing table names it. avoid: its engine gives no sign of life, so that
-    others are preferred."""
-
-    id: str
-    socket: str
-    version: str
-    state: str
-    avoid: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """Another version that takes a share (0 to 1) of a model's requests. name: its own row. since_s: its start in
-    seconds since 1970, which identifies this canary."""
-
-    name: str
-    share: float
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """Why no replica of a model starts. next_try_s: in seconds since 1970. hold_before_s: requests wait for the next
-    try if it is at most this far away."""
-
-    reason: str
-    next_try_s: float
-    hold_before_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
-    context of its engines in tokens, None where unknown. owners: of keys for which it exists, None: for all.
-    adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model itself.
-    chats: False for one that is known to have no chat template."""
-
-    name: str
-    version: str
-    state: str
-    task: str
-    hold_s: float
-    replicas: tuple[Replica, ...] = ()
-    max_model_len: int | None = None
-    adapter: str = ""
-    canary: Canary | None = None
-    trouble: Trouble | None = None
-    owners: frozenset[str] | None = None
-    chats: bool = True
 
 
 @dataclass(slots=True)
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    owners: requests by owner; reads: `pending` by owner. trial: the request that stands trial there, if any
-    (inference/retry.py); convicted_s: when the last one did as its engine died."""
+    owners: requests by owner."""
 
     inflight: int = 0
     streams: int = 0
@@ -105,37 +42,24 @@ class Load:
     failures: int = 0
     suspect_until_s: float = 0.0
     owners: dict[str, int] = field(default_factory=dict)
-    reads: dict[str, int] = field(default_factory=dict)
-    trial: Choice | None = None
-    convicted_s: float = -math.inf
 
     @property
     def weight(self) -> int:
-        return self.pending + self.tokens // _PENDING_TO_TOTAL
-
-    def crowded_for(self, owner: str, few: int = FEW) -> bool:
-        """Whether one other owner has most of what runs there, and more than `few` requests, or most of what is read
-        there, and more than a short prompt: four long ones are a crowd."""
-        most, read = max(few, self.inflight // 2), max(_CROWD_TOKENS, self.pending // 2)
-        return any(number > most and who != owner for who, number in self.owners.items()) or any(
-            number > read and who != owner for who, number in self.reads.items()
-        )
+        return self.pending + self.tokens // PENDING_TO_TOTAL
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """A request placed on a replica; pass it to `Router.end` exactly once. model: the row it was placed by, the
     canary's if the canary took it."""
 
-    def __init__(
-        self, model: str, replica: Replica, tokens: int, pending: int, stream: bool, load: Load, owner: str = ""
-    ) -> None:
-        self.model = model
-        self.replica = replica
-        self.tokens = tokens
-        self.pending = pending
-        self.stream = stream
-        self.load = load
-        self.owner = owner
+    model: str
+    replica: Replica
+    tokens: int
+    pending: int
+    stream: bool
+    load: Load
+    owner: str = ""
 
 
 class Router:
@@ -153,27 +77,22 @@ class Router:
         self._share = max_inflight // 16
         self.models: dict[str, Model] = {}
         self.loads: dict[str, Load] = {}
-        self._states: dict[str, tuple[str, str]] = {}
+        # By replica: how the rows of all models describe it.
+        self._rows: dict[str, set[Replica]] = {}
 
-    def apply(self, models: Iterable[Model]) -> set[str]:
-        """Replace the table. A replica that changed state, version or socket is no longer suspect. Returns the replicas
-        that opened."""
+    def apply(self, models: Iterable[Model]) -> None:
+        """Replace the table. A replica that changed in it is no longer suspect."""
         self.models = {model.name: model for model in models}
-        states: dict[str, tuple[str, str]] = {}
-        seen: dict[str, set[tuple[str, str, str]]] = {}
+        rows: defaultdict[str, set[Replica]] = defaultdict(set)
         for model in self.models.values():
             for replica in model.replicas:
-                seen.setdefault(replica.id, set()).add((replica.socket, replica.version, replica.state))
-        for replica_id, rows in seen.items():
-            described = (str(sorted(rows)), DRAINING if all(row[2] != OPEN for row in rows) else OPEN)
-            states[replica_id] = described
-            load = self.loads.setdefault(replica_id, Load())
-            if self._states.get(replica_id) != described:
+                rows[replica.id].add(replica)
+        for name, described in rows.items():
+            load = self.loads.setdefault(name, Load())
+            if self._rows.get(name) != described:
                 load.failures, load.suspect_until_s = 0, 0.0
-        opened = {key for key, row in states.items() if row[1] == OPEN and self._states.get(key, ("", ""))[1] != OPEN}
-        self._states = states
-        self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
-        return opened
+        self._rows = dict(rows)
+        self.loads = {name: load for name, load in self.loads.items() if name in rows or load.inflight}
 
     def choose(
         self,
@@ -184,14 +103,12 @@ class Router:
         now_s: float,
         pending: int = 0,
         avoid: tuple[str, ...] = (),
-        alone: bool = False,
         owner: str = "",
     ) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
         prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
-        avoid: replicas that take it only if no other can. alone: it stands trial, where no other request does.
-        owner: who asks."""
+        avoid: replicas that take it only if no other can. owner: who asks."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
@@ -204,8 +121,6 @@ class Router:
                 if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
                     continue
                 if load.inflight >= self._before_shares and load.owners.get(owner, 0) >= self._share:
-                    continue
-                if alone and load.trial is not None:
                     continue
                 usable.append((replica, load))
                 if best_load is None or load.weight < best_load.weight:
@@ -224,11 +139,7 @@ class Router:
         best_load.tokens += tokens
         best_load.pending += pending
         best_load.owners[owner] = best_load.owners.get(owner, 0) + 1
-        best_load.reads[owner] = best_load.reads.get(owner, 0) + pending
-        choice = Choice(name, best, tokens, pending, stream, best_load, owner)
-        if alone:
-            best_load.trial = choice
-        return choice
+        return Choice(name, best, tokens, pending, stream, best_load, owner)
 
     def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
         """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
@@ -244,7 +155,6 @@ class Router:
         """The first token came: its prompt stands before no other."""
         load = choice.load
         load.pending -= choice.pending
-        load.reads[choice.owner] -= choice.pending
         choice.pending = 0
 
     def end(self, choice: Choice) -> bool:
@@ -258,40 +168,20 @@ class Router:
         if left:
             load.owners[choice.owner] = left
         else:
-            del load.owners[choice.owner], load.reads[choice.owner]
-        self.acquit(choice)
+            del load.owners[choice.owner]
         if load.inflight:
             return False
-        replica_id = choice.replica.id
-        if replica_id not in self._states:
-            self.loads.pop(replica_id, None)
+        rows = self._rows.get(choice.replica.id)
+        if rows is None:
+            self.loads.pop(choice.replica.id, None)
             return True
-        return self._states[replica_id][1] == DRAINING
+        return all(row.state != OPEN for row in rows)
 
     def fail(self, choice: Choice, now_s: float) -> None:
         """The replica did not answer: avoid it for a moment, longer after each repetition."""
         load = choice.load
         load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
         load.failures = min(load.failures + 1, 16)
-
-    def hangs(self, choice: Choice) -> bool:
-        """Whether its replica gives no sign of life, as the table says now, or is gone."""
-        model = self.models.get(choice.model)
-        rows = [] if model is None else [row for row in model.replicas if row.id == choice.replica.id]
-        return not rows or rows[0].avoid
-
-    def died(self, choice: Choice, now_s: float) -> bool:
-        """The engine died. True unless another request stood trial there, so that it died of that one."""
-        load = choice.load
-        if load.trial is choice:
-            load.convicted_s = now_s
-            return True
-        return load.trial is None and now_s - load.convicted_s > ONE_DEATH_S
-
-    def acquit(self, choice: Choice) -> None:
-        """If it stood trial, it does no more."""
-        if choice.load.trial is choice:
-            choice.load.trial = None
 
     def succeed(self, choice: Choice) -> None:
         """The replica answered: forget earlier failures."""

@@ -1,5 +1,5 @@
-"""Handles client connections: parses requests, admits or refuses each in order, and dispatches it to a handler.
+"""Takes requests from client connections, admits or refuses each, and has it answered.
 
 Never: Relays anything to engines or controller itself.
-Begin with client_connection.py, then dispatch.py.
+Begin with app.py, then exchange.py.
 """

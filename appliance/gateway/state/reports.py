@@ -2,109 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
-from appliance.gateway.observe.exposition import render
-from appliance.gateway.observe.metrics import RECENT_S
-from appliance.gateway.state.placeable import Placeable
+from prometheus_client import generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from appliance.gateway.observe.exposition import joined
+from appliance.gateway.observe.row_load import RECENT_S, RowLoad
 from appliance.gateway.state.state import State
 
-Gauge = tuple[str, str, dict[str, str], int | float]
 # Number of skipped table rows that a report lists one by one.
 REFUSED_ROWS_REPORTED: Final = 10
+_REPORTED_FOR_S: Final = RECENT_S + 30.0
+"""A row is in every report for this long after its last request: at least once when its recent times are over."""
 
 
-class Reported:
-    """What the reports on one connection to the controller have said of models.
+# -- the load report
 
-    The first says all that was asked, later ones what changed: ten thousand names, each asked once, took 0.07 s of the
-    loop four times a second, and twice as much of the controller's for each gateway.
+
+def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any]:
+    """The load report of the bus. Times: Unix seconds, or durations in seconds.
+
+    A model that no request has named since this process began has no row; one that has left the table has null. Counts
+    of arrivals are since `started_s`, by bucket of prompt tokens and of time. waiting_prompt_tokens: of requests
+    without a first token, as far as visible; prompt_tokens: of all in flight and held.
+
+    Args:
+        reported: models of the earlier reports on this connection, which this adds to. Once there are some, a report
+            has only models with requests in flight or in the last minute. None: report all.
     """
-
-    def __init__(self) -> None:
-        self.table = -1
-        self._names: set[str] = set()
-        self._busy: set[str] = set()
-        # Since when each of these is reported to have times of the last minute, the longest ago first.
-        self._recent: dict[str, float] = {}
-
-    def changed(self, state: State, busy: set[str], now_s: float) -> set[str]:
-        """Models that the next report has to say, those that left the table among them. busy: those with requests."""
-        found = state.metrics.take_touched() | busy | self._busy
-        if self.table != state.tables_applied:
-            self.table = state.tables_applied
-            found |= self._names ^ _used(state)
-        while self._recent:
-            name, reported_s = next(iter(self._recent.items()))
-            if now_s - reported_s <= RECENT_S:
-                break
-            del self._recent[name]
-            found.add(name)
-        self._busy = busy
-        return found
-
-    def note(self, rows: dict[str, dict[str, Any] | None], now_s: float) -> None:
-        for name, row in rows.items():
-            self._recent.pop(name, None)
-            if row is None:
-                self._names.discard(name)
-                continue
-            self._names.add(name)
-            if row["ttft_p95_s"] is not None or row["tpot_p95_s"] is not None:
-                self._recent[name] = now_s
-
-
-def _used(state: State) -> set[str]:
-    """Models of the table that somebody has asked since this process began."""
-    return {name for name in state.router.models if state.metrics.arrivals(name)[0]}
-
-
-def load_report(state: State, reported: Reported | None = None) -> dict[str, Any]:
-    """The load report of the bus, after what was `reported`; without it, a whole one. A model that nobody has asked
-    since this process began has no row in it; one that has left the table has null.
-
-    last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without requests.
-    arrived_*, first_tokens: since `started_s`; arrived_prompts and first_tokens by bucket of size and of time.
-    waiting_prompt_tokens: of requests without a first token, as far as visible: non-streaming requests only while they
-    are held; prompt_tokens: of all in flight and held. computed_part: see `Metrics.computed_part`.
-    """
-    now = time.monotonic()
-    unix_offset_s = time.time() - now
-    inflight: dict[str, int] = {}
-    waiting: dict[str, int] = {}
-    prompts: dict[str, int] = {}
-    for conn in state.connections:
-        if conn.active is not None and isinstance(conn.active, Placeable):
-            name = conn.active.row
-            inflight[name] = inflight.get(name, 0) + 1
-            waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
-            prompts[name] = prompts.get(name, 0) + conn.active.prompt_tokens
-    busy = {*inflight, *state.holds.models()}
-    whole = reported is None or reported.table < 0
-    names = _used(state) | busy if reported is None else reported.changed(state, busy, now)
-    rows = {
+    now_s = time.monotonic()
+    metrics, holds = state.metrics, state.holds
+    inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
+    for exchange in state.exchanges:
+        if name := exchange.row:
+            inflight[name] += 1
+            waiting[name] += exchange.waiting_tokens
+            prompts[name] += exchange.prompt_tokens
+    whole = not reported
+    names = {*inflight, *holds.models()}
+    names |= {name for name, row in metrics.rows.items() if whole or row.active_s > now_s - _REPORTED_FOR_S}
+    rows: dict[str, dict[str, Any] | None] = {
         name: {
-            "inflight": inflight.get(name, 0) - state.holds.held(name),
-            "held": state.holds.held(name),
-            "last_request_s": state.metrics.last_request_s(name, unix_offset_s),
-            "ttft_p95_s": state.metrics.ttft_p95_s(name, now),
-            "tpot_p95_s": state.metrics.tpot_p95_s(name, now),
-            "waiting_prompt_tokens": waiting.get(name, 0),
-            "prompt_tokens": prompts.get(name, 0),
-            "computed_part": state.metrics.computed_part(name),
-            "prefill_tokens_per_s": state.metrics.prefill_tokens_per_s(name),
-            "arrived_requests": state.metrics.arrivals(name)[0],
-            "arrived_prompt_tokens": state.metrics.arrivals(name)[1],
-            "arrived_prompts": state.metrics.prompt_sizes(name),
-            "first_tokens": state.metrics.first_tokens(name),
+            "inflight": inflight[name] - holds.held(name),
+            "held": holds.held(name),
+            "waiting_prompt_tokens": waiting[name],
+            "prompt_tokens": prompts[name],
+            **_counts(metrics.rows.get(name) or RowLoad(), now_s),
         }
-        if name in state.router.models
-        else None
-        for name in names
+        for name in names & state.router.models.keys()
     }
     if reported is not None:
-        reported.note(rows, now)
+        gone = reported - metrics.rows.keys() - rows.keys()
+        reported.update(rows)
+        reported.difference_update(gone)
+        rows |= dict.fromkeys(gone)
     return {
         "type": "load",
         "generation": state.generation,
@@ -112,10 +69,25 @@ def load_report(state: State, reported: Reported | None = None) -> dict[str, Any
         "started_s": state.started_s,
         "replicas": state.router.report(),
         "whole": whole,
-        "models": {name: row for name, row in rows.items() if row is not None} if whole else rows,
+        "models": rows,
         "canaries": state.comparison.report(),
         "notes": notes(state),
         "certificate_expires_s": None if state.certificate is None else state.certificate.expires_s,
+    }
+
+
+def _counts(row: RowLoad, now_s: float) -> dict[str, Any]:
+    last_s = row.last_request_s
+    return {
+        "last_request_s": None if last_s is None else time.time() - now_s + last_s,
+        "ttft_p95_s": row.ttft_p95_s(now_s),
+        "tpot_p95_s": row.tpot_p95_s(now_s),
+        "computed_part": row.computed_part,
+        "prefill_tokens_per_s": row.prefill_tokens_per_s,
+        "arrived_requests": row.arrived_requests,
+        "arrived_prompt_tokens": row.arrived_prompt_tokens,
+        "arrived_prompts": {str(bucket): number for bucket, number in row.arrived_prompts.items()},
+        "first_tokens": {str(bucket): number for bucket, number in row.first_tokens.items()},
     }
 
 
@@ -129,53 +101,63 @@ def notes(state: State) -> list[str]:
     return lines
 
 
-def metrics_text(state: State, *, controller_up: bool) -> bytes:
+# -- Prometheus
+
+
+async def metrics_text(state: State, *, controller_up: bool) -> bytes:
     """Series of this gateway, all its workers together."""
-    up: Gauge = ("appliance_controller_up", "Whether the controller answered this scrape.", {}, int(controller_up))
-    families = state.metrics.families([*gauges(state), up])
-    return render(families if state.snapshots is None else state.snapshots.joined(families))
+    up = _gauge("controller_up", "Whether the controller answered this scrape.", int(controller_up))
+    others = [] if state.snapshots is None else state.snapshots.others()
+    return await asyncio.to_thread(lambda own: joined([series_text(own), *others]), Series(state, up))
 
 
-def gauges(state: State) -> list[Gauge]:
-    rows: list[Gauge] = [
-        ("appliance_gateway_connections", "Open client connections.", {}, len(state.connections)),
-        ("appliance_gateway_table_generation", "Routing table in force, -1 before the first.", {}, state.generation),
-        ("appliance_gateway_buffered_body_bytes", "Request bodies in memory.", {}, state.buffered_bytes),
-        ("appliance_gateway_start_time_seconds", "Unix time of the start.", {}, state.started_s),
-    ]
-    rows += [
-        ("appliance_gateway_held", "Requests waiting for a replica.", {"model": name}, state.holds.held(name))
-        for name in sorted({*state.metrics.models, *state.holds.models()})  # not ten thousand that nobody asks
-    ]
-    rows += [
-        ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
-        for name, load in state.router.loads.items()
-    ]
+def series_text(series: Series) -> str:
+    """Text of one worker's series. It may take 0.3 s: call it in a thread."""
+    return generate_latest(series).decode()
+
+
+class Series(Collector):
+    """Series of this worker and `more`, with the label `worker` where there are several workers."""
+
+    def __init__(self, state: State, *more: Metric) -> None:
+        self._registry = state.metrics.registry
+        self._worker = {"worker": state.config.name} if state.config.workers > 1 else {}
+        self._of_now = [*state.metrics.counts(), *gauges(state), *more]
+
+    def collect(self) -> Iterator[Metric]:
+        for family in (*self._of_now, *self._registry.collect()):
+            family.samples = [sample._replace(labels=self._worker | sample.labels) for sample in family.samples]
+            yield family
+
+
+def gauges(state: State) -> Iterator[Metric]:
+    """What is so now."""
+    yield _gauge("gateway_connections", "Open client connections.", len(state.connections))
+    yield _gauge("gateway_table_generation", "Routing table in force, -1 before the first.", state.generation)
+    yield _gauge("gateway_buffered_body_bytes", "Request bodies in memory.", state.buffered_bytes)
+    yield _gauge("gateway_start_time_seconds", "Unix time of the start.", state.started_s)
+    yield _gauge("gateway_table_rows_refused", "Rows of the table in force that are skipped.", len(state.refused_rows))
     if state.certificate is not None:
-        rows.append(
-            (
-                "appliance_tls_expiry_seconds",
-                "Unix time at which the endpoint's certificate expires.",
-                {},
-                state.certificate.expires_s,
-            )
-        )
-    rows.append(
-        (
-            "appliance_gateway_table_rows_refused",
-            "Rows of the table in force that are skipped.",
-            {},
-            len(state.refused_rows),
-        )
-    )
-    rows += [
-        ("appliance_gateway_degraded", "1 while a part of the gateway fails and is tried again.", {"part": name}, 1)
-        for name in state.background.names()
-    ]
+        expires_s = state.certificate.expires_s
+        yield _gauge("tls_expiry_seconds", "Unix time at which the endpoint's certificate expires.", expires_s)
+    holding = sorted({*(model for model, _, _ in state.metrics.series), *state.holds.models()})
+    held = [({"model": name}, state.holds.held(name)) for name in holding]
+    yield _gauge("gateway_held", "Requests waiting for a replica.", *held)
+    inflight = [({"replica": name}, load.inflight) for name, load in state.router.loads.items()]
+    yield _gauge("gateway_inflight", "Requests on a replica.", *inflight)
+    parts = [({"part": name}, 1) for name in state.background.names()]
+    yield _gauge("gateway_degraded", "1 while a part of the gateway fails and is tried again.", *parts)
     compared = list(state.comparison.rows())
-    rows += [
-        ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)
-        for labels, requests, _ in compared
-    ]
-    rows += [("appliance_gateway_canary_errors", "Of these, failed.", labels, errors) for labels, _, errors in compared]
-    return rows
+    requests = [(labels, requests) for labels, requests, _ in compared]
+    yield _gauge("gateway_canary_requests", "Since the canary began, by version.", *requests)
+    failed = [(labels, failed) for labels, _, failed in compared]
+    yield _gauge("gateway_canary_errors", "Of these, failed.", *failed)
+
+
+def _gauge(name: str, text: str, *values: float | tuple[dict[str, str], float]) -> Metric:
+    """values: one, or one for each set of labels."""
+    family = GaugeMetricFamily(f"appliance_{name}", text)
+    for value in values:
+        labels, number = value if isinstance(value, tuple) else ({}, value)
+        family.add_sample(family.name, labels, number)
+    return family

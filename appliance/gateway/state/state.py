@@ -10,7 +10,9 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from uvicorn.server import ServerState
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
@@ -18,24 +20,20 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.http.client import Client
-from appliance.gateway.http.outbox import Outbox
-from appliance.gateway.http.upstream import UpstreamPool
+from appliance.gateway.http.sessions import Sessions
 from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.exposition import WorkerSnapshots
 from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.canary_comparison import Comparison
-from appliance.gateway.routing.holds import Bounds, Holds
-from appliance.gateway.routing.router import Choice, Model, Router
-from appliance.gateway.routing.table import Caller, Session
-from appliance.gateway.state.placeable import Placeable
+from appliance.gateway.routing.holds import Bounds, Holds, Refusal
+from appliance.gateway.routing.router import Choice, Router
+from appliance.gateway.routing.table import Caller, Model, Session
 from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
     from appliance.gateway.http.certificates import Certificate
     from appliance.gateway.observe.tracing import Tracing
 
-_TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
 # Placing thousands of held requests at once would stall every open stream meanwhile.
 _PLACED_AT_ONCE: Final = 128
 
@@ -43,8 +41,8 @@ _PLACED_AT_ONCE: Final = 128
 class State:
     """One process's worth. `on_change(urgent)` is called when a load report is due.
 
-    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first;
-    tables_applied: their number. buffered_bytes: of request bodies in memory. token: proves to the controller that a
+    limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
+    buffered_bytes: of request bodies in memory. token: proves to the controller that a
     request came through this gateway. session_ids: of `sessions`, the logins of the page by their tokens' SHA-256.
     """
 
@@ -52,15 +50,16 @@ class State:
         self.config = config
         self.limits: Limits = config.limits
         self.on_change: Callable[[bool], None] = lambda urgent: None
-        self.connections: set[Client] = set()
-        self.metrics = Metrics(config.name if config.workers > 1 else "", config.workers)
+        self.server = ServerState()
+        # Of `Exchange`, and of `Inference` in `holds`: both stand above this.
+        self.exchanges: set[Any] = set()
+        self.metrics = Metrics()
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
-        self.outbox = Outbox()
-        self.pool = UpstreamPool(self.outbox)
+        self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
-        self.holds: Holds[Placeable] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
+        self.holds: Holds[Any] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
@@ -70,27 +69,26 @@ class State:
         self.session_ids: frozenset[str] = frozenset()
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
-        self.tables_applied = 0
         self.stopping = False
         self.background = BackgroundTasks()
         # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
-        self.refused_rows: tuple[str, ...] = ()
+        self.refused_rows: list[str] = []
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
         self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
         self._id_serial = 0
-        self._id_block = b""
+
+    @property
+    def connections(self) -> set[Any]:
+        """Open client connections."""
+        return self.server.connections
 
     def new_request_id(self) -> bytes:
-        serial = self._id_serial
-        self._id_serial = serial + 1
-        low = serial & 255
-        if not low:
-            self._id_block = b"%b%04x" % (self._id_prefix, serial >> 8)
-        return b"%b%b" % (self._id_block, _TWO_DIGITS[low])
+        self._id_serial += 1
+        return b"%b%06x" % (self._id_prefix, self._id_serial)
 
     # -- bodies in memory
 
@@ -111,8 +109,6 @@ class State:
         if request.use is not None:
             request.use.owner.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
-        if request.chunks:
-            request.chunks = []
 
     # -- models, and who waits for them
 
@@ -154,30 +150,32 @@ class State:
         self.on_change(self.router.end(choice))
         self.place_held_soon(choice.model)
 
-    def acquit(self, choice: Choice) -> None:
-        """A request stands trial on its replica no longer: the next one may."""
-        self.router.acquit(choice)
-        self.place_held_soon(choice.model)
-
     def place_held_soon(self, model: str) -> None:
         if self.holds.count and self.holds.held(model):
             asyncio.get_running_loop().call_soon(self.place_held, model)
 
     def place_held(self, model: str) -> None:
         """Place waiting requests while a replica takes them: of owners in turn, but for those who have their share."""
-        for alone in (False, True):
-            wait: set[str] = set()
-            left = _PLACED_AT_ONCE
-            while tickets := [one for one in self.holds.turns(model, alone=alone) if one.owner not in wait]:
+        wait: set[str] = set()
+        left, now_s = _PLACED_AT_ONCE, time.monotonic()
+        while tickets := [one for one in self.holds.turns(model) if one.owner not in wait]:
+            for ticket in tickets:
                 if left <= 0:
                     asyncio.get_running_loop().call_soon(self.place_held, model)
-                    break
-                for ticket in tickets:
-                    ticket.item.place()
-                    if self.holds.has(ticket):
-                        wait.add(ticket.owner)
-                    else:
-                        left -= 1
+                    return
+                choice = ticket.item.choose(now_s) if model in self.router.models else None
+                if choice is None:
+                    wait.add(ticket.owner)
+                    continue
+                self.holds.remove(ticket)
+                ticket.item.place.set_result(choice)
+                left -= 1
+
+    def end_held(self, model: str, refusal: Refusal) -> None:
+        """No request waits for this model any longer."""
+        while (ticket := self.holds.first(model)) is not None:
+            self.holds.remove(ticket)
+            ticket.item.refuse_hold(refusal)
 
     # -- what is said of a request once it is over
 

@@ -336,17 +336,13 @@ def test_a_release_that_does_not_import_is_none(key, tmp_path):
     assert Releases(tmp_path / "opt").all() == [] and Releases(tmp_path / "opt").current is None
 
 
-def test_the_compiled_gateway_the_pages_and_the_unit_come_to_their_places(key, tmp_path):
-    """Where the gateway looks for its compiled form depends on the very Python: its own code is asked."""
-    asked = "import sys\nfrom pathlib import Path\n\n\ndef directory():\n    return Path(sys.prefix) / 'lib' / 'made'\n"
-    modules = {"appliance/gateway/__init__.py": "", "appliance/gateway/compiled.py": asked}
-    (tmp_path / "a.so").write_text("compiled")
+def test_the_pages_and_the_unit_come_to_their_places(key, tmp_path):
+    (tmp_path / "page").write_text("page")
     (tmp_path / "unit").write_text("ExecStart=/opt/appliance/.venv/bin/appliance up\n")
-    names = {"gateway/http/a.so": "a.so", "share/appliance.service": "unit", "share/docs/offline.md": "a.so"}
+    names = {"share/appliance.service": "unit", "share/docs/offline.md": "page"}
     further = {name: tmp_path / file for name, file in names.items()}
-    run("sh", bundle(tmp_path, "1.0", key, modules=modules, further=further), "install", tmp_path / "opt")
+    run("sh", bundle(tmp_path, "1.0", key, further=further), "install", tmp_path / "opt")
     release = tmp_path / "opt" / "releases" / "1.0"
-    assert (release / "venv" / "lib" / "made" / "http" / "a.so").read_text() == "compiled"
     assert (release / "share" / "docs" / "offline.md").is_file()
     started = (release / "share" / "appliance.service").read_text()
     assert started == f"ExecStart={tmp_path}/opt/current/venv/bin/appliance up\n"

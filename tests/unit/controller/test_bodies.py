@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES
 from appliance.controller.http import bodies
+from appliance.controller.http.body_weight import check_weight
 from appliance.controller.http.strict_body import MOST_MISTAKES
 from appliance.controller.interfaces.errors import BadRequest
 from tests.unit.controller.conftest import ADMIN, Control
@@ -199,3 +200,14 @@ async def an_eval(control: Control) -> str:
     config = {"type": "custom", "item_schema": {"type": "object"}}
     made = await control.http.post("/v1/evals", json={"data_source_config": config, "testing_criteria": [check]})
     return str(made.json()["id"])
+
+
+@pytest.mark.parametrize("text", ['"', '\\"', "\\\\", '\\\\"', 'a"[1,2', "\\", "\\\\\\"])
+def test_the_count_of_values_agrees_with_the_parser_about_where_strings_end(text: str) -> None:
+    value = [text, [1, 2], {text: text}] * 20
+    weight = 12 * 41 + 4 * 60 + 3 * 20 - 1 + 20  # lists and objects, strings and keys, commas
+    raw = orjson.dumps(value)
+    padded = raw + b" " * len(raw)  # long enough to be looked at
+    check_weight(padded, weight)
+    with pytest.raises(BadRequest):
+        check_weight(padded, weight - 1)

@@ -115,7 +115,7 @@ async def test_owners_of_many_names_stand_in_the_table_once(bus: Bus, tmp_path: 
     bus.set_models(rows | {"all": models(r1="open")["m"] | {"owners": None}})
     assert bus.table_bytes < 50 * 300 + 100 * 80
     gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
-    table = parse_table(await gateway.table(), default_hold_s=1.0)
+    table = parse_table(await gateway.table())
     found = {model.name: model.owners for model in table.models}
     assert found["all"] is None and found["ft:a:ckpt-49"] == frozenset(owners) and not table.refused
     await gateway.close()

@@ -200,7 +200,7 @@ class Box:
         self.apply()
 
     def apply(self) -> None:
-        self.gateway.apply(parse_table(self.table(), default_hold_s=30.0))
+        self.gateway.apply(parse_table(self.table()))
 
     async def connect(self) -> Wire:
         wire = Wire(*await asyncio.open_connection("127.0.0.1", self.port))

@@ -1,13 +1,17 @@
-"""Routing tables in one go, for tests that need no turns of the loop in between."""
+"""Routing tables for tests that need no bus."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.gateway.routing.table import Table, parsing
+import orjson
+
+from appliance.gateway.routing.table import Table, read_message
 
 
-def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
-    """Raises TableInvalid."""
-    return next(filter(None, parsing(data, default_hold_s=default_hold_s)))
+def parse_table(data: Mapping[str, Any]) -> Table:
+    """Raises msgspec.ValidationError."""
+    table = read_message(orjson.dumps({"type": "table", **data}))
+    assert isinstance(table, Table)
+    return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import EXACT, Kind, plain_target, resolve
-from appliance.gateway.http.handler import Handler
 from appliance.gateway.payload.fields import FIELDS
-from appliance.gateway.server.client_connection import ClientConnection
 from weights.format.names import policy_name
 
 from .conftest import Box, Start, chat
@@ -355,36 +352,3 @@ async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_
         raise RuntimeError("a bug")
     box.state.box_troubles, box.state.controller_away = ["usage"], True
     assert await degraded() == ["controller", "sweep", "usage"]
-
-
-class _Ticking(Handler):
-    """Connections themselves are of the compiled class, which nothing stands in for."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.ticked = error, []
-
-    def tick(self, now_s: float) -> None:
-        self.ticked.append(now_s)
-        if self.error is not None:
-            raise self.error
-
-
-class _Transport(asyncio.Transport):
-    is_aborted = False
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-async def test_one_connection_that_cannot_be_looked_at_is_cut_and_stalls_no_other(start_box: Start) -> None:
-    box = await start_box()
-    box.apply()
-    connections = [ClientConnection(box.state, box.gateway.dispatch) for _ in range(9)]
-    for conn in connections:
-        conn.active, conn.transport = _Ticking(), _Transport()  # type: ignore[assignment]
-    connections[4].active.error = RuntimeError("a bug")  # type: ignore[union-attr]
-    box.state.connections = set(connections)
-    box.gateway.sweep(5.0)
-    assert [conn.active.ticked for conn in connections] == [[5.0]] * 9  # type: ignore[union-attr]
-    assert [conn.transport.is_aborted for conn in connections] == [False] * 4 + [True] + [False] * 4  # type: ignore[union-attr]
-    box.state.connections = set()

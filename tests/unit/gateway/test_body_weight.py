@@ -1,4 +1,4 @@
-"""No body costs more than it weighs: what would be slow to parse, to check or to prepare is refused by its numbers."""
+"""Bounds of a body: sizes, counts and depth, the fields it may have, and the forms that an engine has to prepare."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.fields import FIELDS
 from appliance.gateway.payload.request_check import check_body
 from appliance.gateway.payload.structure import measure_regex
@@ -35,29 +34,7 @@ def refusal(route: Any, body: bytes | dict[str, Any]) -> HttpError:
     return caught.value
 
 
-# --- counted before it is parsed
-
-
-HEAVY = {
-    "empty lists": b"[],",
-    "empty objects": b"{},",
-    "objects": b'{"a":1},',
-    "strings": b'"ab",',
-    "token ids": b"123456,",
-    "escaped quotes between lists": b'["\\"",[]],',
-}
-
-
-@pytest.mark.parametrize("name", HEAVY)
-def test_what_a_parser_would_make_millions_of_is_never_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def parse(_: bytes) -> None:
-        raise AssertionError("parsed")
-
-    piece = HEAVY[name]
-    body = b'{"model":"m","messages":[' + piece * (8 * MIB // len(piece) - 10) + b"1]}"
-    # Of the module as it runs, compiled or not, this is what it calls.
-    monkeypatch.setattr(orjson, "loads", parse)
-    assert refusal(CHAT, body).code == "too_many_values"
+# --- what a body may hold
 
 
 def long_texts() -> dict[str, bytes]:
@@ -72,7 +49,7 @@ def long_texts() -> dict[str, bytes]:
             "8 MB of prose": "Hello, world (again); it is [fine]. " * 220_000,
             "a table": "1,2,3;" * 1_200_000,
             "backslashes at the end": "\\" * 99_999,
-            "brackets": "[{" * 600_000,
+            "brackets": "[{" * 400_000,
         }.items()
     }
 
@@ -91,18 +68,6 @@ def test_what_real_requests_hold_is_far_below_the_limit() -> None:
     assert check_body(EMBEDDINGS, orjson.dumps({"model": "m", "input": ["a text"] * 2048}), LIMITS).model == "m"
     ids = [[7] * 400] * 160
     assert check_body(EMBEDDINGS, orjson.dumps({"model": "m", "input": ids}), LIMITS).model == "m"
-
-
-@pytest.mark.parametrize("text", ['"', '\\"', "\\\\", '\\\\"', 'a"[1,2', "\\", "\\\\\\"])
-def test_the_count_agrees_with_the_parser_about_where_strings_end(text: str) -> None:
-    """Were the quote after an escape taken for the end of a string, lists would hide, or texts be taken for lists."""
-    value = [text, [1, 2], {text: text}] * 20
-    weight = 12 * 41 + 4 * 60 + 3 * 20 - 1 + 20  # lists and objects, strings and keys, commas
-    raw = orjson.dumps(value)
-    padded = raw + b" " * len(raw)  # long enough to be looked at
-    check_weight(padded, weight)
-    with pytest.raises(HttpError):
-        check_weight(padded, weight - 1)
 
 
 def test_a_number_that_is_no_number_is_not_written_out() -> None:
@@ -159,115 +124,15 @@ def test_lists_have_bounds_and_say_them() -> None:
     assert refusal(EMBEDDINGS, {"model": "m", "messages": ["x"]}).param == "messages"
 
 
-ITEMS: list[tuple[Any, bool]] = [
-    ({"role": "user", "content": "x"}, True),
-    ({"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "x"}]}, True),
-    ({"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}, True),
-    (
-        {
-            "type": "message",
-            "role": "assistant",
-            "id": "msg_1",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": "x", "annotations": []}],
-        },
-        True,
-    ),
-    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, True),
-    ({"type": "function_call_output", "call_id": "c", "output": "x"}, True),
-    ({"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}]}, True),
-    ({"a": 1}, False),
-    ("x", False),
-    ({"role": "x", "content": "x"}, False),
-    ({"role": ["user"], "content": "x"}, False),
-    ({"role": "user"}, False),
-    ({"role": "user", "content": [{"type": "nope"}]}, False),
-    ({"role": "user", "content": [{"type": ["input_text"]}]}, False),
-    ({"role": "user", "content": [{"type": "input_text"}]}, False),
-    ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, True),
-    ({"type": "nope", "role": "user", "content": "x"}, False),
-    ({"type": "function_call", "call_id": "c", "name": "f"}, False),
-    ({"type": "function_call_output", "call_id": "c", "output": [{"a": 1}]}, True),
-    ({"type": "reasoning", "id": "rs_1"}, True),
-    # Whole but for one field: as dear as what fits nothing.
-    ({"role": "user", "content": "x", "status": "bogus", "id": 5}, True),
-    ({"role": "user", "content": "x", "phase": "bogus"}, False),
-    ({"role": "user", "content": "x", "phase": "final_answer"}, True),
-    ({"role": "user", "content": [{"type": "input_image", "detail": None}]}, False),
-    ({"role": "user", "content": [{"type": "input_image", "file_id": 5}]}, False),
-    ({"role": "user", "content": [{"type": "input_file", "file_data": "x", "filename": None}]}, False),
-    ({"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": None}]}, True),
-    (
-        {
-            "type": "message",
-            "role": "assistant",
-            "id": "msg_1",
-            "status": None,
-            "content": [{"type": "output_text", "text": "x", "annotations": []}],
-        },
-        True,
-    ),
-    (
-        {
-            "type": "message",
-            "role": "assistant",
-            "id": "msg_1",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": "x", "annotations": [1]}],
-        },
-        True,
-    ),
-    (
-        {
-            "type": "message",
-            "role": "assistant",
-            "id": "msg_1",
-            "status": "completed",
-            "phase": None,
-            "content": [
-                {"type": "output_text", "text": "x", "annotations": [{"type": "url_citation"}], "logprobs": []}
-            ],
-        },
-        True,
-    ),
-    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "bogus"}, True),
-    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": None, "status": None}, True),
-    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "caller": {}}, True),
-    ({"type": "function_call_output", "call_id": "c", "output": "x", "name": 5}, True),
-    ({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": 5}, True),
-    ({"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None}, True),
-]
+@pytest.mark.parametrize("item", ["x", 1, None, {}, {"role": ["user"], "content": "x"}])
+def test_items_without_role_or_type_are_refused_by_their_place(item: Any) -> None:
+    """An engine held each against its thirty types: 4,000 of them, 40 KB, stopped all its tokens for 41 s."""
+    assert refusal(RESPONSES, {"model": "m", "input": [{"role": "user", "content": "x"}, item]}).param == "input[1]"
 
 
-@pytest.mark.parametrize(("item", "known"), ITEMS)
-def test_items_that_fit_none_of_an_engines_types_may_be_few(item: Any, known: bool) -> None:
-    few, many = {"model": "m", "input": [item] * 8}, {"model": "m", "input": [item] * 9}
-    assert check_body(RESPONSES, orjson.dumps(few), LIMITS).model == "m"
-    if known:
-        assert check_body(RESPONSES, orjson.dumps(many), LIMITS).model == "m"
-    else:
-        assert refusal(RESPONSES, many).param == "input"
-
-
-def test_one_odd_item_may_not_be_large_and_what_stands_within_a_part_counts() -> None:
-    """Each part of an item that fits nothing is held against all types: 2,000 of them took 2.5 s and 90 MB."""
-    answered = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
-    text = {"type": "output_text", "text": "x", "annotations": []}
-    for item in (
-        {"role": "user", "content": [{"type": "nope"}] * 500},
-        {"role": "user", "content": [{"type": "input_file", "file_id": 5}] * 500},
-        {"type": "custom", "deep": {"deeper": [[1] * 300]}},
-        {**answered, "content": [{**text, "type": "nope"}] * 400},
-        {"type": "reasoning", "id": "rs_1", "summary": [1] * 2049},
-    ):
-        assert refusal(RESPONSES, {"model": "m", "input": [item]}).param == "input"
-    assert refusal(CHAT, chat(messages=[{"role": "user", "content": "x", "name": 5}] * 65)).param == "messages"
-
-
-def test_parts_of_no_known_type_may_be_few() -> None:
-    assert refusal(CHAT, chat(messages=[{"role": "user", "content": [{"a": 1}] * 65}])).param == "messages"
-    assert refusal(CHAT, chat(messages=[{"role": "user", "content": 5}] * 65)).param == "messages"
-    assert check_body(CHAT, orjson.dumps(chat(messages=[{"role": "user", "content": [{"a": 1}]}])), LIMITS)
+def test_a_body_holds_a_number_of_lists_and_objects() -> None:
+    error = refusal(CHAT, b'{"model":"m","messages":[' + b"[]," * (1 << 17) + b"1]}")
+    assert error.code == "too_many_values"
 
 
 # --- the allowlist
@@ -643,54 +508,23 @@ def test_a_forced_function_of_the_older_kind_costs_what_a_forced_tool_costs():
 
 
 MANY = 50_000
-ODD = {
-    "tokens that are not tokens": (COMPLETIONS, {"model": "m", "prompt": [1, *[1.5] * MANY]}),
-    "tokens below zero": (COMPLETIONS, {"model": "m", "prompt": [-1] * MANY}),
-    "lists of tokens below zero": (COMPLETIONS, {"model": "m", "prompt": [[-1]] * MANY}),
-    "tokens past any vocabulary": (COMPLETIONS, {"model": "m", "prompt": [1 << 32] * MANY}),
-    "a form without a type": (CHAT, {"response_format": {"triggers": [1] * MANY, "structures": [1] * MANY}}),
-    "a form with more than its schema": (
-        CHAT,
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "b": [1] * MANY}}},
-    ),
-    "tools of messages": (CHAT, {"messages": [{"role": "user", "content": "a", "task": 1, "tools": [1] * 20}] * 1000}),
-    "objects of messages": (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {"a": [1]}}] * 1000}),
-    "odd fields of parts": (
-        MESSAGES,
-        {"content": [{"type": "text", "text": "a", "tool_use_id": [1], "name": [1], "source": [1]}] * 1000},
-    ),
-    "tokens that are null": (COMPLETIONS, {"model": "m", "prompt": [1, *[None] * MANY]}),
-    "texts and tokens": (COMPLETIONS, {"model": "m", "prompt": ["a", *[1] * MANY]}),
-    "lists of other things": (COMPLETIONS, {"model": "m", "prompt": [[1], *[["a"]] * MANY]}),
-    "results of tools": (
-        MESSAGES,
-        {"content": [{"type": "tool_result", "tool_use_id": "a", "content": [1] * MANY}]},
-    ),
-    "a system of numbers": (MESSAGES, {"system": [1] * MANY}),
-    "tools without a type": (RESPONSES, {"tools": [{}] * 100}),
-    "tools that are not functions": (RESPONSES, {"tools": [{"type": "file_search", "vector_store_ids": [1] * MANY}]}),
-    "headers of a tool": (
-        RESPONSES,
-        {"tools": [{"type": "function", "name": "f", "headers": dict.fromkeys("ab", [1] * MANY)}]},
-    ),
-    "a choice of tools": (RESPONSES, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [1] * MANY}}),
-    "documents": (CHAT, {"documents": [{str(i): 1 for i in range(MANY)}]}),
-    "wrong fields of messages": (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": "x"}] * 1000}),
-    "roles": (CHAT, {"messages": [{"role": "x", "content": "a"}] * 1000}),
-    "audio": (CHAT, {"messages": [{"role": "user", "content": "a", "audio": [1] * MANY}]}),
-}
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_what_an_engine_would_hold_against_all_its_types_is_refused(name: str) -> None:
-    """Each of these took 0.1 to 3 s of an engine's loop, which wrote down up to 150,003 mismatches."""
-    route, fields = ODD[name]
-    asked: dict[str, Any] = {"model": "m"}
-    if route is RESPONSES:
-        asked["input"] = "x"
-    elif route is not COMPLETIONS:
-        asked |= {"max_tokens": 5, "messages": [{"role": "user", "content": fields.pop("content", "x")}]}
-    assert refusal(route, asked | fields).status == 400
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [1, *[1.5] * MANY],
+        [-1] * MANY,
+        [[-1]] * MANY,
+        [1 << 32] * MANY,
+        [1, *[None] * MANY],
+        ["a", *[1] * MANY],
+        [[1], *[["a"]] * MANY],
+    ],
+    ids=["fractions", "below zero", "lists below zero", "past any vocabulary", "null", "texts too", "lists of texts"],
+)
+def test_a_prompt_of_other_things_than_tokens_is_refused(prompt: list[Any]) -> None:
+    assert refusal(COMPLETIONS, {"model": "m", "prompt": prompt}).param == "prompt"
 
 
 def test_what_clients_send_beside_the_known_fields_passes() -> None:
@@ -720,11 +554,11 @@ def test_what_clients_send_beside_the_known_fields_passes() -> None:
 
 
 def test_messages_are_looked_at_beside_an_input_too() -> None:
-    """Nobody did; the engine took 6 s for 200 KB of them, and answered."""
-    messages = [{"role": "user", "content": [1] * 1000}]
-    assert refusal(EMBEDDINGS, {"model": "m", "input": "a", "messages": messages}).param == "messages"
-    assert refusal(EMBEDDINGS, {"model": "m", "messages": messages}).param == "messages"
-    assert refusal(EMBEDDINGS, {"model": "m", "messages": "x"}).param == "messages"
+    """Nobody did; the engine read them, and answered."""
+    messages = [{"role": "nobody", "content": "a"}]
+    assert refusal(EMBEDDINGS, {"model": "m", "input": "a", "messages": messages}).param.startswith("messages")
+    assert refusal(EMBEDDINGS, {"model": "m", "messages": messages}).param.startswith("messages")
+    assert refusal(EMBEDDINGS, {"model": "m", "messages": "x"}).param.startswith("messages")
 
 
 @pytest.mark.parametrize(
@@ -758,9 +592,8 @@ def test_parts_of_a_tools_result_count_as_parts_of_the_message() -> None:
 
     reference = {"type": "tool_reference", "name": "a"}
     assert b"parts of messages" in refusal(MESSAGES, asked(reference, 16_000)).body()
-    assert b"messages" in refusal(MESSAGES, asked({"type": "nobody knows"}, 100)).body()
     nested = {"type": "tool_result", "tool_use_id": "t", "content": [reference] * 40}
-    assert b"messages" in refusal(MESSAGES, asked(nested, 70)).body()
+    assert b"parts of messages" in refusal(MESSAGES, asked(nested, 70)).body()
     check_body(MESSAGES, orjson.dumps(asked({"type": "text", "text": "42"}, 10)), LIMITS)
 
 
@@ -833,16 +666,15 @@ def _called_with(route: Any, arguments: list[str]) -> dict[str, Any]:
     ("arguments", "code"),
     {
         "one": (['{"a":[' + "[]," * 200_000 + "1]}"], "too_many_values"),
-        "many": (['{"a":[' + "[]," * 1000 + "1]}"] * 200, "too_many_values"),
-        "an odd quote before": (['{"a', *['{"a":[' + "[]," * 1000 + "1]}"] * 200], "too_many_values"),
+        "deeper than any parser goes": (["[" * 5000 + "]" * 5000], "invalid_json"),
         "deep": (['{"a":' + "[" * 500 + "]" * 500 + "}"], "invalid_json"),
     }.values(),
 )
-def test_the_arguments_of_earlier_calls_are_weighed_as_the_body_is(route: Any, arguments: list[str], code: str) -> None:
+def test_the_arguments_of_earlier_calls_are_bounded_as_the_body_is(route: Any, arguments: list[str], code: str) -> None:
     assert refusal(route, _called_with(route, arguments)).code == code
 
 
-def test_the_arguments_of_a_call_of_the_older_kind_are_weighed_too() -> None:
+def test_the_arguments_of_a_call_of_the_older_kind_are_bounded_too() -> None:
     call = {"name": "f", "arguments": "[" * 5000 + "]" * 5000}
     asked = chat()
     asked["messages"] += [{"role": "assistant", "content": None, "function_call": call}]
@@ -907,7 +739,6 @@ def test_log_probabilities_as_evaluations_ask_for_them_pass() -> None:
         ({"prompt": [list(range(2048))] * 4, "prompt_logprobs": 0, "n": 64}, "prompt_logprobs"),
         ({"prompt": TEXT * 40, "echo": True, "n": 64, "truncate_prompt_tokens": 1}, "echo"),
         ({"prompt": TEXT * 40, "echo": True, "n": 64, "stream": True}, "echo"),
-        ({"prompt": [list(range(2049))] * 8, "return_token_ids": True, "n": 32, "max_tokens": 1}, "return_token_ids"),
         ({"prompt": TEXT * 40, "return_token_ids": True, "n": 64, "stream": True}, "return_token_ids"),
     ],
 )
@@ -945,25 +776,8 @@ def test_log_probabilities_of_answers_are_bounded_altogether(route: Any, body: d
 
 
 def test_so_are_those_of_a_stream_that_ends_with_all_of_them() -> None:
-    """The last three events of a stream of /v1/responses have each of them again: an engine kept an object of each, and
-    wrote them three times in one go."""
     asked = {"model": "m", "input": "x", "stream": True, "include": ["message.output_text.logprobs"]}
-    error = refusal(RESPONSES, {**asked, "top_logprobs": 20, "max_output_tokens": 1100})
-    assert (error.param, error.code) == ("max_output_tokens", "too_many_values") and "or stream" not in error.message
-    for more, most in (({"top_logprobs": 20}, 65536 // 63), ({}, 65536 // 3)):
-        ending = check_body(RESPONSES, orjson.dumps({**asked, **more}), LIMITS).ending
-        assert ending == b',"max_output_tokens":%d' % most
-    assert check_body(RESPONSES, orjson.dumps({**asked, "max_output_tokens": 900}), LIMITS).ending == b""
-    assert check_body(RESPONSES, orjson.dumps({**asked, "include": []}), LIMITS).ending == b""
-
-
-def test_an_answer_whose_length_nobody_says_ends_where_they_are_too_many() -> None:
-    def ending(route: Any, **more: Any) -> bytes:
-        return check_body(route, orjson.dumps(more), LIMITS).ending
-
-    assert ending(CHAT, **PLAIN_CHAT, top_logprobs=5) == b',"max_completion_tokens":%d' % (65536 // 6)
-    assert ending(RESPONSES, model="m", input="x", top_logprobs=5) == b',"max_output_tokens":%d' % (65536 // 6)
-    assert ending(CHAT, **PLAIN_CHAT, top_logprobs=5, max_tokens=900) == b""
-    assert ending(CHAT, **PLAIN_CHAT, top_logprobs=5, stream=True) == b""
-    assert ending(CHAT, **{**PLAIN_CHAT, "logprobs": False}) == b""
-    assert ending(COMPLETIONS, model="m", prompt="x", logprobs=5) == b""  # an engine writes 16 tokens then
+    error = refusal(RESPONSES, {**asked, "top_logprobs": 20, "max_output_tokens": 4000})
+    assert (error.param, error.code) == ("max_output_tokens", "too_many_values")
+    for more in ({"top_logprobs": 20}, {"max_output_tokens": 900}, {"include": []}):
+        check_body(RESPONSES, orjson.dumps({**asked, **more}), LIMITS)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import ValidationError
 
-from appliance.gateway import bus as bus_module
 from appliance.gateway.access.request import Request
 from appliance.gateway.bus import BusClient
-from appliance.gateway.core.errors import TableInvalid
-from appliance.gateway.observe.metrics import RECENT_S
-from appliance.gateway.routing.table import ROWS_AT_ONCE
-from appliance.gateway.state.reports import Reported, load_report
+from appliance.gateway.observe.row_load import RECENT_S
+from appliance.gateway.state.reports import load_report
 from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, chat, request_bytes
@@ -98,7 +97,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
             "prefill_tokens_per_s": None,
             "arrived_requests": 1,
             "arrived_prompt_tokens": 3,
-            "arrived_prompts": box.state.metrics.prompt_sizes("n"),
+            "arrived_prompts": {"7": 1},
             "first_tokens": {},
         }
     }
@@ -106,70 +105,40 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
 
 
-async def test_a_table_of_many_names_is_read_with_the_loop_free_in_between(
-    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """50,000 names held the loop that sends tokens for a quarter of a second, at each change of any of them."""
-    models = {f"ft:starter:ann:{n}": {"owners": 0} for n in range(20 * ROWS_AT_ONCE)}
-    state, turns, reading = box.state, 0, False
-    await bus.report(generation=state.generation)
-    wanted = state.generation + 1
-    parsed, steps = bus_module.parsing, []
-
-    def heard(*message: Any, **how: Any) -> Any:
-        nonlocal reading
-        reading = True
-        for found in parsed(*message, **how):
-            if found is None:
-                steps.append(turns)
-            yield found
-        reading = False
-
-    monkeypatch.setattr(bus_module, "parsing", heard)
-    await bus.push({"type": "table", "generation": wanted, "models": models, "audiences": [["ann"]]})
-    async with asyncio.timeout(30):
-        while state.generation != wanted:
-            turns += reading
-            await asyncio.sleep(0)
-    assert len(steps) == len(set(steps)) == 20, "each of them in a turn of the loop of its own"
-    assert len(state.router.models) == len(models)
-
-
-async def test_after_its_first_report_a_gateway_says_of_models_what_changed(
+async def test_reports_after_the_first_have_only_models_with_requests_in_the_last_minute(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand names that were asked once are not in every report for ever."""
-    metrics, told = box.state.metrics, Reported()
+    metrics, told, now_s = box.state.metrics, set[str](), time.monotonic()
     box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
     box.apply()
     for number in range(1000):
-        metrics.arrived(f"n{number}", 3, 0.0)
+        metrics.arrived(f"n{number}", 3, now_s - 1000.0)
     first = load_report(box.state, told)
     assert first["whole"] and len(first["models"]) == 1000
     again = load_report(box.state, told)
     assert not again["whole"] and again["models"] == {}
-    metrics.arrived("n7", 3, 0.0)
+    metrics.arrived("n7", 3, now_s)
     said = load_report(box.state, told)["models"]
     assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
     row = box.models.pop("n8")
     box.apply()
-    assert load_report(box.state, told)["models"] == {"n8": None}
+    assert load_report(box.state, told)["models"].keys() == {"n7", "n8"}
+    assert load_report(box.state, told)["models"].keys() == {"n7"}, "that it is gone is said once"
     box.models["n8"] = row
     box.apply()
-    assert load_report(box.state, told)["models"] == {}, "it counts from nothing, and reports nothing of it until then"
-    metrics.arrived("n8", 3, 0.0)
+    assert load_report(box.state, told)["models"].keys() == {"n7"}, "it counts from nothing"
+    metrics.arrived("n8", 3, now_s)
     assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
     assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
 
-    request, now_s = Request(b"POST", b"/v1/chat/completions", {}, "1.1"), time.monotonic()
+    request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
     request.model, request.received_s = "n9", now_s - 0.5
     metrics.first_byte(request, now_s)
     metrics.finished(request, now_s)
     assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] == pytest.approx(0.5)
-    assert load_report(box.state, told)["models"] == {}
     monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
-    said = load_report(box.state, told)["models"]
-    assert said.keys() == {"n9"} and said["n9"]["ttft_p95_s"] is None, "of the last minute"
+    assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] is None
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 2 * RECENT_S)
     assert load_report(box.state, told)["models"] == {}
 
 
@@ -179,7 +148,7 @@ async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBu
     box.state.metrics.arrived("m", 3, 0.0)
     box.state.on_change(True)
     report = await bus.report()
-    assert not report["whole"] and report["models"]["m"]["arrived_requests"] == 1
+    assert report["models"]["m"]["arrived_requests"] == 1
     await bus.stop()
     await bus.start()
     report = await bus.report(whole=True)
@@ -211,6 +180,16 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
     assert report["replicas"]["e0"]["inflight"] == 0
 
 
+async def test_a_revoked_key_ends_with_the_table_that_lacks_it(box: Box, bus: DummyBus) -> None:
+    first, digest = box.table(), hashlib.sha256(b"sk-other").hexdigest()
+    for row, status in (({"id": "r", "scopes": ["inference"]}, 200), ({"expired_s": 1_787_224_000.0}, 401)):
+        generation = box.state.generation + 1
+        await bus.push({**first, "generation": generation, "keys": {**first["keys"], digest: row}})
+        await bus.report(generation=generation)
+        assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-other")).status == status
+    assert box.state.expired == {digest: 1_787_224_000.0}
+
+
 async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
     before = box.state.generation
     good = box.table()
@@ -220,35 +199,6 @@ async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: Dum
     await bus.report(generation=900)
     assert before < 900
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-
-
-@pytest.mark.parametrize("left", [None, {"expired_s": 1_787_224_000.0}], ids=["revoked", "expired"])
-async def test_a_key_that_was_ended_ends_before_the_models_beside_it_are_read(
-    box: Box, bus: DummyBus, monkeypatch: pytest.MonkeyPatch, left: dict[str, float] | None
-) -> None:
-    """left: what the new table says of it."""
-    await box.engine("e1")
-    first, revoked = box.table(), hashlib.sha256(b"sk-revoked").hexdigest()
-    await bus.push(
-        {**first, "generation": 60, "keys": {**first["keys"], revoked: {"id": "r", "scopes": ["inference"]}}}
-    )
-    await bus.report(generation=60)
-    assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-revoked")).status == 200
-    parsed, known = bus_module.parsing, list[bool]()
-
-    def heard(*message: Any, **how: Any) -> Any:
-        for found in parsed(*message, **how):
-            known.append(revoked in box.state.keys)
-            yield found
-
-    monkeypatch.setattr(bus_module, "parsing", heard)
-    models = {**first["models"], **{f"m{n}": {} for n in range(2 * ROWS_AT_ONCE)}}
-    keys = {**first["keys"], **({} if left is None else {revoked: left})}
-    await bus.push({**first, "generation": 61, "models": models, "keys": keys})
-    await bus.report(generation=61)
-    assert known == [False] * 3 and "m" in box.state.router.models
-    for status, key in ((401, "sk-revoked"), (200, "sk-test-all")):
-        assert (await box.ask("POST", "/v1/chat/completions", chat(), key=key)).status == status
 
 
 async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(box: Box, bus: DummyBus) -> None:
@@ -264,10 +214,10 @@ async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(
     table = {
         **first,
         "generation": 51,
-        "models": {"m": {**row, "replicas": [{"id": "x"}, *row["replicas"]]}, "n": {"version": "\n"}},
+        "models": {"m": row, "o": {**row, "replicas": [{"id": "x"}, *row["replicas"]]}, "n": {"version": "\n"}},
         "keys": {
             **first["keys"],
-            odd: {**whole, "id": "key_o", "models": ["m", "modèle", 7]},
+            odd: {**whole, "id": "key_o", "models": ["m", "modèle"]},
             bad: {**whole, "id": "key\r\nx: y"},
         },
     }
@@ -277,9 +227,9 @@ async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(
         assert (await box.ask("POST", "/v1/chat/completions", chat(), key=f"sk-{key}")).status == status, key
     said = report["notes"]
     assert len(said) == 3 and all(text.startswith("the gateway skips a row of its table: ") for text in said)
-    assert all(any(part in text for text in said) for part in ("models.m.replicas.0", "models.n", f"keys.{bad[:8]}"))
+    assert all(any(part in text for text in said) for part in ("$.replicas[0]", "models.n", f"keys.{bad[:8]}"))
     assert box.state.metrics.events["table_row_refused"] == 3
-    assert b"appliance_gateway_table_rows_refused 3" in (await box.ask("GET", "/metrics")).body
+    assert b"appliance_gateway_table_rows_refused 3.0" in (await box.ask("GET", "/metrics")).body
     await bus.push({**table, "generation": 52})
     assert (await bus.report(generation=52))["notes"] == said
     assert box.state.metrics.events["table_row_refused"] == 3, "said once, not with every table"
@@ -303,7 +253,7 @@ async def test_line_that_is_not_json_costs_the_connection_not_the_table(box: Box
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
-GOOD_REPLICA = {"id": "e", "socket": "/s", "state": "open"}
+GOOD_REPLICA = {"id": "e", "socket": "/s", "version": "v1", "state": "open"}
 
 
 @pytest.mark.parametrize(
@@ -312,53 +262,54 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "state": "open"}
         ({"generation": "1"}, "generation"),
         ({"models": []}, "models"),
         ({"keys": "k"}, "keys"),
+        ({"type": "newer"}, "type"),
     ],
 )
-def test_what_is_no_table_is_named(change: dict[str, Any], where: str) -> None:
-    with pytest.raises(TableInvalid, match=where):
-        parse_table({"generation": 1, "models": {}, "keys": {}, **change}, default_hold_s=1.0)
+def test_read_message_names_the_field_that_is_wrong(change: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValidationError, match=where):
+        parse_table({"generation": 1, "models": {}, "keys": {}, **change})
 
 
 @pytest.mark.parametrize(
-    ("change", "where"),
+    ("change", "row", "problem"),
     [
-        ({"models": {"m": {"task": "sing"}}}, "models.m.task"),
-        ({"models": {"m": {"hold_s": -1}}}, "models.m.hold_s"),
-        ({"models": {"m": {"replicas": {}}}}, "models.m.replicas"),
-        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "state": "closed"}]}}}, "models.m.replicas.0.state"),
-        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "socket": "s"}]}}}, "models.m.replicas.0.socket"),
-        ({"models": {"m": {"version": "v1\r\nx: y"}}}, "models.m.version"),
-        ({"keys": {"short": {"id": "k"}}}, "keys.short"),
-        ({"keys": {"a" * 64: {"id": "k\r\nx: y"}}}, "keys.aaaaaaaa….id"),
-        ({"models": {"m": {"version": "v" * 9000 + "\n"}}}, "models.m.version"),
-        ({"models": {"m": {"canary": {"share": 2}}}}, "models.m.canary.share"),
-        ({"models": {"m": {"trouble": {"reason": "?"}}}}, "models.m.trouble.next_try_s"),
-        ({"models": {"m": []}}, "models.m"),
-        ({"keys": {"a" * 64: {"id": "k", "scopes": ["admin\n"]}}}, "keys.aaaaaaaa….scopes"),
-        ({"keys": {"a" * 64: {"id": "k", "scopes": ["inference,admin"]}}}, "keys.aaaaaaaa….scopes"),
-        ({"keys": {"a" * 64: {"id": "gateway", "scopes": ["gateway"]}}}, "keys.aaaaaaaa….scopes"),
-        ({"keys": {"a" * 64: None}}, "keys.aaaaaaaa…"),
+        ({"models": {"m": {"task": "sing"}}}, "models.m: ", "$.task"),
+        ({"models": {"m": {"hold_s": -1}}}, "models.m: ", "$.hold_s"),
+        ({"models": {"m": {"replicas": {}}}}, "models.m: ", "$.replicas"),
+        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "state": "closed"}]}}}, "models.m: ", "$.replicas[0].state"),
+        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "socket": "s"}]}}}, "models.m: ", "$.replicas[0].socket"),
+        ({"models": {"m": {"version": "v1\r\nx: y"}}}, "models.m: ", "$.version"),
+        ({"keys": {"short": {"id": "k"}}}, "keys.short", "SHA-256"),
+        ({"keys": {"a" * 64: {"id": "k\r\nx: y"}}}, "keys.aaaaaaaa…: ", "$.id"),
+        ({"models": {"m": {"version": "v" * 9000 + "\n"}}}, "models.m: ", "$.version"),
+        ({"models": {"m": {"canary": {"share": 2}}}}, "models.m: ", "$.canary.share"),
+        ({"models": {"m": {"trouble": {"reason": "?"}}}}, "models.m: ", "$.trouble"),
+        ({"models": {"m": []}}, "models.m: ", "array"),
+        ({"keys": {"a" * 64: {"id": "k", "scopes": ["admin\n"]}}}, "keys.aaaaaaaa…: ", "$.scopes"),
+        ({"keys": {"a" * 64: {"id": "k", "scopes": ["inference,admin"]}}}, "keys.aaaaaaaa…: ", "$.scopes"),
+        ({"keys": {"a" * 64: {"id": "gateway", "scopes": ["gateway"]}}}, "keys.aaaaaaaa…: ", "$.scopes"),
+        ({"keys": {"a" * 64: None}}, "keys.aaaaaaaa…: ", "null"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_named_and_costs_no_other(change: dict[str, Any], where: str) -> None:
+def test_read_message_skips_only_a_malformed_row_and_names_the_problem(
+    change: dict[str, Any], row: str, problem: str
+) -> None:
     sound = {"models": {"good": {"replicas": [GOOD_REPLICA]}}, "keys": {"b" * 64: {"id": "k", "scopes": ["admin"]}}}
     rows = {name: {**sound[name], **change.get(name, {})} for name in sound}
-    table = parse_table({"generation": 1, **rows}, default_hold_s=1.0)
+    table = parse_table({"generation": 1, **rows})
     (said,) = table.refused
-    assert said.startswith(where) and len(said) < 400
+    assert said.startswith(row) and problem in said and len(said) < 400
     assert "b" * 64 in table.keys and "a" * 64 not in table.keys
     assert [replica.id for model in table.models if model.name == "good" for replica in model.replicas] == ["e"]
 
 
 def test_table_defaults() -> None:
-    table = parse_table(
-        {"generation": 3, "models": {"m": {"version": "v2", "replicas": [GOOD_REPLICA]}}}, default_hold_s=9
-    )
+    table = parse_table({"generation": 3, "models": {"m": {"version": "v2", "replicas": [GOOD_REPLICA]}}})
     (model,) = table.models
-    assert model.replicas[0].version == "v2" and model.hold_s == 9 and model.task == "generate"
+    assert model.replicas[0].id == "e" and model.hold_s == math.inf and model.task == "generate"
 
 
 def test_a_key_says_whose_it_is() -> None:
     keys = {"a" * 64: {"id": "k", "owner": "Zoë"}, "b" * 64: {"id": "k2"}}
-    table = parse_table({"generation": 3, "models": {}, "keys": keys}, default_hold_s=9)
+    table = parse_table({"generation": 3, "models": {}, "keys": keys})
     assert [caller.owner for caller in table.keys.values()] == ["Zoë", "k2"]

@@ -43,10 +43,10 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
     assert "expires in 5.0 days" in note and str(cert) in note
     self_signed(tmp_path, days=90, number=2)
     now = time.monotonic() + LOOK_EVERY_S
-    box.gateway.sweep(now)
+    await box.gateway.sweep(now)
     assert await _serial(box.port) == 1, "what has just been written may not be all"
     box.changes.clear()
-    box.gateway.sweep(now + LOOK_EVERY_S)
+    await box.gateway.sweep(now + LOOK_EVERY_S)
     assert await _serial(box.port) == 2 and box.changes == [True]
     assert load_report(box.state)["notes"] == []
     asked = await _metric(box.state)
@@ -57,8 +57,8 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
 
 
 async def _metric(state: State) -> float:
-    (row,) = [row for row in gauges(state) if row[0] == "appliance_tls_expiry_seconds"]
-    return row[3]
+    (family,) = [family for family in gauges(state) if family.name == "appliance_tls_expiry_seconds"]
+    return family.samples[0].value
 
 
 async def test_sighup_takes_it_up_at_once(start_box: Start, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
         cert.write_bytes(cert.read_bytes()[:100])
     for _ in range(3):
         box.gateway.reload()
-        box.gateway.sweep(time.monotonic() + 1000.0)
+        await box.gateway.sweep(time.monotonic() + 1000.0)
     assert await _serial(box.port) == 1
     (note,) = load_report(box.state)["notes"]
     assert "cannot be loaded, the old one stays" in note

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
-import time
 
 import pytest
 
@@ -59,7 +59,7 @@ async def test_partial_plain_answer_is_retried_because_nothing_was_sent(box: Box
     assert box.state.metrics.events["retried"] == 1
 
 
-@pytest.mark.parametrize("ending", ["reset", "clean end of HTTP", "garbage"])
+@pytest.mark.parametrize("ending", ["reset", "clean end of HTTP"])
 async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> None:
     first = chat_events("hel", "lo")[0]
 
@@ -69,8 +69,6 @@ async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> Non
         await asyncio.sleep(0.01)
         if ending == "reset":
             reply.die()
-        elif ending == "garbage":
-            await reply.raw(b"this is not a chunk\r\n")
         else:
             await reply.end()
 
@@ -123,7 +121,7 @@ async def test_an_error_event_never_joins_a_half_written_event(box: Box) -> None
     assert response.body.startswith(b'data: {"error":'), "half an event says nothing, so it is not sent"
     asked = chat(stream=True, stream_options={"include_usage": True})
     response = await box.ask("POST", "/v1/chat/completions", asked)
-    assert b'"cont\n\ndata: {"error":' in response.body
+    assert b"cont" not in response.body and response.body.startswith(b'data: {"error":')
 
 
 async def test_large_plain_answer_cut_short_breaks_the_transfer(box: Box) -> None:
@@ -295,10 +293,9 @@ async def test_who_asks_so_much_that_its_engine_is_silent_pays_and_the_engine_ta
     if hangs:
         box.models["m"]["replicas"][0]["avoid"] = True
         box.apply()
-    box.state.spending._rate.answered("m", 1_000_000, 1, 1.0)
     assert (await box.ask("POST", "/v1/chat/completions", chat(max_tokens=300))).status == 504
     (row,) = box.state.spending.meter.take()
-    assert (row["prompt_tokens"] > 0, row["completion_tokens"]) == ((False, 0) if hangs else (True, 300))
+    assert (row["prompt_tokens"] > 0, row["completion_tokens"]) == ((False, 0) if hangs else (True, 0))
     assert (box.state.router.loads["e0"].failures == 1) is hangs
     if not hangs:
         box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)
@@ -337,10 +334,9 @@ async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
             await wire.head()
             wire.close()
         box.wires.clear()
-    await box.until(lambda: not box.state.connections)
+    await box.until(lambda: not box.state.connections and not box.state.exchanges)
     assert box.state.metrics.events["client_disconnected"] == 200
     assert box.state.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
-    assert box.state.pool._idle == {}
 
 
 @pytest.mark.parametrize("ends", [b"\n\n", b""], ids=["many events", "one long event"])
@@ -365,50 +361,36 @@ async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_r
     wire = await box.connect()
     wire.reader._limit = 1  # the stream reader stops reading its socket at once
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
-    await box.until(lambda: any(conn.write_paused for conn in box.state.connections))
-    conn = next(conn for conn in box.state.connections if conn.write_paused)
+    await box.until(lambda: any(conn.flow.write_paused for conn in box.state.connections))
+    conn = next(conn for conn in box.state.connections if conn.flow.write_paused)
     for _ in range(5):
         assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
     # On a machine that is slow enough it has been dropped by now.
-    assert conn.transport is None or conn.transport.get_write_buffer_size() < 1 << 20
+    assert conn.transport.is_closing() or conn.transport.get_write_buffer_size() < 1 << 20
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 60)
     assert sent < 40 << 20
     assert box.state.metrics.events["client_stalled"] == 1
 
 
-@pytest.mark.parametrize(
-    "sent, stalled_s, stays", [(0, 55.0, True), (0, 65.0, False), (1 << 20, 180.0, True), (1 << 20, 200.0, False)]
-)
-async def test_a_client_may_hold_up_an_answer_no_longer_than_its_least_rate_allows(
-    box: Box, sent: int, stalled_s: float, stays: bool
-) -> None:
-    """Each pause is short, so that only their sum tells: 60 s, and what 8 KiB a second need for what was sent."""
-    box.engines["e0"].script = sends(ends=False)
-    wire = await box.connect()
-    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
-    await box.until(lambda: any(conn.active_request for conn in box.state.connections))
-    conn = next(iter(box.state.connections))
-    conn.active_request.sent_bytes = sent
-    conn._stalled_s = stalled_s
-    conn.pause_writing()
-    conn.tick(time.monotonic())
-    assert box.state.metrics.events["client_stalled"] == (not stays)
-    assert (conn in box.state.connections and not conn.transport.is_closing()) == stays
+async def test_a_client_may_hold_up_an_answer_no_longer_than_its_least_rate_allows(start_box: Start) -> None:
+    """Each pause is short, so that only their sum tells."""
+    box = await start_box(limits={"answer_grace_s": 0.2, "answer_bytes_per_s": 1 << 30})
 
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        while True:
+            await reply.chunk(b"data: " + b"x" * 65536 + b"\n\n")
 
-async def test_an_idle_connection_ends_although_its_client_has_not_read_the_end_of_its_answer(box: Box) -> None:
+    await box.engine("e0", script)
+    box.serve("m", "e0")
     wire = await box.connect()
-    await wire.send(request_bytes("GET", "/health", b""))
-    await wire.head()
-    (conn,) = box.state.connections
     wire.reader._limit = 1
-    conn.transport.write(b"x" * (16 << 20))  # more than the kernel takes for a client that does not read
-    conn.write_paused = False
-    now_s = time.monotonic()
-    conn.tick(now_s + 80)
-    assert conn in box.state.connections, "it gets a minute for the rest"
-    conn.tick(now_s + 160)
-    await box.until(lambda: conn not in box.state.connections)
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    while not box.state.metrics.events["client_stalled"]:
+        with contextlib.suppress(ConnectionError):
+            await wire.reader.read(1 << 16)
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(box.engines["e0"].lost.wait(), 60)
 
 
 async def test_slow_reader_gets_everything(box: Box) -> None:
@@ -422,49 +404,3 @@ async def test_slow_reader_gets_everything(box: Box) -> None:
         got += data
         await asyncio.sleep(0)
     assert got == b"".join(events)
-
-
-async def test_stale_pooled_connection_costs_no_attempt(box: Box) -> None:
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    (idle,) = box.state.pool._idle.values()
-    assert len(idle) == 1
-
-    async def dies_on_old_connection(request: UpstreamRequest, reply: Reply) -> None:
-        if box.engines["e0"].connections == 1:
-            reply.die()
-        else:
-            await answer_chat(request, reply)
-
-    box.engines["e0"].script = dies_on_old_connection
-    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    assert box.state.metrics.events["retried"] == 0
-    assert box.state.metrics.events["upstream_died"] == 0
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        "content-length: 2\r\ncontent-length: 900",
-        "transfer-encoding: chunked\r\ncontent-length: 2",
-        "content-length: 2, 2",
-        "content-length: 0x2",
-        "connection: close\r\ncontent-length: 2",
-        "date: x\r\nContent-Length: 2",
-        "content-length: 3",
-    ],
-)
-async def test_answers_after_one_whose_head_is_remembered(box: Box, head: str) -> None:
-    """A head like the last one is not parsed again; one that differs, in whatever way, is."""
-    heads = ["content-length: 2", "content-length: 2", head, "content-length: 2"]
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        said = heads.pop(0) if heads else "content-length: 2"
-        body = b"2\r\n{}\r\n0\r\n\r\n" if "chunked" in said else b"{} " if said.endswith("3") else b"{}"
-        await reply.raw(f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{said}\r\n\r\n".encode() + body)
-        if said not in ("content-length: 2", "content-length: 3"):
-            reply.die()
-
-    box.engines["e0"].script = script
-    for _ in range(4):
-        response = await box.ask("POST", "/v1/chat/completions", chat())
-        assert response.status == 200 and response.body.strip() == b"{}"

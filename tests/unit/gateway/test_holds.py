@@ -1,4 +1,4 @@
-"""appliance/gateway/routing/holds.py: who may wait, who is next, whose time is up."""
+"""appliance/gateway/routing/holds.py: who may wait, and who is next."""
 
 from __future__ import annotations
 
@@ -54,15 +54,6 @@ def test_every_bound_has_its_own_refusal() -> None:
     assert holds.add("o", 0, 1, 5.0, 0.0) is Refusal.REQUESTS
 
 
-def test_expired_are_taken_out() -> None:
-    holds: Holds[int] = Holds(BOUNDS)
-    for i, deadline in enumerate((1.0, 3.0, 2.0)):
-        holds.add("m", i, 10, deadline, 0.0)
-    assert [ticket.item for ticket in holds.expired(2.0)] == [0, 2]
-    assert holds.count == 1 and holds.body_bytes == 10
-    assert holds.expired(2.0) == []
-
-
 class HoldsMachine(RuleBasedStateMachine):
     """Counts always equal what is queued, and no bound is ever exceeded."""
 
@@ -85,14 +76,6 @@ class HoldsMachine(RuleBasedStateMachine):
         if self.model:
             key = list(self.model)[index % len(self.model)]
             assert self.holds.remove(self.model.pop(key))
-
-    @rule(step=st.integers(1, 3))
-    def expire(self, step: int) -> None:
-        self.now += step
-        late = {ticket.item for ticket in self.holds.expired(self.now)}
-        assert late == {key for key, ticket in self.model.items() if ticket.deadline_s <= self.now}
-        for key in late:
-            del self.model[key]
 
     @invariant()
     def agrees(self) -> None:

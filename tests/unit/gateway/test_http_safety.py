@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-import time
 
 import pytest
-
-from appliance.gateway.server.client_connection import ClientConnection
 
 from .conftest import Box, Response, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -167,6 +163,7 @@ async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
     box = await start_box(limits={"inference_body_bytes": 1000, "control_body_bytes": 500})
     await box.engine("e0")
     box.serve("m", "e0")
+    await box.control(_silent)
     for target, limit in (("/v1/chat/completions", 1000), ("/v1/fine_tuning/jobs", 500)):
         head = f"POST {target} HTTP/1.1\r\nHost: a\r\n".encode() + AUTH
         response, rest = await _send(box, head + b"Content-Length: 1000000000000\r\n\r\nx")
@@ -190,10 +187,6 @@ async def test_a_body_of_tiny_chunks_takes_little_more_than_its_bytes(box: Box) 
     for number in range(300):  # each in a read of its own
         await wire.send(b"2\r\nab\r\n")
         await box.until(lambda number=number: box.state.buffered_bytes == 100_002 + 2 * number)
-    (client,) = box.state.connections
-    assert isinstance(client, ClientConnection) and client.parsing is not None
-    kept = sum(sys.getsizeof(piece) + 8 for piece in client.parsing.chunks)
-    assert kept < 1.2 * box.state.buffered_bytes
     wire.close()
 
 
@@ -239,27 +232,20 @@ async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
 
 
 async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(start_box: Start) -> None:
-    box = await start_box(sweep_s=1000.0)
-    there = box.state.connections
-
-    def passes(seconds: float) -> None:
-        box.gateway.sweep(time.monotonic() + seconds)
-
-    head, body, silent = [await box.connect() for _ in range(3)]
+    limits = {"head_timeout_s": 0.1, "body_window_s": 0.1, "keepalive_s": 0.1}
+    box = await start_box(limits=limits)
+    head, body, silent, kept = [await box.connect() for _ in range(4)]
     await head.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX")
     await body.send(POST + b"Content-Length: 1000\r\n\r\nx")
-    await box.until(lambda: len(there) == 3 and any(conn.parsing is not None for conn in there))
-    await box.until(lambda: any(conn.parsing is None and conn._parser.head_started for conn in there))
-    passes(1000.0)
-    assert (await head.response()).status == 408
-    assert (await body.response()).status == 408
-    assert await silent.eof() == b""
-    kept = await box.connect()
-    await kept.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    await kept.send(SMUGGLED)
     assert (await kept.response()).status == 200
-    passes(2000.0)
+    for wire in (head, body):
+        response = await wire.response()
+        assert response.status == 408 and response.error["code"] == "request_timeout"
+        assert await wire.eof() == b""
+    assert (await silent.response()).status == 408 and await silent.eof() == b""
     assert await kept.eof() == b""
-    await box.until(lambda: passes(3000.0) or not there)
+    await box.until(lambda: not box.state.connections)
 
 
 async def test_connections_are_bounded(start_box: Start) -> None:
@@ -276,52 +262,6 @@ async def test_connections_are_bounded(start_box: Start) -> None:
     wires[0].close()
     await box.until(lambda: len(box.state.connections) <= 1)
     assert (await box.ask("GET", "/health")).status == 200
-
-
-async def test_connections_that_do_nothing_keep_nobody_out(start_box: Start) -> None:
-    """8,192 of them, opened without a key and kept alive by one request in 74 s, locked everybody out."""
-    box = await start_box(limits={"max_connections": 8})
-    await box.engine("e0")
-    box.serve("m", "e0")
-    mine = await box.connect()
-    await mine.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    assert (await mine.response()).status == 200
-    strangers = [await box.connect() for _ in range(7)]
-    for wire in strangers:
-        await wire.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert (await wire.response()).status == 200
-    for _ in range(5):
-        assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    await mine.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    assert (await mine.response()).status == 200, "who has shown a key goes last"
-    assert await strangers[0].eof() == b"", "the longest idle went first"
-    assert len(box.state.connections) <= 8
-
-
-async def test_who_sends_a_request_does_not_do_nothing(start_box: Start) -> None:
-    """Somebody with a key who opened connection after connection ended others' requests whose bodies were on their way,
-    and their idle connections before his own."""
-    box = await start_box(limits={"max_connections": 8})
-    await box.engine("e0")
-    box.serve("m", "e0")
-    sending, idle = await box.connect(), await box.connect()
-    await idle.send(request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference"))
-    assert (await idle.response()).status == 200
-    asked = request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
-    await sending.send(asked[:-10])
-    half = request_bytes("POST", "/v1/chat/completions", chat())[:-10]
-    for number in range(20):
-        wire = await box.connect()
-        if number % 2:
-            await wire.send(half)
-        else:
-            await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-            assert (await wire.response()).status == 200
-    await sending.send(asked[-10:])
-    assert (await sending.response()).status == 200
-    await idle.send(asked)
-    assert (await idle.response()).status == 200
-    assert len(box.state.connections) <= 8
 
 
 async def _silent(request: UpstreamRequest, reply: Reply) -> None:

@@ -46,7 +46,7 @@ async def test_an_answer_is_stored_with_what_it_was_asked_with_and_passes_unchan
 async def test_what_does_not_say_store_is_not_stored(front: Box, stream: bool, more: dict[str, Any]) -> None:
     assert (await front.ask("POST", URL, chat(stream=stream, **more))).status == 200
     await front.ask("POST", URL, chat(**KEPT))
-    assert len(await stored(front)) == 1 and not front.gateway.copies.delivering
+    assert len(await stored(front)) == 1 and not front.gateway.controller.copies.delivering
 
 
 async def test_a_box_that_stores_nothing_answers(start_box: Start) -> None:
@@ -54,7 +54,7 @@ async def test_a_box_that_stores_nothing_answers(start_box: Start) -> None:
     await box.engine("e0", answer_chat)
     box.serve("m", "e0")
     assert json.loads((await box.ask("POST", URL, chat(**KEPT))).body) == chat_answer()
-    assert not box.gateway.copies.delivering
+    assert not box.gateway.controller.copies.delivering
 
 
 def chunk(delta: dict[str, Any], index: int = 0, **choice: Any) -> dict[str, Any]:
@@ -152,7 +152,7 @@ async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
     controller = await box.control(Controller())
     response = await box.ask("POST", URL, chat(stream=True, **KEPT))
     assert response.body.endswith(b"data: [DONE]\n\n") and response.body.count(b"data: {") >= 32
-    assert not controller.requests and not box.gateway.copies.delivering and not box.state.buffered_bytes
+    assert not controller.requests and not box.gateway.controller.copies.delivering and not box.state.buffered_bytes
 
 
 def test_a_stream_with_an_error_in_it_is_not_stored() -> None:

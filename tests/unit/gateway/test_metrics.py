@@ -6,14 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.observe.exposition import STALE_S, Family, WorkerSnapshots, render
-from appliance.gateway.observe.metrics import LEAST_SERIES, SERIES, SERIES_PER_MODEL, Metrics, key_class
+from appliance.gateway.observe.exposition import STALE_S, WRITE_EVERY_S, WorkerSnapshots, joined
+from appliance.gateway.observe.metrics import MOST_SERIES, Metrics, key_class
 from appliance.gateway.routing.table import Caller
-from appliance.gateway.state.reports import metrics_text
+from appliance.gateway.state.reports import Series, metrics_text, series_text
 from appliance.gateway.state.state import State
 
 from .conftest import Box, chat
@@ -51,7 +52,7 @@ def test_tokens_are_counted_by_direction_and_those_of_the_cache_apart() -> None:
         request.model, request.model_version, request.status = "m", "v1", 200
         request.tokens.prompt, request.tokens.found, request.tokens.completion = prompt, found, completion
         metrics.finished(request, 1.0)
-    told = values(render(metrics.families([])))
+    told = values(generate_latest(metrics))
     of = {"key_class": "none", "model": "m", "version": "v1"}
     by = {way: tuple(sorted((of | {"direction": way}).items())) for way in ("input", "output")}
     assert told["appliance_gateway_tokens_total", by["input"]] == 22
@@ -64,7 +65,7 @@ async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
 
     async def control(request: UpstreamRequest, reply: Reply) -> None:
         assert (request.method, request.target) == ("GET", "/admin/v1/metrics")
-        assert request.headers["x-appliance-scopes"] == "inference,fine_tuning,admin"
+        assert request.headers["x-appliance-scopes"] == "admin,fine_tuning,inference"
         body = b"# HELP appliance_mode m\n# TYPE appliance_mode gauge\nappliance_mode 1.0\n"
         await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
@@ -90,46 +91,50 @@ async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> N
         assert "traceparent" not in box.engines["e0"].requests[-1].headers
 
 
-def test_workers_make_one_answer(tmp_path: Path) -> None:
-    bus = str(tmp_path / "bus.sock")
-    first, second = WorkerSnapshots(bus, "gateway-0"), WorkerSnapshots(bus, "gateway-1")
-
-    def families(worker: str, count: int) -> list[Family]:
-        metrics = Metrics(worker)
-        metrics.requests["a", 200] = count
-        return metrics.families([])
-
-    second.write(families("gateway-1", 5), time.monotonic())
-    text = render(first.joined(families("gateway-0", 2)))
+async def test_workers_make_one_answer(tmp_path: Path) -> None:
+    states = [State(GatewayConfig("", str(tmp_path / "bus"), name=f"gateway-{n}", workers=2)) for n in range(2)]
+    for state, count in zip(states, (2, 5), strict=True):
+        state.metrics.requests["a", 200] = count
+    first, second = states
+    assert second.snapshots is not None
+    second.snapshots.write(series_text(Series(second)), time.monotonic())
+    text = await metrics_text(first, controller_up=False)
     assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
     rows = values(text)
     assert all("worker" in dict(labels) for _, labels in rows)
     found = {dict(labels)["worker"]: value for (name, labels), value in rows.items() if name.endswith("requests_total")}
     assert found == {"gateway-0": 2, "gateway-1": 5}
-    assert not second.due(time.monotonic()) and second.due(time.monotonic() + 2)
+    now_s = time.monotonic()
+    assert not second.snapshots.due(now_s) and second.snapshots.due(now_s + WRITE_EVERY_S)
 
 
-def test_a_worker_that_is_gone_is_left_out(tmp_path: Path, monkeypatch: Any) -> None:
-    bus = str(tmp_path / "bus.sock")
-    WorkerSnapshots(bus, "gone").write([Family("a", "gauge", "A.", ['a{worker="gone"} 1'])], 0.0)
-    (tmp_path / "bus.sock.metrics.torn").write_text("{")
-    own = [Family("a", "gauge", "A.", ['a{worker="me"} 2'])]
-    assert len(values(render(WorkerSnapshots(bus, "me").joined(own)))) == 2
+def test_snapshots_of_a_worker_that_is_gone_are_left_out(tmp_path: Path, monkeypatch: Any) -> None:
+    text, bus = "# HELP a A.\n# TYPE a gauge\na 1\n", str(tmp_path / "bus.sock")
+    WorkerSnapshots(bus, "gone").write(text, 0.0)
+    assert WorkerSnapshots(bus, "gone").others() == []
+    assert WorkerSnapshots(bus, "me").others() == [text]
     later = time.time() + STALE_S + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    assert list(values(render(WorkerSnapshots(bus, "me").joined(own))).values()) == [2]
+    assert WorkerSnapshots(bus, "me").others() == []
 
 
-def test_label_sets_stay_bounded() -> None:
+def test_joined_puts_the_samples_of_one_name_together() -> None:
+    one = '# HELP a A.\n# TYPE a gauge\na{w="# HELP b"} 1\n# HELP b B.\n# TYPE b gauge\nb 1\n'
+    other = '# HELP a A.\n# TYPE a gauge\na{w="2"} 2\n'
+    assert joined([one, other]).decode().splitlines()[2:4] == ['a{w="# HELP b"} 1', 'a{w="2"} 2']
+
+
+def test_series_beyond_the_bound_replace_the_oldest() -> None:
     metrics = Metrics()
-    for version in range(3 * SERIES_PER_MODEL):
+    for version in range(3 * MOST_SERIES):
         request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
         request.model, request.model_version = "m", f"v{version}"
         metrics.finished(request, 1.0)
-    kept = [key[1] for key in metrics.models["m"]]
-    assert len(kept) == SERIES_PER_MODEL and kept[-1] == f"v{3 * SERIES_PER_MODEL - 1}"
+    newest = {f"v{version}" for version in range(2 * MOST_SERIES, 3 * MOST_SERIES)}
+    assert {version for _, version, _ in metrics.series} == newest
+    assert {dict(labels)["version"] for name, labels in values(generate_latest(metrics)) if "tokens" in name} == newest
     metrics.forget_models([])
-    assert not metrics.models
+    assert not metrics.series and not metrics.rows and b"v1" not in generate_latest(metrics)
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
 
 
@@ -139,76 +144,23 @@ def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
     for model, version, whose in (*combined, *reversed(combined)):
         request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
         request.model, request.model_version, request.status = model, version, 200
-        request.caller = Caller("key", "key", whose, b"")
+        request.caller = Caller("key", "key", whose)
         metrics.first_byte(request, 1.0)
         metrics.finished(request, 1.0)
-    found = {key: series for of_model in metrics.models.values() for key, series in of_model.items()}
-    assert found.keys() == {(model, version, next(iter(whose))) for model, version, whose in combined}
-    assert {series.statuses[200] for series in found.values()} == {sum(s.ttft.counts) for s in found.values()} == {2}
-    metrics.forget_models(["b"])
-    metrics.finished(request, 1.0)
-    assert metrics.models["a"]["a", "v1", "inference"].statuses[200] == 1
-
-
-def asked(metrics: Metrics, owner: str, model: str) -> None:
-    request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
-    request.model, request.model_version = model, "v1"
-    request.caller = Caller(f"key_{owner}", owner, frozenset({"inference"}), b"inference", owner=owner)
-    metrics.finished(request, 1.0)
-
-
-def test_however_many_names_an_owner_asks_the_series_are_bounded_and_others_keep_theirs() -> None:
-    """They are written on the loop that sends tokens."""
-    metrics = Metrics()
-    asked(metrics, "ann", "hers")
-    for number in range(3 * SERIES):
-        asked(metrics, "bob", f"his-{number}")
-    rows = values(render(metrics.families([])))
-    told = {dict(labels)["model"] for name, labels in rows if name == "appliance_gateway_model_requests_total"}
-    assert len(told) == SERIES == len(metrics.models) and {"hers", f"his-{3 * SERIES - 1}"} <= told
-    asked(metrics, "ann", "hers")
-    (hers,) = metrics.models["hers"].values()
-    assert hers.statuses[0] == 2
-    metrics.forget_models(["hers"])
-    for number in range(SERIES):
-        asked(metrics, "bob", f"again-{number}")
-    assert len(metrics.models) == SERIES and "hers" in metrics.models
-
-
-def test_workers_have_so_many_series_together() -> None:
-    """Who is asked for /metrics writes those of all: 512 at each of eight held its loop for 0.8 s."""
-    for workers, most in ((1, SERIES), (4, SERIES // 4), (8, SERIES // 8), (64, LEAST_SERIES)):
-        metrics = State(GatewayConfig("", "", workers=workers)).metrics
-        for number in range(SERIES + 10):
-            asked(metrics, "bob", f"his-{number}")
-        assert len(metrics.models) == most
-        assert f"his-{SERIES + 9}" in metrics.models
-
-
-def test_what_nobody_asked_since_it_was_told_is_not_written_again() -> None:
-    metrics = Metrics()
-    for number in range(100):
-        asked(metrics, "bob", f"his-{number}")
-    before = render(metrics.families([]))
-    written = {name: series.told for name, of_model in metrics.models.items() for series in of_model.values()}
-    assert all(written.values())
-    asked(metrics, "bob", "his-7")
-    after = render(metrics.families([]))
-    assert len(after) == len(before) and after != before
-    again = {
-        name
-        for name, of_model in metrics.models.items()
-        for series in of_model.values()
-        if series.told is not written[name]
-    }
-    assert again == {"his-7"}
+    told = values(generate_latest(metrics))
+    for model, version, whose in combined:
+        labels = {"model": model, "version": version, "key_class": next(iter(whose))}
+        assert told["appliance_gateway_time_to_first_byte_seconds_count", tuple(sorted(labels.items()))] == 2
+        labels["status"] = "200"
+        assert told["appliance_gateway_model_requests_total", tuple(sorted(labels.items()))] == 2
+    assert len(metrics.series) == len(combined)
 
 
 async def test_names_that_nobody_asks_have_no_row(box: Box) -> None:
     await box.ask("POST", "/v1/chat/completions", chat())
     box.state.router.models |= {f"ckpt-{number}": box.state.router.models["m"] for number in range(100)}
-    text = metrics_text(box.state, controller_up=False)
-    assert b'appliance_gateway_held{model="m"} 0' in text and b"ckpt-" not in text
+    text = await metrics_text(box.state, controller_up=False)
+    assert b'appliance_gateway_held{model="m"} 0.0' in text and b"ckpt-" not in text
 
 
 async def test_a_scrape_leaves_no_connection_to_the_controller(box: Box) -> None:

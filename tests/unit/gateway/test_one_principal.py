@@ -17,9 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from appliance.gateway.http.outbox import Outbox
-from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, UpstreamListener, UpstreamPool
-
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import chat_answer
 
@@ -102,8 +99,8 @@ def _written_by_the_gateway(head: bytes) -> bool:
     lines = head[:-4].split(b"\r\n")
     names = [line.partition(b": ")[0].lower() for line in lines[1:]]
     values = dict(line.partition(b": ")[::2] for line in lines[1:])
-    if lines[0].startswith(b"POST /v1/chat/completions ") or b"host: engine" in lines:
-        return lines[1] == b"host: engine" and names.count(b"x-request-id") == 1 and b"x-evil" not in names
+    if lines[0].startswith(b"POST /v1/chat/completions ") or b"Host: engine" in lines:
+        return lines[1] == b"Host: engine" and names.count(b"x-request-id") == 1 and b"x-evil" not in names
     once = all(names.count(name) == 1 for name in (b"x-appliance-gateway", b"x-appliance-key-id", b"x-request-id"))
     return once and values[b"x-appliance-gateway"] == TOKEN.encode() and values[b"x-appliance-key-id"] == b"key_all"
 
@@ -238,109 +235,3 @@ async def test_a_get_is_sent_again_on_another_connection(box: Box) -> None:
     assert (await box.ask("GET", "/v1/files")).status == 200
     assert len(controller.heads) == 3
     controller.stop()
-
-
-# -- the connection's own promise, without a gateway around it
-
-
-class _Transport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.written, self.closed = b"", False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-
-class _Listener(UpstreamListener):
-    def __init__(self) -> None:
-        self.done, self.lost = False, False
-
-    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
-        self.done = self.done or done
-
-    def upstream_lost(self, conn: UpstreamConnection) -> None:
-        self.lost = True
-
-    def upstream_paused(self, paused: bool) -> None:
-        return
-
-
-HEAD = b"POST /x HTTP/1.1\r\nhost: a\r\n\r\n"
-EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-
-
-async def _conn() -> tuple[UpstreamPool, UpstreamConnection, _Transport, _Listener]:
-    pool, transport = UpstreamPool(Outbox()), _Transport()
-    conn = UpstreamConnection(pool, "/x")
-    conn.connection_made(transport)
-    return pool, conn, transport, _Listener()
-
-
-@pytest.mark.parametrize(("owes", "body"), [(5, b""), (5, b"abcd"), (CHUNKED, b""), (CHUNKED, b"abcd")])
-async def test_who_still_owes_a_body_is_not_kept(owes: int, body: bytes) -> None:
-    pool, conn, transport, owner = await _conn()
-    conn.start(owner, HEAD, owes)
-    if body:
-        conn.write_body(body)
-    conn.data_received(EMPTY)
-    assert owner.done and transport.closed and pool.acquire("/x") is None
-
-
-@pytest.mark.parametrize("owes", [5, CHUNKED])
-async def test_who_has_given_all_of_it_is_kept(owes: int) -> None:
-    pool, conn, transport, owner = await _conn()
-    conn.start(owner, HEAD, owes)
-    conn.write_body(b"ab")
-    conn.write_body(b"cde")
-    conn.end_body()
-    conn.data_received(EMPTY)
-    assert owner.done and pool.acquire("/x") is conn and not transport.closed
-    conn.flush()
-    assert transport.written == HEAD + (b"abcde" if owes == 5 else b"2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n")
-
-
-async def test_a_body_never_runs_over_its_length() -> None:
-    _, conn, transport, owner = await _conn()
-    conn.start(owner, HEAD, 4)
-    conn.write_body(b"ab")
-    conn.write_body(b"cde")
-    assert owner.lost and transport.closed and b"cde" not in transport.written
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        EMPTY + b"H",
-        EMPTY + EMPTY,
-        EMPTY[:-2] + b"x: y\r\n\r\nHTTP/1.1 200",
-        b"HTTP/1.1 204 No Content\r\ncontent-length: 5\r\n\r\n",
-        b"HTTP/1.1 304 Not Modified\r\ntransfer-encoding: chunked\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-    ],
-)
-async def test_after_an_answer_that_is_not_exactly_one_the_connection_is_not_kept(answer: bytes) -> None:
-    pool, conn, transport, owner = await _conn()
-    conn.start(owner, HEAD)
-    conn.data_received(answer)
-    assert (owner.done or owner.lost) and transport.closed and pool.acquire("/x") is None
-
-
-async def test_an_interim_answer_is_none() -> None:
-    pool, conn, _, owner = await _conn()
-    conn.start(owner, HEAD)
-    conn.data_received(b"HTTP/1.1 100 Continue\r\n\r\n")
-    assert not owner.done
-    conn.data_received(EMPTY)
-    assert owner.done and pool.acquire("/x") is conn

@@ -92,7 +92,7 @@ async def test_the_version_named_is_the_engines_own(box: Box) -> None:
     for stream in (False, True):
         response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
         assert response.headers["x-appliance-model-version"] == "v2"
-    assert "v2" in {version for _, version, _ in box.state.metrics.models["m"]}
+    assert "v2" in {version for _, version, _ in box.state.metrics.series}
     box.serve("mine", "e0")
     box.models["mine"]["adapter"] = "a7"
     box.apply()
@@ -237,14 +237,14 @@ async def test_what_a_cache_of_prefixes_had_is_not_counted_as_computed(box: Box)
         await reply.json({**chat_answer(), "usage": usage})
 
     box.engines["e0"].script = script
-    assert box.state.metrics.computed_part("m") is None
+    assert box.state.metrics.rows["m"].computed_part is None
     for _ in range(2):
         await box.ask("POST", "/v1/chat/completions", chat())
-    estimated = box.state.metrics.arrivals("m")[1]
+    estimated = box.state.metrics.rows["m"].arrived_prompt_tokens
     report = load_report(box.state)["models"]["m"]
     assert report["computed_part"] == pytest.approx(2 * 10 / estimated) and report["prompt_tokens"] == 0
     box.state.metrics.forget_models([])
-    assert box.state.metrics.computed_part("m") is None
+    assert "m" not in box.state.metrics.rows
 
 
 async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: Box) -> None:
@@ -261,14 +261,14 @@ async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: B
 
     box.engines["e0"].script = script
     await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    one = box.state.metrics.arrivals("m")[1]
+    one = box.state.metrics.rows["m"].arrived_prompt_tokens
     two = [asyncio.create_task(box.ask("POST", "/v1/chat/completions", chat(stream=True))) for _ in range(2)]
     await box.until(lambda: len(waiting) == 3)
     go_on.set()
     await asyncio.gather(*two)
     assert waiting[0] == one > 0 and waiting[2] == 2 * one
     assert load_report(box.state)["models"]["m"]["waiting_prompt_tokens"] == 0
-    samples = box.state.metrics._idle_starts["m"]
+    samples = box.state.metrics.rows["m"]._prefills
     assert 1 <= len(samples) <= 2 and samples[0][0] == one, "not of one that found or got a neighbour"
     box.state.metrics.forget_models([])
-    assert box.state.metrics.arrivals("m")[0] == 0 and not box.state.metrics.first_tokens("m")
+    assert "m" not in box.state.metrics.rows

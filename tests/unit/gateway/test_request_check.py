@@ -11,7 +11,7 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import NOT_FOR_TEMPLATES, Checked, check_body, with_model
+from appliance.gateway.payload.request_check import NOT_FOR_TEMPLATES, Checked, check_body, check_length, with_model
 from tests.e2e.request_fuzz import REQUESTS, changed, places
 
 from .conftest import Box, chat
@@ -260,25 +260,31 @@ def test_the_adapters_name_replaces_the_model_and_nothing_else(body):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("route", "more", "fits"),
     [
-        {},
-        {"user": "a"},
-        {"max_tokens": 7},
-        {"max_completion_tokens": 9, "max_tokens": 7},
-        {"temperature": None},
-        {"seed": 1, "top_p": 0.5, "stream": False},
-        {"max_tokens": 5000},
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]}, False),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 1000}], "safety_identifier": "x" * 900}, True),
+        (COMPLETIONS, {"prompt": "x" * 2000}, False),
+        (COMPLETIONS, {"prompt": "x" * 2000, "truncate_prompt_tokens": 5}, True),
+        (COMPLETIONS, {"prompt": ["x" * 1000] * 5}, True),
+        (COMPLETIONS, {"prompt": [7] * 2000}, True),
+        (EMBEDDINGS, {"input": ["x" * 1000, "x" * 2000]}, False),
+        (RESPONSES, {"input": "x" * 2000, "truncation": "auto"}, True),
     ],
 )
-def test_a_plain_request_is_found_to_be_what_the_long_way_finds(more: dict[str, Any]) -> None:
-    plain = chat(**more)
-    # A field that means nothing here sends it the long way, and adds its bytes to the estimate.
-    spelt, longer = orjson.dumps(plain), orjson.dumps({**plain, "service_tier": "auto"})
-    short, long = check_body(CHAT, spelt, LIMITS), check_body(CHAT, longer, LIMITS)
-    assert short.tokens - len(spelt) // 4 == long.tokens - len(longer) // 4
-    assert (short.model, short.stream, short.prefix()) == ("m", False, long.prefix())
-    assert short.conversation() == long.conversation()
+def test_a_prompt_that_cannot_fit_into_the_context_is_refused(route: Any, more: dict[str, Any], fits: bool) -> None:
+    checked = check_body(route, orjson.dumps({"model": "m", **more}), LIMITS)
+    if fits:
+        check_length(checked, 100)
+        return
+    with pytest.raises(HttpError) as caught:
+        check_length(checked, 100)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_a_picture_is_no_text_of_the_prompt() -> None:
+    checked = check_body(CHAT, _image("data:image/png;base64," + "A" * 100_000).encode(), LIMITS)
+    check_length(checked, 100)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_b
         assert (await box.ask("POST", URL, {"model": "m", "input": str(number)})).status == 200
     await box.control(Controller())
     assert [copy["input"] for copy in await stored(box, 3)] == ["0", "1", "2"]
-    await box.until(lambda: not box.gateway.copies.delivering)
+    await box.until(lambda: not box.gateway.controller.copies.delivering)
 
 
 async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Start) -> None:
@@ -184,7 +184,7 @@ async def test_copies_of_one_owner_that_wait_leave_the_others_room(start_box: St
     box = await start_box(limits={"owner_copies_bytes": 700})
     await box.engine("e0", answer_response)
     box.serve("m", "e0")
-    copies, asked = box.gateway.copies, {"model": "m", "input": "x"}
+    copies, asked = box.gateway.controller.copies, {"model": "m", "input": "x"}
     said = [json.loads((await box.ask("POST", URL, asked)).body)["store"] for _ in range(2)]
     assert said == [True, False]
     assert copies.has_room("another", 700) and not copies.has_room("another", 701)
@@ -248,13 +248,13 @@ async def test_a_batch_that_is_refused_costs_no_copy_that_is_not(
         assert (await box.ask("POST", URL, {"model": "m", "input": text})).status == 200
     controller = await box.control(Refusing())
     assert [copy["input"] for copy in await stored(box, len(left))] == left
-    await box.until(lambda: not box.gateway.copies.delivering)
+    await box.until(lambda: not box.gateway.controller.copies.delivering)
     assert box.state.metrics.events["responses_not_stored"] == 3 - len(left)
     asked = len(controller.requests)
     for text in ("3", "4"):
         await box.ask("POST", URL, {"model": "m", "input": text})
     await stored(box, len(left) + 2)
-    assert len(controller.requests) > asked and not box.gateway.copies._alone
+    assert len(controller.requests) > asked
 
 
 @pytest.mark.parametrize("stream", [False, True])

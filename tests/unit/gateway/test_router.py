@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.gateway.routing.router import AFFINITY_FACTOR, AFFINITY_SLACK_TOKENS, Choice, Model, Replica, Router
+from appliance.gateway.routing.router import AFFINITY_FACTOR, AFFINITY_SLACK_TOKENS, Choice, Router
+from appliance.gateway.routing.table import Model, Replica
 
 
 def _model(name: str = "m", **states: str) -> Model:
@@ -39,23 +40,6 @@ def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_la
     assert [choice.replica.id for choice in chosen if choice] == ["b"] * 3, "however loaded the other is"
     last = router.choose("m", 1, True, lambda: b"0", 0.0)
     assert last is not None and last.replica.id == "a"
-
-
-def test_a_replica_is_crowded_for_others_where_one_owner_has_most_of_it() -> None:
-    router = _router(_model(a="open"))
-
-    def take(owner: str, number: int) -> None:
-        for _ in range(number):
-            assert router.choose("m", 1, False, lambda: b"0", 0.0, owner=owner)
-
-    load = router.loads["a"]
-    take("b", 1)
-    take("m", 4)
-    assert not load.crowded_for("b"), "a few are no crowd"
-    take("m", 1)
-    assert load.crowded_for("b") and not load.crowded_for("m")
-    take("b", 4)
-    assert not load.crowded_for("b"), "as many of each"
 
 
 def test_unknown_model_is_a_key_error() -> None:

@@ -39,7 +39,7 @@ async def held_then_died_once(box: Box, headers: str) -> None:
     await box.until(lambda: box.state.holds.held("m") == 1)
     box.serve("m", "e0")
     assert b"[DONE]" in (await wire.response()).body
-    await box.until(lambda: not any(conn.active for conn in box.state.connections))
+    await box.until(lambda: not box.state.exchanges)
 
 
 async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Collector) -> None:

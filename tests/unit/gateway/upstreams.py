@@ -122,6 +122,7 @@ async def _read_request(reader: asyncio.StreamReader) -> UpstreamRequest:
     headers = {}
     for line in lines:
         name, _, value = line.partition(": ")
+        name = name.lower()
         assert name not in headers, f"{name} sent twice"
         headers[name] = value
     body = b""

@@ -1,0 +1,166 @@
+"""Passes requests to the controller and its answers back, and asks it what the gateway itself needs.
+
+Bodies of any size stream in both directions, as fast as the slower side. Only error answers are kept whole, to give
+them the API's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+from urllib.parse import quote
+
+import aiohttp
+from yarl import URL
+
+from appliance.gateway.access.admission import body_limit
+from appliance.gateway.access.page_login import cookies
+from appliance.gateway.access.request import Request
+from appliance.gateway.answers.transcript import joined
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.http import wire
+from appliance.gateway.http.sessions import read_up_to
+from appliance.gateway.inference.copies import Copies
+from appliance.gateway.payload.request_check import Checked, check_body
+from appliance.gateway.state.exchange import ClientGone, Exchange
+from appliance.gateway.state.state import State
+
+ERROR_BODY_BYTES: Final = 64 * 1024
+METRICS_PATH: Final = "/admin/v1/metrics"
+METRICS_WAIT_S: Final = 2.0
+METRICS_BYTES: Final = 8 << 20
+_RETRY_S: Final = 0.05
+
+
+class Controller:
+    """copies: answers on their way to its store."""
+
+    def __init__(self, state: State) -> None:
+        self.copies = Copies(state)
+        self._state = state
+
+    async def relay(self, exchange: Exchange, body: bytes | None = None) -> None:
+        """Answers with what the controller answers. body: the request's, if it was read already."""
+        state, request = self._state, exchange.request
+        data: bytes | AsyncIterator[bytes] | None = body
+        headers = wire.controller_headers(request, state.token)
+        if body is None and (request.chunked or request.content_length):
+            data = exchange.pieces(body_limit(request.route, state.limits))
+            if request.content_length is not None:
+                headers.append(("content-length", str(request.content_length)))
+        async with self._answer(request, headers, data) as response:
+            if response.status >= 400:
+                error = errors.from_upstream(response.status, await read_up_to(response.content, ERROR_BODY_BYTES))
+                after = response.headers.get("retry-after", "")
+                if after.isdigit() and len(after) < 10:
+                    error.retry_after_s = min(max(int(after), 1), errors.MAX_RETRY_AFTER_S)
+                raise error
+            await self._pass_on(exchange, response)
+
+    async def _pass_on(self, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+        request = exchange.request
+        request.first_byte_s = time.monotonic()
+        theirs = {name.lower(): value for name, value in response.raw_headers}
+        headers = [*wire.controller_response_headers(theirs), (b"x-content-type-options", b"nosniff")]
+        headers += [*cookies(theirs, self._state.config.tls_cert_path is not None), exchange.processing()]
+        if b"content-length" in theirs and response.status not in (204, 304):
+            headers.append((b"content-length", theirs[b"content-length"]))
+        await exchange.begin(response.status, headers)
+        if not request.head_only:  # of an endless stream the head alone may be asked for
+            async for piece in response.content.iter_any():
+                await exchange.write(piece)
+        await exchange.finish()
+
+    @asynccontextmanager
+    async def _answer(
+        self, request: Request, headers: list[tuple[str, str]], data: bytes | AsyncIterator[bytes] | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Raises HttpError 503 while the controller is away, 502 if it stops while it answers, 504 if it is silent."""
+        state, limits = self._state, self._state.limits
+        session = state.engines.of(state.config.controller_socket, lasting=False)
+        url = URL(f"http://appliance{request.target.decode('ascii', 'replace')}", encoded=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=limits.upstream_silence_s)
+        until_s, answered = time.monotonic() + limits.controller_wait_s, False
+        while True:
+            try:
+                async with session.request(
+                    request.method.decode(), url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+                ) as response:
+                    answered = True
+                    yield response
+                    return
+            except aiohttp.ClientConnectorError:
+                # Nothing was sent: it is restarting, and the request waits a moment for it.
+                if time.monotonic() >= until_s:
+                    state.metrics.events["controller_away"] += 1
+                    raise _restarting() from None
+                await asyncio.sleep(_RETRY_S)
+            except aiohttp.SocketTimeoutError:
+                raise HttpError(
+                    504, "The controller did not answer in time.", kind="server_error", code="timeout"
+                ) from None
+            except (aiohttp.ClientError, OSError) as error:
+                if isinstance(error.__cause__, (HttpError, ClientGone)):
+                    raise error.__cause__ from None  # the body broke off
+                if not answered and request.method == b"GET" and time.monotonic() < until_s:
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                raise HttpError(
+                    502 if answered or request.method != b"GET" else 503,
+                    "The controller of this box stopped while it answered. Please retry.",
+                    kind="server_error",
+                    code="controller_away",
+                    retry_after_s=2,
+                ) from None
+
+    async def metrics(self, request: Request) -> bytes:
+        """The controller's own series; empty while it does not answer."""
+        state = self._state
+        session = state.engines.of(state.config.controller_socket, lasting=False)
+        headers = wire.identity(request, state.token)
+        timeout = aiohttp.ClientTimeout(total=METRICS_WAIT_S)
+        try:
+            async with session.get(f"http://appliance{METRICS_PATH}", headers=headers, timeout=timeout) as response:
+                body = await read_up_to(response.content, METRICS_BYTES)
+                return body if response.status == 200 and len(body) < METRICS_BYTES else b""
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return b""
+
+    async def with_previous(self, request: Request, body: bytes, checked: Checked) -> tuple[bytes, Checked]:
+        """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
+        state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
+        assert transcript is not None and request.caller is not None and request.use is not None
+        assert request.route is not None
+        # It counts against the controller: a hundred bytes can name a conversation of megabytes.
+        state.spending.admit_control(request.caller, request.use, state.limits)
+        asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
+        earlier = b""
+        async with self._answer(asks, wire.identity(request, state.token), None) as response:
+            async for piece in response.content.iter_any():
+                earlier += piece
+                if len(earlier) > limit:
+                    raise _conversation_too_large(limit)
+            if response.status != 200:
+                raise errors.from_upstream(response.status, earlier)
+        whole = joined(body, transcript.input, earlier)
+        if len(whole) > limit:
+            raise _conversation_too_large(limit)
+        state.take_body(request, len(whole) - len(body))
+        again = check_body(request.route, whole, state.limits)
+        transcript.has_previous = True
+        again.transcript = transcript
+        return whole, again
+
+
+def _conversation_too_large(limit: int) -> HttpError:
+    error = errors.body_too_large(limit)
+    error.close = False  # what the client sent was not
+    return error
+
+
+def _restarting() -> HttpError:
+    return errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)

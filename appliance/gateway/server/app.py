@@ -1,0 +1,230 @@
+"""Answers every request: its head is admitted, its body read, and what its route says does the rest.
+
+One coroutine per request, from the socket to the engine or the controller and back. What ends it early: an HttpError
+becomes its answer, a client that left or a revoked key cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Final
+
+import orjson
+
+from appliance.gateway.access.admission import LOGIN_BODY_BYTES, check_head, check_scopes, key_digest
+from appliance.gateway.access.page_login import check_asked_by_the_page, login_digest
+from appliance.gateway.access.request import Request
+from appliance.gateway.control.controller import Controller
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, PREFLIGHT, Kind, plain_target, resolve
+from appliance.gateway.http import wire
+from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
+from appliance.gateway.inference.inference import Inference
+from appliance.gateway.observe.exposition import CONTENT_TYPE
+from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
+from appliance.gateway.routing.table import Caller
+from appliance.gateway.state.exchange import ClientGone, Exchange
+from appliance.gateway.state.reports import metrics_text
+from appliance.gateway.state.state import State
+from appliance.ui.site import TO_THE_PAGE, site
+from appliance.ui.site import answer as answer_file
+
+log = logging.getLogger("appliance.gateway")
+
+_JSON: Final = b"application/json"
+
+
+class App:
+    """The ASGI application."""
+
+    def __init__(self, state: State, controller: Controller) -> None:
+        self._state = state
+        self._controller = controller
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        state = self._state
+        exchange = Exchange(state, scope, receive, send)
+        request = exchange.request
+        state.exchanges.add(exchange)
+        try:
+            await self._answer(exchange)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            if exchange.ended is not None and (task := asyncio.current_task()) is not None:
+                task.uncancel()
+                await _failed(exchange, exchange.ended)
+        except HttpError as error:
+            await _failed(exchange, error)
+        except Exception as error:  # noqa: BLE001 - logged, and the client is told
+            log.error("a request was not answered", exc_info=error, extra=request.ids)
+            await _failed(exchange, HttpError(500, "The gateway failed.", kind="server_error", code="internal_error"))
+        finally:
+            state.exchanges.discard(exchange)
+            if exchange.connection.exchange is exchange:  # else the next one's on the same connection
+                exchange.connection.exchange = None
+            if not exchange.finished:
+                request.status = request.status or 499
+                state.metrics.events["client_disconnected"] += 1
+            state.finished(request, time.monotonic())
+
+    async def _answer(self, exchange: Exchange) -> None:
+        state, request = self._state, exchange.request
+        request.received_s = time.monotonic()
+        request.request_id = wire.accepted_request_id(request.headers) or state.new_request_id()
+        request.set_target(plain_target(request.target))
+        request.more_headers = answer_headers(request, state.config.cors_origins)
+        if request.method == b"HEAD":
+            request.method = b"GET"
+            request.head_only = True
+        preflight = is_preflight(request, state.config.cors_origins)
+        request.route = route = PREFLIGHT if preflight else resolve(request.method, request.path)
+        self._admit(exchange)
+        if b"traceparent" in request.headers:
+            request.trace = wire.accepted_trace(request.headers)
+        if route.kind is Kind.INFERENCE:
+            await self._infer(exchange)
+        elif route.kind is Kind.CONTROL:
+            caller, use = request.caller, request.use
+            assert caller is not None and use is not None
+            state.spending.admit_control(caller, use, state.limits)
+            state.spending.opened_control(request, caller, use, state.limits)
+            await self._controller.relay(exchange)
+        elif route.kind is Kind.LOGIN:
+            await self._controller.relay(exchange, await exchange.body(LOGIN_BODY_BYTES))
+        elif route.kind is Kind.METRICS:
+            theirs = await self._controller.metrics(request)
+            own = await metrics_text(state, controller_up=bool(theirs))
+            await exchange.whole(200, CONTENT_TYPE, own + theirs)
+        elif route.kind is Kind.PAGE:
+            await self._page(exchange)
+        elif route.kind is Kind.PREFLIGHT:
+            await exchange.begin(204, preflight_headers(request))
+            await exchange.finish()
+        else:
+            await self._health(exchange)
+
+    # -- who asks, and whether they may
+
+    def _admit(self, exchange: Exchange) -> None:
+        """Checks everything that a request's head determines. Raises HttpError."""
+        state, request, route = self._state, exchange.request, exchange.request.route
+        assert route is not None
+        if route.kind not in KEYLESS:
+            digest = key_digest(request.headers)
+            login = "" if digest else login_digest(request)
+            if state.generation < 0:
+                raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
+            request.caller = caller = self._of_key(digest) if digest else self._of_login(request, login)
+            request.use = state.spending.use_of(caller)
+            check_scopes(route, caller)
+        elif route.kind is Kind.PAGE:
+            at_the_door = (
+                request.path == FRONT_DOOR.path and b"text/html" in request.headers.get(b"accept", b"").lower()
+            )
+            if request.path not in site() and not at_the_door:
+                raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
+        elif route.kind is Kind.LOGIN:
+            check_asked_by_the_page(request)
+            state.spending.admit_login(exchange.address)
+        check_head(request, state.limits)
+
+    def _of_key(self, digest: str) -> Caller:
+        state, now_s = self._state, time.time()
+        caller = state.keys.get(digest)
+        if caller is not None and (caller.expires_s is None or caller.expires_s > now_s):
+            return caller
+        state.metrics.events["bad_key"] += 1
+        since_s = state.expired.get(digest) if caller is None else caller.expires_s
+        raise errors.key_expired(since_s) if since_s else errors.invalid_key()
+
+    def _of_login(self, request: Request, digest: str) -> Caller:
+        session = self._state.sessions.get(digest)
+        if session is None or session.until_s <= time.time():
+            raise errors.session_ended()
+        request.session = session.id
+        return session.caller
+
+    # -- inference
+
+    async def _infer(self, exchange: Exchange) -> None:
+        """In order of cost: the key's limits, the body's content, the model, the work that is asked for."""
+        state, request, route = self._state, exchange.request, exchange.request.route
+        assert route is not None and request.caller is not None and request.use is not None
+        body = await exchange.body(state.limits.inference_body_bytes)
+        request.received_s = request.complete_s
+        state.spending.admit(request, request.use, state.limits)
+        data = parsed_body(body, state.limits)
+        state.callable_model(data["model"], request.caller)
+        request.refused_model = data["model"].partition("@")[0]
+        checked = check_object(route, data, len(body), state.limits)
+        self._check_model(request, checked)
+        transcript = checked.transcript
+        if transcript is not None:
+            transcript.stores = transcript.stores and state.config.stores_responses
+            state.take_body(request, len(transcript.input))  # which is in memory twice until the answer arrives
+            if transcript.background:
+                state.spending.spend(request, checked, state.limits)
+                state.spending.opened(request, checked)
+                await self._controller.relay(exchange, body)
+                return
+            if transcript.previous_id:
+                body, checked = await self._controller.with_previous(request, body, checked)
+                self._check_model(request, checked)
+        state.spending.spend(request, checked, state.limits)
+        state.spending.opened(request, checked)
+        request.model = checked.model.partition("@")[0]
+        state.metrics.arrived(checked.model, checked.prompt_tokens, request.received_s)
+        if state.tracing is not None:
+            state.tracing.begin(request)
+        await Inference(state, self._controller.copies, exchange, checked, checked.rewritten or body).answer()
+
+    def _check_model(self, request: Request, checked: Checked) -> None:
+        """Raises HttpError unless the model does what is asked."""
+        route, caller = request.route, request.caller
+        assert route is not None and caller is not None
+        if checked.ignored:
+            request.ignored = checked.ignored
+            told = "; ".join(value.decode() for _, value in checked.ignored)
+            log.info("left out of the request, as no engine has it: %s", told, extra=request.ids)
+        model = self._state.callable_model(checked.model, caller)
+        if model.task != route.task:
+            raise errors.wrong_task(checked.model, route.name)
+        if model.max_model_len is not None:
+            check_length(checked, model.max_model_len)
+        if route.converses and not model.chats:
+            raise errors.no_chat_template(checked.model)  # before an engine is started for it
+
+    # -- what the gateway knows itself
+
+    async def _page(self, exchange: Exchange) -> None:
+        headers, path = exchange.request.headers, exchange.request.path
+        page = TO_THE_PAGE
+        if path in site():
+            tag, coding = headers.get(b"if-none-match"), headers.get(b"accept-encoding")
+            page = answer_file(site()[path], if_none_match=tag, accept_encoding=coding)
+        if page.status == 304:
+            await exchange.begin(304, page.headers)
+            await exchange.finish()
+        else:
+            await exchange.whole(page.status, page.content_type, page.body, page.headers)
+
+    async def _health(self, exchange: Exchange) -> None:
+        state = self._state
+        ready = state.generation >= 0 and not state.stopping
+        away = ["controller"] if state.controller_away else []
+        degraded = sorted({*state.background.names(), *state.box_troubles, *away})
+        told = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
+        await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(told))
+
+
+async def _failed(exchange: Exchange, error: HttpError) -> None:
+    try:
+        await exchange.fail(error)
+    except ClientGone:
+        return
+    except asyncio.CancelledError:
+        return

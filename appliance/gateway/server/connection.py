@@ -1,0 +1,234 @@
+"""One client's connection: uvicorn's HTTP/1.1 protocol, with bounds on what a head may be and how long it may take.
+
+uvicorn parses (httptools), frames answers and pushes back; here stand only what it leaves open: the size and the time
+of a head, headers that two parsers could read differently, and refusals in the API's own shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import httptools
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.http.error_shapes import error_response
+from appliance.gateway.state.exchange import LINGER_S, Exchange
+from appliance.gateway.state.state import State
+
+# With two of them two parsers could disagree.
+_ONCE: Final = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
+)
+
+
+class Connection(HttpToolsProtocol):
+    """exchange: the request being answered, while there is one; `App` sets it. running: its cycle; `cycle` is uvicorn's
+    name for the last one parsed."""
+
+    def __init__(self, config: Config, server_state: ServerState, state: State) -> None:
+        super().__init__(config, server_state, {})
+        self.state = state
+        self.exchange: Exchange | None = None
+        self.running: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._refusal: HttpError | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = self._unparsed_bytes = 0
+        self._in_head, self._offers_upgrade = True, False
+
+    # -- life
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_head()
+        if len(self.connections) > self.state.limits.max_connections:
+            self.state.metrics.events["connection_refused"] += 1
+            self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        self._unset_keepalive_if_required()
+        if self.running is not None:
+            self.running.disconnected = True
+        super().connection_lost(exc)
+        self.pipeline.clear()
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+    def eof_received(self) -> None:
+        """A client that closes its half counts as gone: an engine would compute for one that may not read."""
+        self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Ends the connection once the client has read what is on its way, or after a while."""
+        self.transport.close()
+        self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
+
+    def abort(self) -> None:
+        """Ends the connection at once, so that what was cut off cannot be taken for a whole answer."""
+        if self.running is not None:
+            self.running.disconnected = True
+        self.transport.abort()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.running, self._task = cycle, self.loop.create_task(cycle.run_asgi(app))
+        self.tasks.add(self._task)
+        self._task.add_done_callback(self.tasks.discard)
+
+    # -- bytes
+
+    def data_received(self, data: bytes) -> None:
+        if self.parser is None or self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        if self._in_head:
+            self._expect_head()
+        self._unparsed_bytes += len(data)
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    data = b""
+                except httptools.HttpParserUpgrade as offer:
+                    data = self._without_offer(data[offer.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, HttpError):
+                raise
+            self._refuse(error.__context__)
+        except httptools.HttpParserError as error:
+            self.state.metrics.events["bad_http"] += 1
+            self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
+        else:
+            # Neither a name without end, nor a trailer or an extension of a chunk.
+            if self._unparsed_bytes > self.state.limits.head_bytes + len(data):
+                status = 431 if self._in_head else 400
+                self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
+
+    def _without_offer(self, rest: bytes) -> bytes:
+        """A request that offers another protocol, as bytes for a new parser: its head without the offer, which a server
+        may ignore (RFC 9110, 7.8), and what followed it."""
+        line = b"%b %b HTTP/%b" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())
+        lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._offers_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join((line, *lines, b"", rest))
+
+    # -- httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        if self.state.stopping:
+            raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self.state.limits.target_bytes:
+            raise errors.protocol_error("The request URL is too long.", 414)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        limits = self.state.limits
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > limits.head_bytes or len(self.headers) >= limits.header_count:
+            raise errors.protocol_error("The request has too many or too large headers.", 431)
+        if not self._in_head:
+            return  # a trailer: counted, and dropped
+        name = name.lower()
+        if name in _ONCE and any(name == other for other, _ in self.headers):
+            raise errors.protocol_error(f"The header {name.decode('latin-1')} was sent twice.")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._unparsed_bytes = False, 0
+        self._head_came()
+        version, headers = self.parser.get_http_version(), dict(self.headers)
+        if self.parser.should_upgrade():
+            self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
+            if self.scope["method"] == "CONNECT":
+                raise errors.protocol_error("CONNECT is not supported.")
+            self._offers_upgrade = True
+            return
+        coding = headers.get(b"transfer-encoding")
+        if version not in ("1.0", "1.1"):
+            raise errors.protocol_error(f"HTTP/{version} is not supported, use HTTP/1.1.", 505)
+        if version == "1.0" and coding is not None:
+            raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
+        if version == "1.1" and b"host" not in headers:
+            raise errors.protocol_error("The request has no Host header.")
+        if len(self.pipeline) >= self.state.limits.pipelined_requests:
+            raise errors.protocol_error("Too many requests were sent before the first was answered.")
+        if coding is not None and coding.lower() != b"chunked":
+            raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
+        self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
+        # uvicorn takes the URL apart and decodes it; routes go by its bytes, which are checked there.
+        self.url = b"/"
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed_bytes = 0
+        if not self._offers_upgrade:
+            self._in_head = True
+            super().on_message_complete()
+
+    # -- refusals
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answers an error to bytes that are no request, and closes. If a request before them is being answered, that
+        one ends first; if its own body is bad, it cannot go on."""
+        self.parser = None  # type: ignore[assignment]
+        last, error.close = self.cycle, True
+        if last is not None and last is not self.running and last.more_body:
+            self.pipeline.popleft()  # the one whose body is bad
+        if self.running is not None and not self.running.response_complete:
+            if last is not self.running or not last.more_body:
+                self._refusal = error
+                return
+            if self.exchange is not None:
+                self.exchange.end(error)
+                return
+            if self._task is not None:  # it has not begun
+                self._task.cancel()
+        self._answer_refused(error)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._refusal is not None and self.running.response_complete and not self.transport.is_closing():
+            self._answer_refused(self._refusal)
+
+    def _answer_refused(self, error: HttpError) -> None:
+        self.state.metrics.requests["unknown", error.status] += 1
+        self.transport.write(error_response(error, self.state.new_request_id()))
+        # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self._close)
+
+    # -- time
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None and (self.running is None or self.running.response_complete):
+            self._head_timer = self.loop.call_later(self.state.limits.head_timeout_s, self._head_late)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        self.state.metrics.events["slow_head"] += 1
+        self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))

@@ -1,0 +1,198 @@
+"""One request and its answer on their way through the gateway: the body as it comes, the answer as it goes.
+
+A coroutine answers it (server/app.py). `end` ends it from outside: its coroutine is cancelled, and the client gets the
+error in the form that is still possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from appliance.gateway.access.request import Request
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.http import error_shapes, wire
+
+if TYPE_CHECKING:
+    from appliance.gateway.state.state import State
+
+# The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
+# connection, which can destroy the answer on its way.
+LINGER_S: Final = 2.0
+_LINGER_BYTES: Final = 4 * 1024 * 1024
+# A refused request with a larger body than this ends its connection.
+_DISCARD_BYTES: Final = 256 * 1024
+Pairs = Sequence[tuple[bytes, bytes]]
+
+
+class ClientGone(Exception):
+    """The client left, or took nothing for too long; there is nobody to answer."""
+
+
+class Exchange:
+    """head_sent: the status is out. sse: as a stream of events, which an error can join. ended: why it was ended from
+    outside. row, prompt_tokens, waiting_tokens: for the load report, and socket: of the engine that has it."""
+
+    def __init__(self, state: State, scope: Any, receive: Any, send: Any) -> None:
+        self.state = state
+        self.connection: Any = scope["connection"]
+        self.connection.exchange = self
+        headers: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
+        self.request = Request(scope["method"].encode(), scope["target"], headers, scope["http_version"])
+        self.address: str = scope["client"][0] if scope["client"] else ""
+        self.head_sent = self.sse = self.finished = self._unframed = False
+        self.ended: HttpError | None = None
+        self.row, self.prompt_tokens, self.waiting_tokens, self.socket = "", 0, 0, ""
+        self._receive, self._send = receive, send
+        self._task = asyncio.current_task()
+        self._body_came = not (self.request.chunked or self.request.content_length)
+        self._stalled_s, self._between_events = 0.0, b""
+
+    def end(self, error: HttpError) -> None:
+        """The key was revoked, the box stops, the request's bytes are bad: answer this error in place of what runs."""
+        if self.ended is None and self._task is not None:
+            self.ended = error
+            self._task.cancel()
+
+    @property
+    def body_complete(self) -> bool:
+        return self._body_came
+
+    # -- the body
+
+    async def pieces(self, limit: int) -> AsyncIterator[bytes]:
+        """The body. Raises HttpError 413 and 408, ClientGone."""
+        limits, request, waited_s = self.state.limits, self.request, 0.0
+        while not self._body_came:
+            began_s = time.monotonic()
+            left_s = limits.body_grace_s + request.body_bytes / limits.body_bytes_per_s - waited_s
+            try:
+                async with asyncio.timeout(min(left_s, limits.body_window_s)):
+                    message = await self._receive()
+            except TimeoutError:
+                self.state.metrics.events["slow_body"] += 1
+                slow = HttpError(408, "The request body came too slowly.", code="request_timeout", close=True)
+                raise slow from None
+            waited_s += time.monotonic() - began_s
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            data, self._body_came = message["body"], not message["more_body"]
+            request.body_bytes += len(data)
+            if request.body_bytes > limit:
+                raise errors.body_too_large(limit)
+            if self._body_came and not self.connection.pipeline:
+                self.connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
+            if data:
+                yield data
+
+    async def body(self, limit: int) -> bytes:
+        """All of it, counted as in memory. Raises HttpError 413, 408, 429 and 503, ClientGone."""
+        kept: list[bytes] = []
+        async for data in self.pieces(limit):
+            self.state.take_body(self.request, len(data))
+            kept.append(data)
+        self.request.complete_s = time.monotonic()
+        return kept[0] if len(kept) == 1 else b"".join(kept)
+
+    # -- the answer
+
+    async def begin(self, status: int, headers: Pairs) -> None:
+        extra = [(b"x-request-id", self.request.request_id), *headers, *self.request.answer_headers]
+        if self.state.stopping:
+            extra.append((b"connection", b"close"))
+        self._unframed = self.request.version == "1.0" and all(name != b"content-length" for name, _ in headers)
+        if self._unframed:  # its connection's end is the body's, for HTTP/1.0 has no chunks
+            self.connection.running.chunked_encoding, self.connection.running.expected_content_length = False, 1 << 62
+        await self._out({"type": "http.response.start", "status": status, "headers": extra})
+        self.head_sent, self.request.status = True, status
+
+    async def begin_stream(self, version: bytes | None) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        if version is not None:
+            headers.append((wire.VERSION, version))
+        await self.begin(200, [*headers, (b"x-accel-buffering", b"no"), self.processing()])
+        self.sse = True
+
+    def processing(self) -> tuple[bytes, bytes]:
+        """How long it took until now."""
+        return b"openai-processing-ms", b"%d" % ((time.monotonic() - self.request.received_s) * 1000)
+
+    async def write(self, data: bytes) -> None:
+        if data:
+            await self._out({"type": "http.response.body", "body": data, "more_body": True})
+            self._between_events = b"" if data.endswith(b"\n\n") else b"\n\n"
+            self.request.sent_bytes += len(data)
+
+    async def finish(self, data: bytes = b"") -> None:
+        if self._unframed:
+            self.connection.running.expected_content_length = len(data)
+        await self._out({"type": "http.response.body", "body": data, "more_body": False})
+        self.request.sent_bytes += len(data)
+        self.finished = True
+
+    async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
+        typed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
+        await self.begin(status, typed)
+        await self.write(body)  # so that the end waits for a client that reads slowly
+        await self.finish()
+
+    async def fail(self, error: HttpError) -> None:
+        """Answers an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
+        connection, since nothing else shows that the body is not whole."""
+        request = self.request
+        if self.finished:
+            return
+        if self.sse:
+            self.state.metrics.events["stream_error"] += 1
+            self.connection.running.keep_alive = False
+            await self.finish(self._between_events + error_shapes.event(error, request, request.stream_events))
+        elif self.head_sent:
+            self.state.metrics.events["response_aborted"] += 1
+            self.connection.abort()
+        else:
+            status, body = error_shapes.shaped(error, request, request.request_id)
+            headers = [(b"content-type", b"application/json"), *wire.error_headers(error)]
+            unread = not self._body_came and (request.chunked or (request.content_length or 0) > _DISCARD_BYTES)
+            if error.close or unread:
+                headers.append((b"connection", b"close"))
+            await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
+            await self.write(body)
+            await self._linger()
+            self.connection.running.keep_alive &= self._body_came
+            await self.finish()
+
+    async def _linger(self) -> None:
+        """Reads the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
+        if self._body_came or b"expect" in self.request.headers:
+            return
+        read = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while not self._body_came and read < _LINGER_BYTES:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        return
+                    read, self._body_came = read + len(message["body"]), not message["more_body"]
+
+    async def _out(self, message: Any) -> None:
+        """Raises ClientGone if the client takes nothing for too long."""
+        flow = self.connection.flow
+        if not flow.write_paused:
+            await self._send(message)
+            return
+        limits, began_s = self.state.limits, time.monotonic()
+        allowed_s = limits.answer_grace_s + self.request.sent_bytes / limits.answer_bytes_per_s - self._stalled_s
+        try:
+            async with asyncio.timeout(min(limits.write_stall_s, allowed_s)):
+                await self._send(message)
+        except TimeoutError:
+            self.state.metrics.events["client_stalled"] += 1
+            self.connection.abort()
+            raise ClientGone from None
+        self._stalled_s += time.monotonic() - began_s
