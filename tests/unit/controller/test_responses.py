@@ -12,7 +12,7 @@ import httpx
 import openai
 import orjson
 import pytest
-from appliance.gateway.inference.response_copies import BATCH_BYTES
+from appliance.gateway.inference.copies import BATCH_BYTES
 
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
