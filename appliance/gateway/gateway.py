@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from uvicorn import Config
 
-from appliance.gateway.access.admission import check_scopes
 from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
@@ -46,11 +45,8 @@ class Gateway:
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Accept clients on host:port (0: any port) and return the port."""
         if not self._tasks:
-            background = self.state.background
-            self._tasks = [
-                background.keep("sweep", self._sweep_forever),
-                background.keep("copies", self.controller.copies.send_forever),
-            ]
+            keep = self.state.background.keep
+            self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
         served = Config(
             self._app,
             lifespan="off",
@@ -143,12 +139,11 @@ class Gateway:
         state.comparison.apply(table.models)
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        if table.refused != state.refused_rows:
-            new = [text for text in table.refused if text not in state.refused_rows]
-            state.refused_rows = table.refused
-            state.metrics.events["table_row_refused"] += len(new)
-            for text in new[:REFUSED_ROWS_REPORTED]:
-                log.error("bus: a row of the table is skipped, all others are in force: %s", text)
+        new = [text for text in table.refused if text not in state.refused_rows]
+        state.refused_rows = table.refused
+        state.metrics.events["table_row_refused"] += len(new)
+        for text in new[:REFUSED_ROWS_REPORTED]:
+            log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             self._end_revoked()
         self._end_forbidden()
@@ -161,15 +156,14 @@ class Gateway:
     def _end_revoked(self) -> None:
         callers = {caller.id: caller for caller in self.state.keys.values()}
         for exchange in list(self.state.exchanges):
-            refusal = self._revoked(exchange, callers)
-            if refusal is not None:
+            if (refusal := self._revoked(exchange, callers)) is not None:
                 self.state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
 
     def _revoked(self, exchange: Exchange, callers: Mapping[str, Caller]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         request = exchange.request
-        if request.caller is None or request.route is None:
+        if request.caller is None:
             return None
         caller = callers.get(request.caller.id)
         if caller is None or (not request.session and caller.secret != request.caller.secret):
@@ -179,23 +173,15 @@ class Gateway:
         if request.session and request.session not in self.state.session_ids and request.route is not SESSIONS:
             return errors.session_ended()
         request.caller = caller
-        if not exchange.body_complete:
-            try:
-                check_scopes(request.route, caller)
-            except HttpError as refusal:
-                refusal.close = True
-                return refusal
         return None
 
     def _end_forbidden(self) -> None:
         """Held requests for a model that their key may not call any more, or that is gone."""
-        state = self.state
-        for ticket in list(state.holds):
-            caller = ticket.item.request.caller
+        for ticket in list(self.state.holds):
             try:
-                state.callable_model(ticket.model, caller)
+                self.state.callable_model(ticket.model, ticket.item.request.caller)
             except HttpError as error:
-                state.holds.remove(ticket)
+                self.state.holds.remove(ticket)
                 ticket.item.refuse_hold(error)
 
     # -- time

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from appliance.gateway.access.allowance import KeyUse
-from appliance.gateway.access.spans import Spans
 from appliance.gateway.answers.usage import NO_TOKENS, TokenRequest, Tokens
 from appliance.gateway.core.routes import Route
 from appliance.gateway.routing.table import Caller
@@ -31,7 +31,7 @@ class Request:
     many, streams: as a stream. rate_headers: about its key's allowance; more_headers: what its head asks for
     (http/answer_headers.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
     body. refused_model: the model it named, once known to exist. session: the login of the page that it came by, empty
-    for a key. spans: only if traces are exported.
+    for a key. spans: its `RequestSpans` (observe/tracing.py), only if traces are exported.
     """
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None, version: str = "1.1"):
@@ -56,7 +56,7 @@ class Request:
         self.weight = 1
         self.asked: TokenRequest = NO_TOKENS
         self.tokens = Tokens()
-        self.spans: Spans | None = None
+        self.spans: Any = None
 
     def set_target(self, target: bytes) -> None:
         """target: path and query."""

@@ -17,38 +17,14 @@ VERSION = b"x-appliance-model-version"
 COMPUTED = b"x-appliance-computed"
 # The tunnel to another node says so (runtime/network/tunnel.py).
 UNREACHED = b"x-appliance-unreached"
-_HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+# Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's
+# x_appliance_scopes must not pass either.
+_OF_A_HOP = rb"connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade|content-length|x-request-id"
+_OURS = rb"x[-_]appliance[-_].*"
+_NOT_UPSTREAM = re.compile(
+    rb"%b|%b|authorization|x-api-key|cookie|expect|host|(x-)?forwarded.*|x-real-ip" % (_OF_A_HOP, _OURS)
 )
-_NOT_UPSTREAM = _HOP_BY_HOP | {
-    b"authorization",
-    b"x-api-key",
-    b"content-length",
-    b"cookie",
-    b"expect",
-    b"forwarded",
-    b"host",
-    b"x-forwarded-for",
-    b"x-forwarded-host",
-    b"x-forwarded-prefix",
-    b"x-forwarded-proto",
-    b"x-real-ip",
-    b"x-request-id",
-}
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id", b"set-cookie"}
-
-# Some servers treat `_` and `-` in header names as equal, so a client's x_appliance_scopes must not pass either.
-_OURS = re.compile(rb"x[-_]appliance[-_]")
+_NOT_DOWNSTREAM = re.compile(rb"%b|%b|date|server|set-cookie" % (_OF_A_HOP, _OURS))
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
@@ -67,13 +43,11 @@ def accepted_trace(headers: Headers) -> bytes:
 
 def controller_headers(request: Request, token: bytes) -> list[tuple[str, str]]:
     """For the controller: the client's headers without ours, hop-by-hop and framing ones, and who asks."""
-    nominated = _nominated(request.headers)
-    kept = [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in request.headers.items()
-        if name not in _NOT_UPSTREAM and name not in nominated and not _OURS.match(name)
+    kept = _passing(request.headers, _NOT_UPSTREAM)
+    return [
+        *((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept),
+        *identity(request, token),
     ]
-    return [*kept, *identity(request, token)]
 
 
 def identity(request: Request, token: bytes) -> list[tuple[str, str]]:
@@ -102,12 +76,7 @@ def _who(request_id: bytes, key_id: str, scopes: str, token: bytes) -> list[tupl
 
 def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Select the controller's response headers for the client."""
-    nominated = _nominated(headers)
-    return [
-        (name, value)
-        for name, value in headers.items()
-        if name not in _NOT_DOWNSTREAM and name not in nominated and not _OURS.match(name)
-    ]
+    return _passing(headers, _NOT_DOWNSTREAM)
 
 
 def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
@@ -132,6 +101,7 @@ def computed(value: bytes) -> tuple[int, int]:
     return (int(prompt), int(written)) if read else (0, 0)
 
 
-def _nominated(headers: Headers) -> frozenset[bytes]:
-    value = headers.get(b"connection")
-    return frozenset(part.strip().lower() for part in value.split(b",")) if value else frozenset()
+def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
+    """Those that neither are stopped nor are of this connection alone, as its Connection header says."""
+    of_connection = {part.strip().lower() for part in headers.get(b"connection", b"").split(b",")}
+    return [(name, value) for name, value in headers.items() if name not in of_connection and not stops.fullmatch(name)]

@@ -168,16 +168,6 @@ async def test_what_came_by_a_secret_that_was_replaced_ends_though_the_key_goes_
     await _ended(wire)
 
 
-async def test_a_scope_that_is_taken_away_counts_for_what_has_not_begun(box: Box) -> None:
-    wire = await box.connect()
-    await wire.send(_head() + BODY)
-    await box.until(lambda: box.state.buffered_bytes == len(BODY))
-    box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["scopes"] = ["fine_tuning"]
-    box.apply()
-    response = await wire.response()
-    assert response.status == 403 and await wire.eof() == b""
-
-
 async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start) -> None:
     """16 KiB in every window kept a request of 8 MiB open for four hours."""
     box = await start_box(limits={"body_bytes_per_s": 10_000, "body_grace_s": 0.1})
