@@ -20,7 +20,7 @@ from appliance.gateway.routing.table import Caller, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, Series, series_text
+from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, series_text
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -202,4 +202,4 @@ class Gateway:
         if state.certificate is not None and state.certificate.look(now_s):
             state.on_change(True)
         if state.snapshots is not None and state.snapshots.due(now_s):
-            state.snapshots.write(await asyncio.to_thread(series_text, Series(state)), now_s)
+            state.snapshots.write(await series_text(state), now_s)
