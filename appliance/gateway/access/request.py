@@ -29,7 +29,7 @@ class Request:
     key's allowance; under_way: counted against its key's quota while it is open; tokens: its cost as the engine told
     it; refused_prompt, refused_completion: what engines had computed that refused it. counted: as open, weight: as how
     many, streams: as a stream. rate_headers: about its key's allowance; more_headers: what its head asks for
-    (http/answer_headers.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
+    (http/wire.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
     body. refused_model: the model it named, once known to exist. session: the login of the page that it came by, empty
     for a key. spans: its `RequestSpans` (observe/tracing.py), only if traces are exported.
     """

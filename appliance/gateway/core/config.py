@@ -66,10 +66,9 @@ class Limits:
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    # A client must deliver this many bytes of body in every such window, or it is cut off (slow-loris).
+    # A client that sends nothing of its body for so long is cut off.
     body_window_s: Seconds = 30.0
-    body_window_bytes: Count = 16 * 1024
-    # And on average this many per second over the whole body, after an initial period, so that every body ends.
+    # And one that sends less per second over the whole body, after an initial period, so that every body ends.
     body_bytes_per_s: Count = 32 * 1024
     body_grace_s: Seconds = 60.0
     write_stall_s: Seconds = 60.0

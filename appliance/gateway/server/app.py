@@ -27,7 +27,6 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, PREFLIGHT, Kind, plain_target, resolve
 from appliance.gateway.http import wire
-from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.inference.inference import Inference
 from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
@@ -83,11 +82,11 @@ class App:
         request.received_s = time.monotonic()
         request.request_id = wire.accepted_request_id(request.headers) or state.new_request_id()
         request.set_target(plain_target(request.target))
-        request.more_headers = answer_headers(request, state.config.cors_origins)
+        request.more_headers = wire.answer_headers(request, state.config.cors_origins)
         if request.method == b"HEAD":
             request.method = b"GET"
             request.head_only = True
-        preflight = is_preflight(request, state.config.cors_origins)
+        preflight = wire.is_preflight(request, state.config.cors_origins)
         request.route = route = PREFLIGHT if preflight else resolve(request.method, request.path)
         self._admit(exchange)
         if b"traceparent" in request.headers:
@@ -109,7 +108,7 @@ class App:
         elif route.kind is Kind.PAGE:
             await self._page(exchange)
         elif route.kind is Kind.PREFLIGHT:
-            await exchange.begin(204, preflight_headers(request))
+            await exchange.begin(204, wire.preflight_headers(request))
             await exchange.finish()
         else:
             await self._health(exchange)
