@@ -37,16 +37,15 @@ class Gateway:
         self.state = State(config)
         self.controller = Controller(self.state)
         self._app = App(self.state, self.controller)
-        self._servers: list[asyncio.Server] = []
+        self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Accept clients on host:port (0: any port) and return the port."""
-        if not self._tasks:
-            keep = self.state.background.keep
-            self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
+        keep = self.state.background.keep
+        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
         served = Config(
             self._app,
             lifespan="off",
@@ -67,20 +66,15 @@ class Gateway:
             ssl=context,
             ssl_handshake_timeout=None if context is None else self.config.limits.head_timeout_s,
         )
-        self._servers.append(server)
+        self._server = server
         return server.sockets[0].getsockname()[1]
-
-    async def close_listeners(self) -> None:
-        """Stop accepting; open connections stay."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
         state, copies = self.state, self.controller.copies
         state.stopping = True
-        await self.close_listeners()
+        if self._server is not None:
+            self._server.close()  # open connections stay
         for connection in list(state.connections):
             connection.shutdown()
         until = time.monotonic() + deadline_s

@@ -39,7 +39,7 @@ Longer than any pause that it recovers from by itself, such as half a minute of 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
 
-    Prints one line {"event": "listening", "host", "port", …} on stdout for each address it starts to accept on.
+    Each worker prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections.
     """
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
     parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
@@ -81,7 +81,7 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
 
 async def serve(config: GatewayConfig, siblings: Siblings | None = None, index: int = 0) -> int:
     """One worker, from first listen to last response. siblings: it is the one of this number of several."""
-    loop, stop, keyed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
@@ -90,24 +90,15 @@ async def serve(config: GatewayConfig, siblings: Siblings | None = None, index: 
     if siblings is not None:
         spending.tell_others = partial(siblings.tell, index)
         siblings.listen(index, spending.heard)
-    bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.state.keys else None)
-    tasks: list[asyncio.Task[Any]] = [gateway.state.background.keep("bus", bus.run), loop.create_task(_put_off_alarm())]
+    bus = BusClient(gateway)
+    tasks = [gateway.state.background.keep("bus", bus.run), loop.create_task(_put_off_alarm())]
     garbage.settle()
 
-    async def listen(host: str, port: int) -> int:
-        port = await gateway.listen(host, port, reuse_port=siblings is not None)
-        _announce(host, port)
-        return port
-
-    port = await listen(config.host if config.is_loopback else "127.0.0.1", config.port)
-    if not config.is_loopback:
-        # Listen on the network only once a key exists.
-        either = [loop.create_task(event.wait()) for event in (stop, keyed)]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        tasks += either
-        if not stop.is_set():
-            await gateway.close_listeners()
-            await listen(config.host, port)
+    port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None)
+    # One write: workers share this pipe, and `print` may write a line and its end separately.
+    line: dict[str, Any] = {"time": timestamp(time.time()), "level": "info", "process": "gateway"}
+    line |= {"event": "listening", "host": config.host, "port": port}
+    os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     await stop.wait()
     log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
@@ -122,13 +113,6 @@ async def _put_off_alarm() -> None:
     while True:
         signal.alarm(HUNG_S)
         await asyncio.sleep(HUNG_S / 10)
-
-
-def _announce(host: str, port: int) -> None:
-    # One write: workers share this pipe, and `print` may write a line and its end separately.
-    line: dict[str, Any] = {"time": timestamp(time.time()), "level": "info", "process": "gateway"}
-    line |= {"event": "listening", "host": host, "port": port}
-    os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def _raise_file_limit(connections: int) -> None:

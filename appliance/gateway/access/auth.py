@@ -48,7 +48,7 @@ def login_digest(request: Request) -> str:
     """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a route that
     is not the page's and for what another page has asked."""
     headers, route = request.headers, request.route
-    if route is None or not route.page:
+    if not route.page:
         raise errors.forbidden("A login of the page does not do for this URL: it takes an API key.")
     check_asked_by_the_page(request)
     name, _, half = headers[PAGE_HEADER].partition(b".")
@@ -103,7 +103,6 @@ def check_scopes(route: Route, caller: Caller) -> None:
 def check_head(request: Request, limits: Limits) -> None:
     """Raises HttpError 400, 413, 415 or 417 for a body that can be refused unread."""
     headers, route = request.headers, request.route
-    assert route is not None
     if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
         raise HttpError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
     length, limit = request.content_length, body_limit(route, limits)
@@ -123,9 +122,9 @@ def check_head(request: Request, limits: Limits) -> None:
         raise HttpError(415, message, code="unsupported_content_type")
 
 
-def body_limit(route: Route | None, limits: Limits) -> int:
+def body_limit(route: Route, limits: Limits) -> int:
     """The size in bytes."""
-    if route is None or route.kind is Kind.INFERENCE:
+    if route.kind is Kind.INFERENCE:
         return limits.inference_body_bytes
     if route.kind is Kind.LOGIN:
         return LOGIN_BODY_BYTES

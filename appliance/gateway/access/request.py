@@ -7,7 +7,7 @@ from typing import Any
 
 from appliance.gateway.access.allowance import KeyUse
 from appliance.gateway.answers.usage import NO_TOKENS, TokenRequest, Tokens
-from appliance.gateway.core.routes import Route
+from appliance.gateway.core.routes import UNKNOWN, Route
 from appliance.gateway.routing.table import Caller
 
 Headers = Mapping[bytes, bytes]
@@ -40,7 +40,7 @@ class Request:
         length = self.headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
         self.chunked = b"transfer-encoding" in self.headers
-        self.route: Route | None = None
+        self.route: Route = UNKNOWN
         self.caller: Caller | None = None
         self.use: KeyUse | None = None
         self.request_id = self.trace = b""
@@ -89,4 +89,4 @@ class Request:
 
     @property
     def route_name(self) -> str:
-        return self.route.name if self.route is not None else "unknown"
+        return self.route.name

@@ -132,7 +132,6 @@ class Controller:
         """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None and request.caller is not None and request.use is not None
-        assert request.route is not None
         # It counts against the controller: a hundred bytes can name a conversation of megabytes.
         state.spending.admit_control(request.caller, request.use, state.limits)
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())

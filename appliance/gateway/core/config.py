@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -145,10 +144,6 @@ class GatewayConfig:
                 raise ConfigInvalid(f"{name}: path longer than 107 bytes, use a shorter run directory")
         return config
 
-    @property
-    def is_loopback(self) -> bool:
-        return self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
-
 
 def load_config(path_or_json: str) -> GatewayConfig:
     """Read a config from a JSON object or from the path of a file with one. Raises ConfigInvalid."""
@@ -181,11 +176,3 @@ def _named(message: str, data: Any) -> str:
     for part in re.findall(r"\w+", path):
         data = data[int(part) if part.isdigit() else part]
     return f"{path}: {data!r} given, e{expected[1:]}" if path else message
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -29,6 +29,7 @@ class Kind(enum.Enum):
     PREFLIGHT = "preflight"
     PAGE = "page"
     LOGIN = "login"
+    UNKNOWN = "unknown"
 
 
 # All others need a key, or a login of the page.
@@ -102,6 +103,8 @@ def _control(
 
 # What a browser asks before a page's request; any URL, since the request itself is checked when it comes.
 PREFLIGHT = _other(Kind.PREFLIGHT, "OPTIONS", "", _NOBODY, "preflight")
+# Of a request until its own is known.
+UNKNOWN = _other(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
 # Whoever types the box's address into a browser is sent to the page; to programs it is an unknown URL.
 FRONT_DOOR = b"/"
 ROTATION = _control("POST", "/admin/v1/*/rotate", _ADMIN, "admin")

@@ -60,7 +60,7 @@ def identity(request: Request, token: bytes) -> list[tuple[str, str]]:
     """Who asks, and the proof that a gateway says so (appliance.controller.http.peers)."""
     caller = request.caller
     if caller is None:
-        assert request.route is not None and request.route.kind is Kind.LOGIN, "all others name a key"
+        assert request.route.kind is Kind.LOGIN, "all others name a key"
         return list(own_identity(request.request_id, token).items())
     by = ("session", request.session) if request.session else ("secret", caller.secret)
     return [(f"x-appliance-{by[0]}", by[1]), *_who(request.request_id, caller.id, caller.scopes_header.decode(), token)]

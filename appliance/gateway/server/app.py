@@ -118,7 +118,6 @@ class App:
     def _admit(self, exchange: Exchange) -> None:
         """Checks everything that a request's head determines. Raises HttpError."""
         state, request, route = self._state, exchange.request, exchange.request.route
-        assert route is not None
         if route.kind not in KEYLESS:
             digest = key_digest(request.headers)
             login = "" if digest else login_digest(request)
@@ -160,7 +159,7 @@ class App:
     async def _infer(self, exchange: Exchange) -> None:
         """In order of cost: the key's limits, the body's content, the model, the work that is asked for."""
         state, request, route = self._state, exchange.request, exchange.request.route
-        assert route is not None and request.caller is not None and request.use is not None
+        assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
         state.spending.admit(request, state.limits)
@@ -190,7 +189,7 @@ class App:
     def _check_model(self, request: Request, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
         route, caller = request.route, request.caller
-        assert route is not None and caller is not None
+        assert caller is not None
         if checked.ignored:
             request.ignored = checked.ignored
             told = "; ".join(value.decode() for _, value in checked.ignored)

@@ -230,18 +230,6 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
     assert broken["request_id"] in {line["request_id"] for line in lines}
 
 
-async def test_network_address_only_once_a_key_exists(launch: Launch) -> None:
-    box = await launch(host="0.0.0.0")
-    assert await box.listening() == "127.0.0.1"
-    await box.table(keys=False)
-    await box.table(keys=True)
-    assert await box.listening() == "0.0.0.0"
-    reader, writer = await asyncio.open_connection("127.0.0.1", box.port)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-    assert b'{"status":"ok","boot":"","degraded":[]}' in await asyncio.wait_for(reader.read(), 60)
-    writer.close()
-
-
 async def test_several_workers_share_the_port_and_a_killed_one_is_replaced(launch: Launch, unused_port: int) -> None:
     box = await launch(workers=2, port=unused_port)
     assert [await box.listening() for _ in range(2)] == ["127.0.0.1"] * 2
