@@ -76,8 +76,8 @@ def _fork(work: Callable[[int], int], index: int) -> int:
 
 
 class Siblings:
-    """What keys spend at one worker counts at all: each tells the others in datagrams. Made before the workers are
-    forked. One that is lost, because its reader is behind, costs its key nothing there."""
+    """Datagrams by which each worker reports to all others what keys spend there. Create before the workers are forked.
+    A datagram is lost, and costs its key nothing, where a reader is too far behind."""
 
     def __init__(self, count: int) -> None:
         self._pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
@@ -85,7 +85,7 @@ class Siblings:
             end.setblocking(False)
 
     def tell(self, own: int, key: str, requests: int, tokens: int) -> None:
-        """own: the number of the worker that tells."""
+        """Report what a key has spent. own: the number of the reporting worker."""
         message = orjson.dumps((key, requests, tokens))
         for index, (_, sender) in enumerate(self._pairs):
             if index != own:
@@ -93,6 +93,6 @@ class Siblings:
                     sender.send(message)
 
     def listen(self, own: int, heard: Callable[[str, int, int], None]) -> None:
-        """Call `heard` on the running loop with what the others tell."""
+        """Call `heard` on the running loop with each report of another worker. own: the number of this one."""
         reader = self._pairs[own][0]
         asyncio.get_running_loop().add_reader(reader, lambda: heard(*orjson.loads(reader.recv(1024))))

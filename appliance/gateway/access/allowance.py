@@ -26,7 +26,7 @@ class Bucket:
 
 
 class Refused(NamedTuple):
-    """What ran out ("requests" or "tokens"), its limit per minute, and in how many seconds there is enough."""
+    """what: the exhausted bucket, "requests" or "tokens". limit: per minute. wait_s: until there is enough."""
 
     what: str
     limit: int
@@ -53,7 +53,7 @@ class Allowance:
         return None
 
     def spend(self, requests: int, tokens: int) -> None:
-        """Spend this whether it is there or not; a negative number gives back."""
+        """Spend this even if it is not available; a negative number is a refund."""
         for what, bucket in self._buckets.items():
             bucket.level = min(bucket.limit, bucket.level - (requests if what == "requests" else tokens))
 

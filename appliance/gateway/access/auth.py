@@ -1,9 +1,9 @@
-"""Who asks, and what may be asked, as far as a request's head tells: keys, logins of the page, scopes, bodies. Pure.
+"""Checks a request by its head: its key or login of the page, scopes, and bodies that can be refused unread. Pure.
 
-A login's token has two halves. One is a cookie that no script reads; browsers send it to every port of a host, and for
-what other pages of that host ask, too. The other is kept by the page's own origin, and comes in a header that a form,
-an image or a link cannot have. Only both together name a login, on the routes that the page uses, for what the page
-itself has asked.
+A login's token has two halves. One is a cookie that no script reads; browsers send it to every port of a host, also
+with requests of other pages of that host. The page's own origin keeps the other and sends it in a header that a form,
+an image or a link cannot have. Only both together name a login, on the routes that the page uses, for requests of the
+page itself.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def key_digest(headers: Headers) -> str:
 
 def login_digest(request: Request) -> str:
     """The SHA-256 of the login's token, as in the table. Raises HttpError 401 without its cookie, 403 for a route that
-    is not the page's and for what another page has asked."""
+    the page does not use and for a request of another page."""
     headers, route = request.headers, request.route
     if not route.page:
         raise errors.forbidden("A login of the page does not do for this URL: it takes an API key.")
-    check_asked_by_the_page(request)
+    check_same_origin(request)
     name, _, half = headers[PAGE_HEADER].partition(b".")
     cookie = _cookie(headers.get(b"cookie", b""), name)
     if not name or not half or not cookie:
@@ -58,11 +58,11 @@ def login_digest(request: Request) -> str:
     return hashlib.sha256(b"%b.%b" % (cookie, half)).hexdigest()
 
 
-def check_asked_by_the_page(request: Request) -> None:
-    """Raises HttpError 403 for what another page has asked.
+def check_same_origin(request: Request) -> None:
+    """Raises HttpError 403 for a request of another page.
 
-    Browsers say where a request comes from (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this
-    machine; elsewhere the origin header says it, except for reads."""
+    Browsers name a request's site (https://www.w3.org/TR/fetch-metadata/), but over plain HTTP only to this machine;
+    elsewhere the origin header names it, except for reads."""
     headers = request.headers
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:

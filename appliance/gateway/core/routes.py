@@ -101,11 +101,11 @@ def _control(
     return _other(Kind.CONTROL, methods, url, scopes, name, upload=upload, page=page)
 
 
-# What a browser asks before a page's request; any URL, since the request itself is checked when it comes.
+# A browser's question before a page's request; any URL, since the request itself is checked when it comes.
 PREFLIGHT = _other(Kind.PREFLIGHT, "OPTIONS", "", _NOBODY, "preflight")
-# Of a request until its own is known.
+# The route of a request until its own is known.
 UNKNOWN = _other(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
-# Whoever types the box's address into a browser is sent to the page; to programs it is an unknown URL.
+# Browsers are sent to the page from here; for programs it is an unknown URL.
 FRONT_DOOR = b"/"
 ROTATION = _control("POST", "/admin/v1/*/rotate", _ADMIN, "admin")
 SESSIONS = _control("GET POST DELETE", "/admin/v1/sessions/**", _ANY)
@@ -122,7 +122,7 @@ ROUTES: tuple[Route, ...] = (
     _inference("/v1/embeddings", "embeddings", "embed", None),
     _other(Kind.HEALTH, "GET", "/health", _NOBODY, "health"),
     _other(Kind.METRICS, "GET", "/metrics", frozenset({ADMIN, READ, METRICS}), "metrics"),
-    # The box's own page and its files: the same for everybody, so without a key. What they ask for has one.
+    # The page's files need no key; its requests do.
     _other(Kind.PAGE, "GET", "/ui/**", _NOBODY, "page"),
     _other(Kind.PAGE, "GET", "/", _NOBODY, "page"),
     # The page's way to a login provider and back, before anybody has a key or a login.
@@ -146,7 +146,7 @@ ROUTES: tuple[Route, ...] = (
     _control("GET", "/v1/models/**", _READ_MODELS),
     _control("DELETE", "/v1/models/*", _TUNE),
     _control("POST", "/v1/models/*/share", _TUNE),
-    # Whose usage a key sees, and which events it hears of, is the controller's to say.
+    # The controller shows each key only the usage and events that it may see.
     _control("GET", "/admin/v1/(?:usage|events)", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}), "admin"),
     _control("GET", "/admin/v1/me", _ANY),
     SESSIONS,

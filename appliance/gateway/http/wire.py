@@ -138,6 +138,6 @@ def computed(value: bytes) -> tuple[int, int]:
 
 
 def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
-    """Those that neither are stopped nor are of this connection alone, as its Connection header says."""
+    """Headers that neither match `stops` nor are named in the Connection header."""
     of_connection = {part.strip().lower() for part in headers.get(b"connection", b"").split(b",")}
     return [(name, value) for name, value in headers.items() if name not in of_connection and not stops.fullmatch(name)]

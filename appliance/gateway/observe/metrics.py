@@ -105,7 +105,7 @@ class Metrics:
     # -- bounds
 
     def _key(self, request: Request) -> SeriesKey:
-        """Of the series that this request counts in; the oldest goes where there are too many."""
+        """Return the labels of this request's series; drop the oldest series if there are too many."""
         scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
         key = request.model, request.model_version, key_class(scopes)
         if key not in self.series:

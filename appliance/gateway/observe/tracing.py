@@ -128,7 +128,7 @@ class RequestSpans:
 
 
 def _attributes(request: Request) -> dict[str, str | int | float]:
-    """Those of a request that is over; `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in
+    """Attributes of a finished request; `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in
     development."""
     version, tokens = request.model_version, request.tokens
     attributes: dict[str, str | int | float] = {

@@ -15,8 +15,8 @@ import orjson
 
 from appliance.gateway.access.auth import (
     LOGIN_BODY_BYTES,
-    check_asked_by_the_page,
     check_head,
+    check_same_origin,
     check_scopes,
     key_digest,
     login_digest,
@@ -131,7 +131,7 @@ class App:
             if request.path not in site() and not (request.path == FRONT_DOOR and html):
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"))
         elif route.kind is Kind.LOGIN:
-            check_asked_by_the_page(request)
+            check_same_origin(request)
             state.spending.admit_login(exchange.address)
         check_head(request, state.limits)
 
