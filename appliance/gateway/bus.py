@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import msgspec
 import orjson
@@ -27,9 +26,8 @@ HEARTBEAT_S = 5.0
 class BusClient:
     """Keeps one connection to the controller for as long as `run` runs."""
 
-    def __init__(self, gateway: Gateway, *, on_table: Callable[[], None] | None = None) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._on_table = on_table or (lambda: None)
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reported: set[str] = set()
@@ -82,7 +80,6 @@ class BusClient:
                 self._gateway.state.box_troubles = message.names
             else:
                 self._gateway.apply(message)
-                self._on_table()
 
     def changed(self, urgent: bool) -> None:
         """Schedule a report: now if urgent, else within the report interval."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from uvicorn import Config
 
-from appliance.gateway.access.admission import check_scopes
 from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
@@ -21,7 +20,7 @@ from appliance.gateway.routing.table import Caller, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, Series, series_text
+from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, series_text
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -38,19 +37,15 @@ class Gateway:
         self.state = State(config)
         self.controller = Controller(self.state)
         self._app = App(self.state, self.controller)
-        self._servers: list[asyncio.Server] = []
+        self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Accept clients on host:port (0: any port) and return the port."""
-        if not self._tasks:
-            background = self.state.background
-            self._tasks = [
-                background.keep("sweep", self._sweep_forever),
-                background.keep("copies", self.controller.copies.send_forever),
-            ]
+        keep = self.state.background.keep
+        self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
         served = Config(
             self._app,
             lifespan="off",
@@ -71,20 +66,15 @@ class Gateway:
             ssl=context,
             ssl_handshake_timeout=None if context is None else self.config.limits.head_timeout_s,
         )
-        self._servers.append(server)
+        self._server = server
         return server.sockets[0].getsockname()[1]
-
-    async def close_listeners(self) -> None:
-        """Stop accepting; open connections stay."""
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
         state, copies = self.state, self.controller.copies
         state.stopping = True
-        await self.close_listeners()
+        if self._server is not None:
+            self._server.close()  # open connections stay
         for connection in list(state.connections):
             connection.shutdown()
         until = time.monotonic() + deadline_s
@@ -143,12 +133,11 @@ class Gateway:
         state.comparison.apply(table.models)
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        if table.refused != state.refused_rows:
-            new = [text for text in table.refused if text not in state.refused_rows]
-            state.refused_rows = table.refused
-            state.metrics.events["table_row_refused"] += len(new)
-            for text in new[:REFUSED_ROWS_REPORTED]:
-                log.error("bus: a row of the table is skipped, all others are in force: %s", text)
+        new = [text for text in table.refused if text not in state.refused_rows]
+        state.refused_rows = table.refused
+        state.metrics.events["table_row_refused"] += len(new)
+        for text in new[:REFUSED_ROWS_REPORTED]:
+            log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             self._end_revoked()
         self._end_forbidden()
@@ -161,15 +150,14 @@ class Gateway:
     def _end_revoked(self) -> None:
         callers = {caller.id: caller for caller in self.state.keys.values()}
         for exchange in list(self.state.exchanges):
-            refusal = self._revoked(exchange, callers)
-            if refusal is not None:
+            if (refusal := self._revoked(exchange, callers)) is not None:
                 self.state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
 
     def _revoked(self, exchange: Exchange, callers: Mapping[str, Caller]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         request = exchange.request
-        if request.caller is None or request.route is None:
+        if request.caller is None:
             return None
         caller = callers.get(request.caller.id)
         if caller is None or (not request.session and caller.secret != request.caller.secret):
@@ -179,23 +167,15 @@ class Gateway:
         if request.session and request.session not in self.state.session_ids and request.route is not SESSIONS:
             return errors.session_ended()
         request.caller = caller
-        if not exchange.body_complete:
-            try:
-                check_scopes(request.route, caller)
-            except HttpError as refusal:
-                refusal.close = True
-                return refusal
         return None
 
     def _end_forbidden(self) -> None:
         """Held requests for a model that their key may not call any more, or that is gone."""
-        state = self.state
-        for ticket in list(state.holds):
-            caller = ticket.item.request.caller
+        for ticket in list(self.state.holds):
             try:
-                state.callable_model(ticket.model, caller)
+                self.state.callable_model(ticket.model, ticket.item.request.caller)
             except HttpError as error:
-                state.holds.remove(ticket)
+                self.state.holds.remove(ticket)
                 ticket.item.refuse_hold(error)
 
     # -- time
@@ -216,4 +196,4 @@ class Gateway:
         if state.certificate is not None and state.certificate.look(now_s):
             state.on_change(True)
         if state.snapshots is not None and state.snapshots.due(now_s):
-            state.snapshots.write(await asyncio.to_thread(series_text, Series(state)), now_s)
+            state.snapshots.write(await series_text(state), now_s)

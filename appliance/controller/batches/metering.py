@@ -105,7 +105,7 @@ class Metering:
                 return (
                     f"what engines are at may cost {under_way:,} of the {left:,} tokens that its key's quota has left"
                 )
-        refused = self._allowance(key).take(tokens, time.monotonic())
+        refused = self._allowance(key).take(1, tokens, time.monotonic())
         if refused:
             return f"its key may spend {refused.limit} {refused.what} per minute"
         if left is not None:
@@ -127,7 +127,7 @@ class Metering:
         """Give back what `waits_for` charged for a line that its engine returned unanswered: it will be charged
         again."""
         if key is not None:
-            self._allowance(key).correct(tokens, 0)
+            self._allowance(key).spend(0, -tokens)
 
     def charge(self, key: KeyRow | None, model: str, answered: list[Charge]) -> None:
         """Count answers as the gateways do: by key, model and version."""
@@ -141,7 +141,7 @@ class Metering:
                 used = tokens_of(answer.body)
                 prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
             if key is not None:
-                self._allowance(key).correct(charge.estimated, prompt + completion)
+                self._allowance(key).spend(0, prompt + completion - charge.estimated)
             key_id, failed = key.id if key is not None else "", answer.status >= 500
             rows.append(spent_by(key_id, model, answer.version, prompt, completion, failed=failed))
         self.pay(rows)

@@ -1,5 +1,5 @@
 """Checks what a key may do: admission by the head, per-minute allowances, quotas, and sums of usage.
 
 Never: Reads a body.
-Begin with admission.py.
+Begin with auth.py.
 """

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from appliance.gateway.access.allowance import KeyUse
-from appliance.gateway.access.spans import Spans
 from appliance.gateway.answers.usage import NO_TOKENS, TokenRequest, Tokens
-from appliance.gateway.core.routes import Route
+from appliance.gateway.core.routes import UNKNOWN, Route
 from appliance.gateway.routing.table import Caller
 
 Headers = Mapping[bytes, bytes]
@@ -29,9 +29,9 @@ class Request:
     key's allowance; under_way: counted against its key's quota while it is open; tokens: its cost as the engine told
     it; refused_prompt, refused_completion: what engines had computed that refused it. counted: as open, weight: as how
     many, streams: as a stream. rate_headers: about its key's allowance; more_headers: what its head asks for
-    (http/answer_headers.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
+    (http/wire.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
     body. refused_model: the model it named, once known to exist. session: the login of the page that it came by, empty
-    for a key. spans: only if traces are exported.
+    for a key. spans: its `RequestSpans` (observe/tracing.py), only if traces are exported.
     """
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None, version: str = "1.1"):
@@ -40,7 +40,7 @@ class Request:
         length = self.headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
         self.chunked = b"transfer-encoding" in self.headers
-        self.route: Route | None = None
+        self.route: Route = UNKNOWN
         self.caller: Caller | None = None
         self.use: KeyUse | None = None
         self.request_id = self.trace = b""
@@ -56,7 +56,7 @@ class Request:
         self.weight = 1
         self.asked: TokenRequest = NO_TOKENS
         self.tokens = Tokens()
-        self.spans: Spans | None = None
+        self.spans: Any = None
 
     def set_target(self, target: bytes) -> None:
         """target: path and query."""
@@ -89,4 +89,4 @@ class Request:
 
     @property
     def route_name(self) -> str:
-        return self.route.name if self.route is not None else "unknown"
+        return self.route.name

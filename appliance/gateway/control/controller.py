@@ -16,8 +16,7 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from appliance.gateway.access.admission import body_limit
-from appliance.gateway.access.page_login import cookies
+from appliance.gateway.access.auth import body_limit, cookies
 from appliance.gateway.access.request import Request
 from appliance.gateway.answers.transcript import joined
 from appliance.gateway.core import errors
@@ -97,12 +96,11 @@ class Controller:
                 # Nothing was sent: it is restarting, and the request waits a moment for it.
                 if time.monotonic() >= until_s:
                     state.metrics.events["controller_away"] += 1
-                    raise _restarting() from None
+                    words = "The controller of this box is restarting. Please retry."
+                    raise errors.unavailable(words, "controller_away", 2) from None
                 await asyncio.sleep(_RETRY_S)
             except aiohttp.SocketTimeoutError:
-                raise HttpError(
-                    504, "The controller did not answer in time.", kind="server_error", code="timeout"
-                ) from None
+                raise errors.server_error(504, "The controller did not answer in time.", "timeout") from None
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, (HttpError, ClientGone)):
                     raise error.__cause__ from None  # the body broke off
@@ -134,7 +132,6 @@ class Controller:
         """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None and request.caller is not None and request.use is not None
-        assert request.route is not None
         # It counts against the controller: a hundred bytes can name a conversation of megabytes.
         state.spending.admit_control(request.caller, request.use, state.limits)
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
@@ -143,24 +140,14 @@ class Controller:
             async for piece in response.content.iter_any():
                 earlier += piece
                 if len(earlier) > limit:
-                    raise _conversation_too_large(limit)
+                    raise errors.body_too_large(limit, close=False)  # what the client sent was not
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
         whole = joined(body, transcript.input, earlier)
         if len(whole) > limit:
-            raise _conversation_too_large(limit)
+            raise errors.body_too_large(limit, close=False)
         state.take_body(request, len(whole) - len(body))
         again = check_body(request.route, whole, state.limits)
         transcript.has_previous = True
         again.transcript = transcript
         return whole, again
-
-
-def _conversation_too_large(limit: int) -> HttpError:
-    error = errors.body_too_large(limit)
-    error.close = False  # what the client sent was not
-    return error
-
-
-def _restarting() -> HttpError:
-    return errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)

@@ -84,7 +84,7 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 
 
 def not_of_type(param: str, wanted: str, given: Any) -> str:
-    """What OpenAI says of a value of JSON that is of another type."""
+    """OpenAI's words for a JSON value of another type."""
     return f"Invalid type for '{param}': expected {wanted}, but got {JSON_TYPES[type(given)]} instead."
 
 
@@ -102,117 +102,88 @@ def unknown_url(method: str, path: str, meant: str = "") -> HttpError:
     return HttpError(404, f"Unknown request URL: {method} {path}. {hint}", code="unknown_url")
 
 
-def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
-    message = f"Not allowed to {method} on {path}. Allowed: {allowed}."
-    return HttpError(405, message, code="method_not_supported", allow=allowed)
-
-
-def unexpected_body(method: str) -> HttpError:
-    return HttpError(400, f"A {method} request has no body here. Please send it without one.", code="unexpected_body")
+# -- who asks
 
 
 def missing_key() -> HttpError:
-    return HttpError(
-        401,
-        "You didn't provide an API key. You need to provide your API key in an Authorization header using "
-        "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
-        code="missing_api_key",
-    )
+    message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
+    return HttpError(401, message, code="missing_api_key")
 
 
-def invalid_key() -> HttpError:
-    return HttpError(401, "Incorrect API key provided, or the key was revoked.", code="invalid_api_key")
-
-
-def key_expired(since_s: float) -> HttpError:
-    return HttpError(
-        401,
-        f"This API key expired at {minute(since_s)}. Ask whoever runs this box for another one.",
-        code="invalid_api_key",
-    )
+def invalid_key(why: str = "Incorrect API key provided, or the key was revoked.", *, close: bool = False) -> HttpError:
+    return HttpError(401, why, code="invalid_api_key", close=close)
 
 
 def key_ended(expires_s: float | None) -> HttpError:
     """expires_s: the end that the key had, None without one."""
-    how = "was revoked"
-    if expires_s is not None and expires_s <= time.time():
-        how = f"expired at {minute(expires_s)}"
-    return HttpError(401, f"The API key of this request {how} while it ran.", code="invalid_api_key", close=True)
+    how = "was revoked" if expires_s is None or expires_s > time.time() else f"expired at {minute(expires_s)}"
+    return invalid_key(f"The API key of this request {how} while it ran.", close=True)
 
 
 def session_ended() -> HttpError:
     return HttpError(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
-def not_for_logins() -> HttpError:
-    return HttpError(
-        403, "A login of the page does not do for this URL: it takes an API key.", code="insufficient_permissions"
-    )
-
-
-def other_page() -> HttpError:
-    return HttpError(403, "A login of the page does only for what the page itself asks.", code="cross_site_request")
+def forbidden(message: str, code: str = "insufficient_permissions") -> HttpError:
+    return HttpError(403, message, code=code)
 
 
 def missing_scope(needed: str) -> HttpError:
-    return HttpError(
-        403,
-        f"You have insufficient permissions for this operation. The API key needs the scope: {needed}.",
-        code="insufficient_permissions",
-    )
+    message = f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
+    return forbidden(message)
+
+
+# -- models
+
+
+def _about_model(status: int, message: str, code: str) -> HttpError:
+    return HttpError(status, message, param="model", code=code)
 
 
 def model_not_found(model: str) -> HttpError:
-    shown = model if len(model) <= 200 else model[:200] + "…"
-    return HttpError(
-        404,
-        f"The model `{shown}` does not exist or you do not have access to it.",
-        param="model",
-        code="model_not_found",
-    )
+    message = f"The model `{_shortened(model)}` does not exist or you do not have access to it."
+    return _about_model(404, message, "model_not_found")
 
 
 def version_not_served(model: str, version: str, served: list[str]) -> HttpError:
-    shown = version if len(version) <= 200 else version[:200] + "…"
+    shown, names = _shortened(version), ", ".join(f"`{name}`" for name in served)
+    message = f"The version `{shown}` of the model `{model}` is not served now; {names} is. "
     if version == "challenger":  # an alias, which no command takes for a version; a gate's may have no engine
-        return HttpError(
-            404,
-            f"No challenger of the model `{model}` is served now; {', '.join(f'`{name}`' for name in served)} is. "
-            f"`appliance model canary {model} VERSION` serves a version alongside the other.",
-            param="model",
-            code="model_version_not_served",
+        message += f"`appliance model canary {model} VERSION` serves a version alongside the other."
+    else:
+        message += (
+            f"If there is such a version, `appliance model rollback {model} --version {shown}` serves it, and "
+            f"`appliance model canary {model} {shown}` serves it alongside the other."
         )
-    return HttpError(
-        404,
-        f"The version `{shown}` of the model `{model}` is not served now; {', '.join(f'`{name}`' for name in served)} "
-        f"is. If there is such a version, `appliance model rollback {model} --version {shown}` serves it, and "
-        f"`appliance model canary {model} {shown}` serves it alongside the other.",
-        param="model",
-        code="model_version_not_served",
-    )
+    return _about_model(404, message, "model_version_not_served")
 
 
 def wrong_task(model: str, route: str) -> HttpError:
-    return HttpError(400, f"The model `{model}` does not support {route}.", param="model", code="model_not_supported")
+    return _about_model(400, f"The model `{model}` does not support {route}.", "model_not_supported")
 
 
 def no_chat_template(model: str) -> HttpError:
-    return HttpError(
-        400,
+    message = (
         f"The model `{model}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
-        f"it one with `appliance model deploy MODEL --chat-template FILE`.",
-        param="model",
-        code="model_not_supported",
+        "it one with `appliance model deploy MODEL --chat-template FILE`."
     )
+    return _about_model(400, message, "model_not_supported")
 
 
-def body_too_large(limit_bytes: int) -> HttpError:
-    return HttpError(
-        413,
-        f"The request body is over the limit of {limit_bytes} bytes of this endpoint.",
-        code="request_too_large",
-        close=True,
-    )
+def _shortened(name: str) -> str:
+    return name if len(name) <= 200 else name[:200] + "…"
+
+
+# -- what the box cannot do now
+
+
+def body_too_large(limit_bytes: int, *, close: bool = True) -> HttpError:
+    message = f"The request body is over the limit of {limit_bytes} bytes of this endpoint."
+    return HttpError(413, message, code="request_too_large", close=close)
+
+
+def server_error(status: int, message: str, code: str, *, should_retry: bool | None = None) -> HttpError:
+    return HttpError(status, message, kind="server_error", code=code, should_retry=should_retry)
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> HttpError:
@@ -222,21 +193,16 @@ def unavailable(message: str, code: str, retry_after_s: int) -> HttpError:
 def not_serving(model: str, reason: str, next_try_s: float) -> HttpError:
     """The model's engines fail; the next start is in this many seconds."""
     wait_s = max(math.ceil(next_try_s), 1)
-    return unavailable(
-        f"The model `{model}` is not serving: {reason.rstrip('.')}. The next try is in {wait_s} s.",
-        "model_not_ready",
-        wait_s,
-    )
+    message = f"The model `{model}` is not serving: {reason.rstrip('.')}. The next try is in {wait_s} s."
+    return unavailable(message, "model_not_ready", wait_s)
 
 
 def engine_failed(status: int = 502) -> HttpError:
-    what = "did not answer in time" if status == 504 else "failed while answering"
-    return HttpError(
-        status,
-        f"The engine serving this model {what}. The request can be sent again.",
-        kind="server_error",
-        code="engine_timeout" if status == 504 else "engine_failed",
-    )
+    if status == 504:
+        what, code = "did not answer in time", "engine_timeout"
+    else:
+        what, code = "failed while answering", "engine_failed"
+    return server_error(status, f"The engine serving this model {what}. The request can be sent again.", code)
 
 
 def engine_dead(error: HttpError) -> bool:
@@ -246,59 +212,47 @@ def engine_dead(error: HttpError) -> bool:
 
 def engines_died_of_it() -> HttpError:
     """Clients that retry by themselves are told not to: each time would cost engines again."""
-    return HttpError(
-        502,
-        "The engine serving this model ended while it had this request, and so did the next one that got it. It is not "
-        "sent to a third, because that would end engine after engine. Please change the request, or ask whoever runs "
-        "the box what the engines' logs say.",
-        kind="server_error",
-        code="engines_died",
-        should_retry=False,
+    message = (
+        "Two engines of this model ended while they had this request, so it is sent to no other. Please change it, or "
+        "ask whoever runs the box what the engines' logs say."
     )
+    return server_error(502, message, "engines_died", should_retry=False)
 
 
-def rate_limited(what: str, limit: int, wait_s: float, part: str = "") -> HttpError:
-    return HttpError(
-        429,
-        f"Rate limit reached for this API key: {limit} {what} per minute{part}. Please try again in {wait_s:.3g}s.",
-        kind=what,
-        code="rate_limit_exceeded",
-        retry_after_s=math.ceil(wait_s),
-    )
+# -- limits
+
+
+def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
+    """what: "requests" or "tokens"; limit: by the minute."""
+    message = f"Rate limit reached: {limit} {what} per minute. Please try again in {wait_s:.3g}s."
+    return _limited(message, what, math.ceil(wait_s))
 
 
 def too_many_at_once(what: str, limit: int) -> HttpError:
-    return HttpError(
-        429,
-        f"Your API keys have {limit} {what} open, which is as many as they may have at once. Please try again when one "
-        "of them has ended.",
-        kind="requests",
-        code="rate_limit_exceeded",
-        retry_after_s=1,
-    )
+    message = f"Your API keys have {limit} {what} open, the most at once. Please try again when one of them has ended."
+    return _limited(message, "requests", 1)
 
 
 def too_much_of_a_quota(open_tokens: int, more: int, limit: int) -> HttpError:
-    return HttpError(
-        429,
+    message = (
         f"Requests of this API key that are under way may take {open_tokens} tokens, and this one {more}; together it "
-        f"may be {limit} at once, by its quota. Please try again when one of them has ended.",
-        kind="tokens",
-        code="rate_limit_exceeded",
-        retry_after_s=1,
+        f"may be {limit} at once, by its quota. Please try again when one of them has ended."
     )
+    return _limited(message, "tokens", 1)
+
+
+def _limited(message: str, kind: str, wait_s: int) -> HttpError:
+    return HttpError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=wait_s)
 
 
 def quota_spent(until_s: float, which: str) -> HttpError:
     """which: such as "1,000 tokens a day". No Retry-After: the quota renews in hours, and clients should not wait for
     that."""
-    return HttpError(
-        429,
-        f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {minute(until_s)}.",
-        kind="insufficient_quota",
-        code="insufficient_quota",
-        should_retry=False,
-    )
+    message = f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {minute(until_s)}."
+    return HttpError(429, message, kind="insufficient_quota", code="insufficient_quota", should_retry=False)
+
+
+# -- what others answered
 
 
 def kind_of_status(status: int) -> str:
@@ -308,43 +262,40 @@ def kind_of_status(status: int) -> str:
 
 
 def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> HttpError:
-    """Turn an error answer of the engine or the controller into ours. prompt_field: the parameter that has the prompt,
-    which is the faulty one where a prompt is too long.
+    """Turn an error answer of the engine or the controller into ours.
 
-    Known shapes: OpenAI's own object; vLLM's with integer `code`; {"error": "text"};
-    FastAPI's {"detail": "text" | [{"loc", "msg"}]}; anything else keeps only its status.
+    Known shapes: OpenAI's own object; vLLM's with integer `code`; {"error": "text"}; FastAPI's {"detail": "text"};
+    anything else keeps only its status.
+
+    Args:
+        status: the HTTP status of the answer.
+        body: the whole answer.
+        prompt_field: the parameter that has the prompt, which is at fault where a prompt is too long.
     """
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
         data = None
-    error = data.get("error") if isinstance(data, dict) else None
-    detail = data.get("detail") if isinstance(data, dict) else None
-    if isinstance(error, dict) and isinstance(error.get("message"), str):
-        message, param, code = error["message"], error.get("param"), error.get("code")
-        kind = error.get("type")
-        if _MISMATCHES.match(message):
-            message, param = _mismatch(message)
-        message = _VALUES.sub("", message)
-        known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
-        if not isinstance(code, str):
-            code = _code_from_message(status, message)
-            if code == "context_length_exceeded":
-                param = prompt_field
-        return HttpError(
-            status,
-            message,
-            kind=kind if known and isinstance(kind, str) else kind_of_status(status),
-            param=param if isinstance(param, str) else None,
-            code=code,
-        )
+    error = (data.get("error") or data.get("detail")) if isinstance(data, dict) else None
     if isinstance(error, str):
         return HttpError(status, error, kind=kind_of_status(status))
-    if isinstance(detail, str):
-        return HttpError(status, detail, kind=kind_of_status(status))
-    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
-        return HttpError(status, *_validation(detail))
-    return HttpError(status, f"The request failed with status {status}.", kind=kind_of_status(status))
+    if not isinstance(error, dict) or not isinstance(message := error.get("message"), str):
+        return HttpError(status, f"The request failed with status {status}.", kind=kind_of_status(status))
+    kind, param, code = error.get("type"), error.get("param"), error.get("code")
+    if _MISMATCHES.match(message):
+        message, param = _first_mismatch(message)
+    known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
+    if not isinstance(code, str):
+        code = _code_from_message(status, message)
+        if code == "context_length_exceeded":
+            param = prompt_field
+    return HttpError(
+        status,
+        _VALUES.sub("", message),
+        kind=kind if known and isinstance(kind, str) else kind_of_status(status),
+        param=param if isinstance(param, str) else None,
+        code=code,
+    )
 
 
 def event_code(data: Any) -> int | None:
@@ -367,36 +318,31 @@ def _code_from_message(status: int, message: str) -> str | None:
 _VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
 # How vLLM lists what does not fit its types: a line for each type that a value was held against.
 _MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
-_MISMATCH = re.compile(r"'type': '(?P<type>[^']*)', 'loc': '(?P<loc>[^']*)', 'msg': (?P<msg>'[^']*'|\"[^\"]*\")")
+_MISMATCH = re.compile(r"'type': '([^']*)', 'loc': '([^']*)', 'msg': ('[^']*'|\"[^\"]*\")")
 # That a value is not of one type is not a fault where another type fits but for something else.
 _OTHER_TYPE = ("_type", "literal_error", "model_attributes_type")
 _MESSAGE_CHARS = 2000
+# Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
+_NO_FIELDS = frozenset(
+    "body str int float bool list dict enabled disabled adaptive tool_definition tool_reference".split()
+)
 
 
-def _mismatch(message: str) -> tuple[str, str | None]:
+def _first_mismatch(message: str) -> tuple[str, str | None]:
     """One sentence and the parameter in OpenAI's form (`messages[0].content`), out of vLLM's list."""
-    found = [match.groupdict() for match in _MISMATCH.finditer(message[: 64 * 1024])]
-    if not found:
+    listed = _MISMATCH.findall(message[: 64 * 1024])
+    if not listed:
         return message[:_MESSAGE_CHARS], None
-    fault = next((one for one in found if not one["type"].endswith(_OTHER_TYPE)), found[0])
-    param = _param(fault["loc"])
-    same = [_said(one["msg"]) for one in found if _param(one["loc"]) == param]
-    what = "; or ".join(dict.fromkeys(same if fault is found[0] else [_said(fault["msg"])]))
-    if fault["type"] == "missing" and param:
-        return f"You must provide the parameter `{param}`.", param
-    if fault["type"] == "missing":
-        return "The body must be a JSON object.", None
-    if not param:  # a check of several fields together, which its words name
-        return f"{what}."[:_MESSAGE_CHARS], None
-    return f"Invalid value for `{param}`: {what}."[:_MESSAGE_CHARS], param
+    kind, location, quoted = next((row for row in listed if not row[0].endswith(_OTHER_TYPE)), listed[0])
+    param = _param(location)
+    if kind == "missing":
+        return (f"You must provide the parameter `{param}`." if param else "The body must be a JSON object."), param
+    words = words_of_check(quoted[1:-1]).removesuffix(".")[:_MESSAGE_CHARS]
+    # Without a parameter it is a check of several fields together, which its words name.
+    return (f"Invalid value for `{param}`: {words}." if param else f"{words}."), param
 
 
-def _said(quoted: str) -> str:
-    """A message out of vLLM's list, without pydantic's words before those of a check and the dot behind them."""
-    return words_of_check(quoted[1:-1]).removesuffix(".")
-
-
-def _param(location: str) -> str:
+def _param(location: str) -> str | None:
     """'body.messages.0.ChatCompletionUserMessageParam.content' as 'messages[0].content': without names of types."""
     parts = ""
     for part in location.split("."):
@@ -404,20 +350,4 @@ def _param(location: str) -> str:
             parts += f"[{part}]"
         elif re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in _NO_FIELDS:
             parts += f".{part}" if parts else part
-    return parts
-
-
-# The last five are tags by which vLLM tells the forms of one field apart.
-_NO_FIELDS = frozenset(
-    {"body", "str", "int", "float", "bool", "list", "dict"}
-    | {"enabled", "disabled", "adaptive", "tool_definition", "tool_reference"}
-)
-
-
-def _validation(detail: list[Any]) -> tuple[str]:
-    parts = []
-    for item in detail[:5]:
-        if isinstance(item, dict):
-            where = ".".join(str(p) for p in item.get("loc", ()) if p != "body")
-            parts.append(f"{where}: {item.get('msg', 'invalid')}" if where else str(item.get("msg", "invalid")))
-    return ("; ".join(parts),)
+    return parts or None

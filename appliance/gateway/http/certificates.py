@@ -8,7 +8,6 @@ to the newest context.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import ssl
 import stat
@@ -26,8 +25,6 @@ LOOK_EVERY_S = 2.0
 SAID_BEFORE_S = 14 * 86400.0
 MOST_BYTES = 1 << 20
 
-Seen = tuple[tuple[int, int, int], ...]
-
 
 class Certificate:
     """context: for listening. expires_s: Unix time, of the current certificate. fault: why the files' certificate is
@@ -38,7 +35,7 @@ class Certificate:
         self._cert_path, self._key_path = cert_path, key_path
         self.fault = ""
         try:
-            self._seen = self._settling = self._stat()
+            self._seen = self._stat()
             self._newest, _, self.expires_s = self._load()
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigInvalid(
@@ -49,45 +46,28 @@ class Certificate:
         # Called for every new connection, also for those that name no server.
         self.context.sni_callback = self._hand_over
         self._next_look_s = 0.0
-        self._refused: Seen | None = None
-        self._again_s = 0.0  # Unix time, from when on what was refused may be right
 
     def look(self, now_s: float, *, at_once: bool = False) -> bool:
-        """Load the files if they are new; return whether anything changed.
-
-        now_s: the monotonic clock. Files that just changed are left to settle until the next look, unless `at_once`.
-        """
+        """Load the files if they are not those in force; return whether anything changed. now_s: the monotonic
+        clock."""
         if not at_once and now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
-        before = self.fault
+        before, in_force, fault = self.fault, self._seen, ""
         try:
-            found = self._stat()
-            settled = at_once or found == self._settling
-            self._settling = found
-            if not settled:
-                return False
-            if found == self._seen:  # what is in force is there again
-                self.fault, self._refused = "", None
-                return before != ""
-            # Reading a long chain, or a key that is encrypted with patience, takes a second of everybody's time.
-            if found == self._refused and time.time() < self._again_s:
-                return False
-            self._refused, self._again_s = found, math.inf
-            newest, begins_s, expires_s = self._load()
-            if not begins_s <= (now := time.time()) <= expires_s and now < self.expires_s:
-                self._again_s = min(one for one in (begins_s, self.expires_s) if one > now)
-                raise ValueError(f"it is valid from {minute(begins_s)} until {minute(expires_s)}")
+            seen = self._stat()
+            if seen != in_force:
+                newest, begins_s, expires_s = self._load()
+                if not begins_s <= time.time() <= expires_s:
+                    raise ValueError(f"it is valid from {minute(begins_s)} until {minute(expires_s)}")
+                self._seen, self._newest, self.expires_s = seen, newest, expires_s
+                log.info("a new certificate is in force, until %s", minute(expires_s))
         except (OSError, ssl.SSLError, ValueError) as error:
-            if not isinstance(error, (ssl.SSLError, ValueError)):
-                self._refused = None  # it may be readable later without another change
-            self.fault = f"{type(error).__name__}: {error}"
-            if self.fault != before:
+            fault = f"{type(error).__name__}: {error}"
+            if fault != before:
                 log.error("the new certificate in %s cannot be loaded, the old one stays: %s", self._cert_path, error)
-            return self.fault != before
-        self._seen, self._newest, self.expires_s, self.fault = found, newest, expires_s, ""
-        log.info("a new certificate is in force, until %s", minute(expires_s))
-        return True
+        self.fault = fault
+        return fault != before or self._seen != in_force
 
     def notes(self, now_s: float) -> list[str]:
         """now_s: Unix time."""
@@ -109,7 +89,7 @@ class Certificate:
         if connection.context is not self._newest:
             connection.context = self._newest
 
-    def _stat(self) -> Seen:
+    def _stat(self) -> tuple[tuple[int, int, int], ...]:
         """Raises ValueError for what would hold up everybody's requests while it is read, as a pipe does."""
         found = [os.stat(path) for path in (self._cert_path, self._key_path)]
         if not all(stat.S_ISREG(one.st_mode) and one.st_size <= MOST_BYTES for one in found):
@@ -117,7 +97,7 @@ class Certificate:
         return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
 
     def _load(self) -> tuple[ssl.SSLContext, float, float]:
-        """The context, and from when until when its certificate is valid."""
+        """The context, and from when until when its certificate is valid, in Unix time."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         # An encrypted key must fail instead of prompting on a terminal for its password.

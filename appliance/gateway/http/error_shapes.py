@@ -32,11 +32,13 @@ _TYPES = {
 
 def shaped(error: HttpError, request: Request | None, request_id: bytes) -> tuple[int, bytes]:
     """Status and body. request: None if its head could not be read."""
-    error = _in_our_words(error)
+    error = engine_failed() if engine_dead(error) else error  # a dying engine speaks of its own stack traces
     if request is None or not is_anthropic(request.path):
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status
-    return status, _anthropic(error, status, request_id)
+    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.decode()}
+    return status, orjson.dumps(body)
 
 
 def error_response(error: HttpError, request_id: bytes) -> bytes:
@@ -50,24 +52,11 @@ def error_response(error: HttpError, request_id: bytes) -> bytes:
 
 def event(error: HttpError, request: Request, sent: int) -> bytes:
     """The error as an event of a stream that has had `sent` events."""
-    error = _in_our_words(error)
+    _, body = shaped(error, request, request.request_id)
     if request.route_name == RESPONSES:
-        told = {"code": error.code or error.kind, "message": error.message, "param": error.param}
-        inner = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-        data = {"type": "error", "sequence_number": sent, **told, "error": inner}
-        return b"event: error\ndata: %b\n\n" % orjson.dumps(data)
-    if not is_anthropic(request.path):
-        return b"data: %b\n\n" % error.body()
-    status = 529 if error.status == 503 else error.status
-    return b"event: error\ndata: %b\n\n" % _anthropic(error, status, request.request_id)
-
-
-def _in_our_words(error: HttpError) -> HttpError:
-    """A dying engine speaks of its own stack traces."""
-    return engine_failed() if engine_dead(error) else error
-
-
-def _anthropic(error: HttpError, status: int, request_id: bytes) -> bytes:
-    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    found = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.decode()}
-    return orjson.dumps(found)
+        inner = orjson.loads(body)["error"]
+        fields = {"code": inner["code"] or inner["type"], "message": inner["message"], "param": inner["param"]}
+        body = orjson.dumps({"type": "error", "sequence_number": sent, **fields, "error": inner})
+    elif not is_anthropic(request.path):
+        return b"data: %b\n\n" % body
+    return b"event: error\ndata: %b\n\n" % body

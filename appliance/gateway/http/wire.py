@@ -1,55 +1,37 @@
-"""Filters headers in both directions. Pure.
+"""Filters headers in both directions, and writes those that any answer has. Pure.
 
 An engine's request head contains nothing copied from the client;
 the controller gets the client's headers except our own, hop-by-hop and framing headers.
+
+Cross-origin requests after https://fetch.spec.whatwg.org/#http-cors-protocol. Credentials (cookies) are never allowed:
+a key says who asks, and a page must have been given one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from appliance.gateway.access.request import Headers, Request
+from appliance.gateway.access.request import Headers, Pairs, Request
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind
+from appliance.gateway.core.routes import Kind, is_anthropic
 
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
 COMPUTED = b"x-appliance-computed"
 # The tunnel to another node says so (runtime/network/tunnel.py).
 UNREACHED = b"x-appliance-unreached"
-_HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+# Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's
+# x_appliance_scopes must not pass either.
+_OF_A_HOP = rb"connection|keep-alive|proxy-.*|te|trailer|transfer-encoding|upgrade|content-length|x-request-id"
+_OURS = rb"x[-_]appliance[-_].*"
+_NOT_UPSTREAM = re.compile(
+    rb"%b|%b|authorization|x-api-key|cookie|expect|host|(x-)?forwarded.*|x-real-ip" % (_OF_A_HOP, _OURS)
 )
-_NOT_UPSTREAM = _HOP_BY_HOP | {
-    b"authorization",
-    b"x-api-key",
-    b"content-length",
-    b"cookie",
-    b"expect",
-    b"forwarded",
-    b"host",
-    b"x-forwarded-for",
-    b"x-forwarded-host",
-    b"x-forwarded-prefix",
-    b"x-forwarded-proto",
-    b"x-real-ip",
-    b"x-request-id",
-}
-_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id", b"set-cookie"}
-
-# Some servers treat `_` and `-` in header names as equal, so a client's x_appliance_scopes must not pass either.
-_OURS = re.compile(rb"x[-_]appliance[-_]")
+_NOT_DOWNSTREAM = re.compile(rb"%b|%b|date|server|set-cookie" % (_OF_A_HOP, _OURS))
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
+# Names of headers in a list; what a browser asks for is said back, since clients in pages send many of their own.
+_NAMES = re.compile(rb"[A-Za-z0-9-]{1,64}(?: ?, ?[A-Za-z0-9-]{1,64}){0,63}\Z")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -67,20 +49,18 @@ def accepted_trace(headers: Headers) -> bytes:
 
 def controller_headers(request: Request, token: bytes) -> list[tuple[str, str]]:
     """For the controller: the client's headers without ours, hop-by-hop and framing ones, and who asks."""
-    nominated = _nominated(request.headers)
-    kept = [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in request.headers.items()
-        if name not in _NOT_UPSTREAM and name not in nominated and not _OURS.match(name)
+    kept = _passing(request.headers, _NOT_UPSTREAM)
+    return [
+        *((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept),
+        *identity(request, token),
     ]
-    return [*kept, *identity(request, token)]
 
 
 def identity(request: Request, token: bytes) -> list[tuple[str, str]]:
     """Who asks, and the proof that a gateway says so (appliance.controller.http.peers)."""
     caller = request.caller
     if caller is None:
-        assert request.route is not None and request.route.kind is Kind.LOGIN, "all others name a key"
+        assert request.route.kind is Kind.LOGIN, "all others name a key"
         return list(own_identity(request.request_id, token).items())
     by = ("session", request.session) if request.session else ("secret", caller.secret)
     return [(f"x-appliance-{by[0]}", by[1]), *_who(request.request_id, caller.id, caller.scopes_header.decode(), token)]
@@ -102,12 +82,37 @@ def _who(request_id: bytes, key_id: str, scopes: str, token: bytes) -> list[tupl
 
 def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Select the controller's response headers for the client."""
-    nominated = _nominated(headers)
-    return [
-        (name, value)
-        for name, value in headers.items()
-        if name not in _NOT_DOWNSTREAM and name not in nominated and not _OURS.match(name)
-    ]
+    return _passing(headers, _NOT_DOWNSTREAM)
+
+
+def answer_headers(request: Request, origins: Sequence[str]) -> Pairs:
+    """Headers of whatever answers this request, whose id is known. origins: of pages that may read answers."""
+    headers = _cross_origin(request.headers, origins)
+    return [*headers, (b"request-id", request.request_id)] if is_anthropic(request.path) else headers
+
+
+def is_preflight(request: Request, origins: Sequence[str]) -> bool:
+    """Whether a browser asks, before it sends a page's request, if it may. It has no key then."""
+    asks = request.method == b"OPTIONS" and b"access-control-request-method" in request.headers
+    return asks and bool(_cross_origin(request.headers, origins))
+
+
+def preflight_headers(request: Request) -> Pairs:
+    """Headers of the answer to a preflight, beside `answer_headers`. The request itself is checked when it comes."""
+    asked = request.headers.get(b"access-control-request-headers", b"").strip()
+    methods = b"GET, HEAD, POST, PUT, PATCH, DELETE"
+    headers = [(b"access-control-allow-methods", methods), (b"access-control-max-age", b"7200")]
+    return [*headers, (b"access-control-allow-headers", asked)] if _NAMES.match(asked) else headers
+
+
+def _cross_origin(headers: Headers, origins: Sequence[str]) -> list[tuple[bytes, bytes]]:
+    origin = headers.get(b"origin")
+    if origin is None or ("*" not in origins and origin.decode("latin-1") not in origins):
+        return []
+    reads = (b"access-control-expose-headers", b"*")
+    if "*" in origins:
+        return [(b"access-control-allow-origin", b"*"), reads]
+    return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), reads]
 
 
 def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
@@ -132,6 +137,7 @@ def computed(value: bytes) -> tuple[int, int]:
     return (int(prompt), int(written)) if read else (0, 0)
 
 
-def _nominated(headers: Headers) -> frozenset[bytes]:
-    value = headers.get(b"connection")
-    return frozenset(part.strip().lower() for part in value.split(b",")) if value else frozenset()
+def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:
+    """Headers that neither match `stops` nor are named in the Connection header."""
+    of_connection = {part.strip().lower() for part in headers.get(b"connection", b"").split(b",")}
+    return [(name, value) for name, value in headers.items() if name not in of_connection and not stops.fullmatch(name)]

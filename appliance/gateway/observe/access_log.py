@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-from typing import Any, Final
+import time
+from typing import Final
 
 import orjson
 
@@ -20,45 +20,16 @@ log = logging.getLogger("appliance.gateway")
 _NAMED: Final = re.compile(rb"(/(?:keys|pipelines)/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
 
 
-class _File(logging.FileHandler):
-    """A file of mode 0600. A full or failing disk costs log lines, never requests."""
-
-    def __init__(self, path: str) -> None:
-        self._failed = False
-        super().__init__(path, encoding="utf-8")
-
-    def _open(self) -> Any:
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_private)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._failed:
-            self._failed = True
-            log.warning("access log: cannot write, lines are dropped", exc_info=True)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-class _Line(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        head = {"time": timestamp(record.created), "level": "info", "process": "gateway", "event": "request"}
-        return orjson.dumps(head | record.__dict__["fields"]).decode()
-
-
 class AccessLog:
-    """Appends to `path`; None: keeps nothing."""
+    """Appends to `path`, a file of mode 0600; None: keeps nothing. A full disk costs lines, never requests."""
 
     def __init__(self, path: str | None) -> None:
-        self._log = logging.Logger("appliance.gateway.requests")
-        if path is not None:
-            handler = _File(path)
-            handler.setFormatter(_Line())
-            self._log.addHandler(handler)
+        self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._failed = False
 
     @property
     def enabled(self) -> bool:
-        return self._log.hasHandlers()
+        return self._file >= 0
 
     def add(self, request: Request, now_s: float) -> None:
         """Write a request's line when its response ends, at `now_s` by the monotonic clock.
@@ -68,6 +39,10 @@ class AccessLog:
         """
         received_s, first_byte_s, caller = request.received_s or now_s, request.first_byte_s, request.caller
         fields = {
+            "time": timestamp(time.time()),
+            "level": "info",
+            "process": "gateway",
+            "event": "request",
             "request_id": request.request_id.decode("latin-1"),
             "key_id": None if caller is None else caller.id,
             "method": "HEAD" if request.head_only else request.method.decode("latin-1"),
@@ -84,10 +59,14 @@ class AccessLog:
             "out_bytes": request.sent_bytes,
             "trace_id": request.trace_id or None,
         }
-        self._log.info("request", extra={"fields": fields})
+        try:
+            os.write(self._file, orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE))
+        except OSError as error:
+            if not self._failed:
+                log.warning("access log: cannot write, lines are dropped: %s", error.strerror)
+            self._failed = True
 
     def close(self) -> None:
-        for handler in list(self._log.handlers):
-            self._log.removeHandler(handler)
-            with contextlib.suppress(OSError):
-                handler.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

@@ -14,7 +14,7 @@ from typing import Final
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from runtime.replace_file import SUFFIX, replace_file
+from runtime.replace_file import replace_file
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4.encode()
 WRITE_EVERY_S: Final = 5.0
@@ -33,11 +33,11 @@ def joined(texts: Iterable[str]) -> bytes:
 
 
 class WorkerSnapshots:
-    """Snapshots of the workers: files `BUS_SOCKET.metrics.NAME`, which need no durability. name: of this worker."""
+    """Snapshots of the workers: files `BUS_SOCKET.NAME.metrics`, which need no durability. name: of this worker."""
 
     def __init__(self, bus_socket: str, name: str):
-        self.name = name
-        self._prefix = Path(f"{bus_socket}.metrics.")
+        self._own = Path(f"{bus_socket}.{name}.metrics")
+        self._pattern = f"{Path(bus_socket).name}.*.metrics"
         self._written_s = -WRITE_EVERY_S
 
     def due(self, now_s: float) -> bool:
@@ -47,15 +47,13 @@ class WorkerSnapshots:
         """Replace this worker's snapshot. A full disk loses a snapshot, nothing else."""
         self._written_s = now_s
         with contextlib.suppress(OSError):
-            replace_file(Path(f"{self._prefix}{self.name}"), text.encode())
+            replace_file(self._own, text.encode())
 
     def others(self) -> list[str]:
         """The last snapshots of the other workers."""
-        found = []
-        for path in sorted(self._prefix.parent.glob(self._prefix.name + "*")):
-            if path.name == self._prefix.name + self.name or path.name.endswith(SUFFIX):
-                continue
+        texts = []
+        for path in sorted(self._own.parent.glob(self._pattern)):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime < STALE_S:
-                    found.append(path.read_text())
-        return found
+                if path != self._own and time.time() - path.stat().st_mtime < STALE_S:
+                    texts.append(path.read_text())
+        return texts

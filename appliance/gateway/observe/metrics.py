@@ -27,15 +27,6 @@ _LABELS: Final = ("model", "version", "key_class")
 disable_created_metrics()
 
 
-class _Series:
-    """The counters of one triple: looking them up by their labels costs more than counting."""
-
-    def __init__(self, metrics: Metrics, key: SeriesKey) -> None:
-        self.prompt, self.completion = metrics.tokens.labels(*key, "input"), metrics.tokens.labels(*key, "output")
-        self.cached = metrics.cached.labels(*key)
-        self.ttft, self.duration = metrics.ttft.labels(*key), metrics.duration.labels(*key)
-
-
 class Metrics:
     """All counts of one process. Times in seconds.
 
@@ -47,29 +38,23 @@ class Metrics:
         self.events: defaultdict[str, int] = defaultdict(int)
         self.requests: Counter[tuple[str, int]] = Counter()
         self.rows: defaultdict[str, RowLoad] = defaultdict(RowLoad)
-        self.series: dict[SeriesKey, _Series] = {}
+        self.series: dict[SeriesKey, None] = {}
         self.registry = CollectorRegistry()
-        self._bytes = self._counter("response_bytes", "Body bytes relayed to clients.")
-        self.added = self._histogram("added", "From complete request to its sending upstream, unheld.", ADDED_SECONDS)
-        self.held_for = self._histogram("held", "Time held requests waited for a replica.", SECONDS)
-        self.answered = self._counter(
-            "model_requests", "Inference requests ended, by model, version, key class and status.", *_LABELS, "status"
-        )
-        self.tokens = self._counter(
-            "tokens", "Tokens of prompts (input) and answers (output), as engines counted them.", *_LABELS, "direction"
-        )
-        self.cached = self._counter(
-            "cached_tokens", "Tokens of prompts that engines had in their cache of prefixes.", *_LABELS
-        )
-        self.ttft = self._histogram(
-            "time_to_first_byte", "From complete request to the first body byte.", SECONDS, *_LABELS
-        )
-        self.duration = self._histogram(
-            "request", "From complete request to the end of its answer.", REQUEST_SECONDS, *_LABELS
-        )
-        self.per_token = self._histogram(
-            "time_per_output_token", "Streams: mean time from one token to the next.", SECONDS, *_LABELS
-        )
+        counter, histogram = self._counter, self._histogram
+        self._bytes = counter("response_bytes", "Body bytes relayed to clients.")
+        self.added = histogram("added", "From complete request to its sending upstream, unheld.", ADDED_SECONDS)
+        self.held_for = histogram("held", "Time held requests waited for a replica.", SECONDS)
+        text = "Inference requests ended, by model, version, key class and status."
+        self.answered = counter("model_requests", text, *_LABELS, "status")
+        text = "Tokens of prompts (input) and answers (output), as engines counted them."
+        self.tokens = counter("tokens", text, *_LABELS, "direction")
+        self.cached = counter("cached_tokens", "Tokens of prompts in an engine's cache of prefixes.", *_LABELS)
+        text = "From complete request to the first body byte."
+        self.ttft = histogram("time_to_first_byte", text, SECONDS, *_LABELS)
+        text = "From complete request to the end of its answer."
+        self.duration = histogram("request", text, REQUEST_SECONDS, *_LABELS)
+        text = "Streams: mean time from one token to the next."
+        self.per_token = histogram("time_per_output_token", text, SECONDS, *_LABELS)
 
     def _counter(self, name: str, text: str, *labels: str) -> prometheus_client.Counter:
         return prometheus_client.Counter(f"appliance_gateway_{name}", text, labels, registry=self.registry)
@@ -95,7 +80,7 @@ class Metrics:
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
-        self._series(_key(request)).ttft.observe(seconds)
+        self.ttft.labels(*self._key(request)).observe(seconds)
         self.rows[request.model].first_byte(seconds, now_s)
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -104,13 +89,12 @@ class Metrics:
         self._bytes.inc(request.sent_bytes)
         if not request.model:
             return
-        key, tokens, token_s = _key(request), request.tokens, None
-        series = self._series(key)
+        key, tokens, token_s = self._key(request), request.tokens, None
         self.answered.labels(*key, request.status).inc()
-        series.duration.observe(now_s - request.received_s)
-        series.prompt.inc(tokens.prompt)
-        series.completion.inc(tokens.completion)
-        series.cached.inc(tokens.found)
+        self.duration.labels(*key).observe(now_s - request.received_s)
+        self.tokens.labels(*key, "input").inc(tokens.prompt)
+        self.tokens.labels(*key, "output").inc(tokens.completion)
+        self.cached.labels(*key).inc(tokens.found)
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion - request.refused_completion or request.stream_events
         if request.stream_events and written > 1:
@@ -120,13 +104,15 @@ class Metrics:
 
     # -- bounds
 
-    def _series(self, key: SeriesKey) -> _Series:
-        series = self.series.get(key)
-        if series is None:
+    def _key(self, request: Request) -> SeriesKey:
+        """Return the labels of this request's series; drop the oldest series if there are too many."""
+        scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
+        key = request.model, request.model_version, key_class(scopes)
+        if key not in self.series:
             if len(self.series) >= MOST_SERIES:
                 self._drop(next(iter(self.series)))
-            series = self.series[key] = _Series(self, key)
-        return series
+            self.series[key] = None
+        return key
 
     def _drop(self, key: SeriesKey) -> None:
         del self.series[key]
@@ -139,35 +125,22 @@ class Metrics:
         kept = set(keep)
         for key in [key for key in self.series if key[0] not in kept]:
             self._drop(key)
-        for name in [name for name in self.rows if name not in kept]:
+        for name in self.rows.keys() - kept:
             del self.rows[name]
 
     # -- a scrape
 
-    def collect(self) -> Iterator[Metric]:
-        """All series but the gauges (state/reports.py)."""
-        yield from self.counts()
-        yield from self.registry.collect()
-
     def counts(self) -> Iterator[Metric]:
         """The series that are read on the loop; those of the registry may be read in any thread."""
-        requests = CounterMetricFamily(
-            "appliance_gateway_requests", "Requests answered, by route and status.", labels=["route", "status"]
-        )
+        text = "Requests answered, by route and status."
+        requests = CounterMetricFamily("appliance_gateway_requests", text, labels=["route", "status"])
         for (route, status), count in sorted(self.requests.items()):
             requests.add_metric([route, str(status)], count)
-        events = CounterMetricFamily(
-            "appliance_gateway_events", "Things that happened to requests, by kind.", labels=["event"]
-        )
+        text = "Things that happened to requests, by kind."
+        events = CounterMetricFamily("appliance_gateway_events", text, labels=["event"])
         for event, count in sorted(self.events.items()):
             events.add_metric([event], count)
-        yield requests
-        yield events
-
-
-def _key(request: Request) -> SeriesKey:
-    scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
-    return request.model, request.model_version, key_class(scopes)
+        yield from (requests, events)
 
 
 def key_class(scopes: frozenset[str]) -> str:

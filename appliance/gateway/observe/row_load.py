@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Final
+from typing import Any, Final
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.routing import prefill_rate
@@ -18,16 +18,15 @@ _COMPUTED_TOKENS: Final = 1e6
 class RowLoad:
     """Counts and recent times of one row since it is in the table. Times in seconds by the monotonic clock.
 
-    active_s: last arrival, first byte or end of a request. arrived_prompts, first_tokens: requests by bucket of their
-    prompt tokens (from 1), and streams by bucket of the time to their first token (`canary_comparison.bucket`).
+    active_s: last arrival, first byte or end of a request.
     """
 
     def __init__(self) -> None:
         self.active_s = 0.0
-        self.last_request_s: float | None = None
-        self.arrived_requests = self.arrived_prompt_tokens = 0
-        self.arrived_prompts: Counter[int] = Counter()
-        self.first_tokens: Counter[int] = Counter()
+        self._last_request_s: float | None = None
+        self._requests = self._prompt_tokens = 0
+        self._prompts: Counter[int] = Counter()
+        self._first_tokens: Counter[int] = Counter()
         self._prefills: deque[tuple[int, float]] = deque(maxlen=prefill_rate.SAMPLES)
         self._estimated = self._computed = 0.0
         self._ttft: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
@@ -35,14 +34,14 @@ class RowLoad:
 
     def arrived(self, prompt_tokens: int, now_s: float) -> None:
         """Count an admitted request."""
-        self.active_s = self.last_request_s = now_s
-        self.arrived_requests += 1
-        self.arrived_prompt_tokens += prompt_tokens
-        self.arrived_prompts[bucket(prompt_tokens, 1.0)] += 1
+        self.active_s = self._last_request_s = now_s
+        self._requests += 1
+        self._prompt_tokens += prompt_tokens
+        self._prompts[bucket(prompt_tokens, 1.0)] += 1
 
     def first_token(self, seconds: float) -> None:
         """Count a stream by the time from its complete request to its first token."""
-        self.first_tokens[bucket(seconds)] += 1
+        self._first_tokens[bucket(seconds)] += 1
 
     def prefilled(self, prompt_tokens: int, seconds: float) -> None:
         """Record the time to the first byte of a stream that was alone on its replica."""
@@ -64,26 +63,31 @@ class RowLoad:
         if token_s is not None:
             self._tpot.append((now_s, token_s))
 
-    @property
-    def computed_part(self) -> float | None:
-        """Prompt tokens computed by engines for an estimated one; None without answers that told.
+    def report(self, now_s: float, unix_s: float) -> dict[str, Any]:
+        """This row's part of the load report.
 
-        Fewer where prompts share a cached prefix, more or fewer where the estimate errs.
+        ttft_p95_s, tpot_p95_s: of the last minute, None without requests or streams. computed_part: prompt tokens that
+        engines computed for an estimated one (fewer where prompts share a cached prefix), None without answers that
+        told. prefill_tokens_per_s: of one replica, None if the streams so far do not determine it. arrived_prompts,
+        first_tokens: requests by bucket (`canary_comparison.bucket`) of their prompt tokens (from 1), and streams of
+        the time to their first token.
+
+        Args:
+            now_s: the monotonic clock.
+            unix_s: Unix time, at the same moment.
         """
-        return self._computed / self._estimated if self._estimated else None
-
-    @property
-    def prefill_tokens_per_s(self) -> float | None:
-        """Prompt tokens per second of one replica; None if the streams so far do not determine it."""
-        return prefill_rate.prefill_tokens_per_s(self._prefills)
-
-    def ttft_p95_s(self, now_s: float) -> float | None:
-        """95th percentile of the time to the first byte over the last minute; None without requests."""
-        return _p95(self._ttft, now_s)
-
-    def tpot_p95_s(self, now_s: float) -> float | None:
-        """95th percentile of streams' mean time between tokens over the last minute; None without streams."""
-        return _p95(self._tpot, now_s)
+        last_s = self._last_request_s
+        return {
+            "last_request_s": None if last_s is None else unix_s - now_s + last_s,
+            "ttft_p95_s": _p95(self._ttft, now_s),
+            "tpot_p95_s": _p95(self._tpot, now_s),
+            "computed_part": self._computed / self._estimated if self._estimated else None,
+            "prefill_tokens_per_s": prefill_rate.prefill_tokens_per_s(self._prefills),
+            "arrived_requests": self._requests,
+            "arrived_prompt_tokens": self._prompt_tokens,
+            "arrived_prompts": {str(bucket): number for bucket, number in self._prompts.items()},
+            "first_tokens": {str(bucket): number for bucket, number in self._first_tokens.items()},
+        }
 
 
 def _p95(recent: deque[tuple[float, float]], now_s: float) -> float | None:

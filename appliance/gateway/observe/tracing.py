@@ -71,13 +71,10 @@ class Tracing:
 
 
 class RequestSpans:
-    """The spans of one request (access/spans.py)."""
-
-    __slots__ = ("_tracer", "_request", "span", "_context", "_hold", "_attempt", "_attempts")
+    """The spans of one request; those still open at its end end with it."""
 
     def __init__(self, tracer: trace.Tracer, request: Request) -> None:
-        self._tracer = tracer
-        self._request = request
+        self._tracer, self._request = tracer, request
         waited_s = time.monotonic() - request.received_s
         self.span: Span = tracer.start_span(
             "request",
@@ -101,6 +98,7 @@ class RequestSpans:
             self._hold = None
 
     def attempt(self) -> bytes:
+        """Record that the request goes to a replica now. Returns the `traceparent` for the engine."""
         request = self._request
         self._attempts += 1
         ids: dict[str, str | int] = {
@@ -123,34 +121,29 @@ class RequestSpans:
         request.spans = None  # it knows them and they know it
         self.unhold()
         self.attempt_ended(failed=False)
-        span, caller = self.span, request.caller
-        span.set_attributes(
-            {
-                "http.response.status_code": request.status,
-                "model": request.model,
-                "version": request.model_version,
-                "key_id": caller.id if caller is not None else "",
-                "prompt_tokens": request.tokens.prompt,
-                "completion_tokens": request.tokens.completion,
-                **_by_convention(request),
-            }
-        )
+        self.span.set_attributes(_attributes(request))
         if request.status >= 500:
-            span.set_status(_FAILED)
-        span.end()
+            self.span.set_status(_FAILED)
+        self.span.end()
 
 
-def _by_convention(request: Request) -> dict[str, str | int | float]:
-    """The same under the names of OpenTelemetry's conventions for generative AI, which are in development."""
-    if not request.model:
-        return {}
+def _attributes(request: Request) -> dict[str, str | int | float]:
+    """Attributes of a finished request; `gen_ai.*` after OpenTelemetry's conventions for generative AI, which are in
+    development."""
+    version, tokens = request.model_version, request.tokens
     attributes: dict[str, str | int | float] = {
+        "http.response.status_code": request.status,
+        "model": request.model,
+        "version": version,
+        "key_id": request.caller.id if request.caller is not None else "",
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.completion,
         "gen_ai.provider.name": "appliance",
         "gen_ai.request.model": request.model,
-        "gen_ai.response.model": f"{request.model}@{request.model_version}" if request.model_version else request.model,
-        "gen_ai.usage.input_tokens": request.tokens.prompt,
-        "gen_ai.usage.cache_read.input_tokens": request.tokens.found,
-        "gen_ai.usage.output_tokens": request.tokens.completion,
+        "gen_ai.response.model": f"{request.model}@{version}" if version else request.model,
+        "gen_ai.usage.input_tokens": tokens.prompt,
+        "gen_ai.usage.cache_read.input_tokens": tokens.found,
+        "gen_ai.usage.output_tokens": tokens.completion,
     }
     operation = _OPERATIONS.get(request.route_name)
     if operation is not None:
@@ -169,5 +162,5 @@ def _client(traceparent: bytes) -> SpanContext:
 
 
 def _traceparent(span: Span) -> bytes:
-    found = span.get_span_context()
-    return b"00-%032x-%016x-%02x" % (found.trace_id, found.span_id, found.trace_flags)
+    context = span.get_span_context()
+    return b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)

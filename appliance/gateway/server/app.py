@@ -13,15 +13,20 @@ from typing import Any, Final
 
 import orjson
 
-from appliance.gateway.access.admission import LOGIN_BODY_BYTES, check_head, check_scopes, key_digest
-from appliance.gateway.access.page_login import check_asked_by_the_page, login_digest
+from appliance.gateway.access.auth import (
+    LOGIN_BODY_BYTES,
+    check_head,
+    check_same_origin,
+    check_scopes,
+    key_digest,
+    login_digest,
+)
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, PREFLIGHT, Kind, plain_target, resolve
 from appliance.gateway.http import wire
-from appliance.gateway.http.answer_headers import answer_headers, is_preflight, preflight_headers
 from appliance.gateway.inference.inference import Inference
 from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
@@ -31,6 +36,7 @@ from appliance.gateway.state.reports import metrics_text
 from appliance.gateway.state.state import State
 from appliance.ui.site import TO_THE_PAGE, site
 from appliance.ui.site import answer as answer_file
+from runtime.moments import minute
 
 log = logging.getLogger("appliance.gateway")
 
@@ -61,7 +67,7 @@ class App:
             await _failed(exchange, error)
         except Exception as error:  # noqa: BLE001 - logged, and the client is told
             log.error("a request was not answered", exc_info=error, extra=request.ids)
-            await _failed(exchange, HttpError(500, "The gateway failed.", kind="server_error", code="internal_error"))
+            await _failed(exchange, errors.server_error(500, "The gateway failed.", "internal_error"))
         finally:
             state.exchanges.discard(exchange)
             if exchange.connection.exchange is exchange:  # else the next one's on the same connection
@@ -76,11 +82,11 @@ class App:
         request.received_s = time.monotonic()
         request.request_id = wire.accepted_request_id(request.headers) or state.new_request_id()
         request.set_target(plain_target(request.target))
-        request.more_headers = answer_headers(request, state.config.cors_origins)
+        request.more_headers = wire.answer_headers(request, state.config.cors_origins)
         if request.method == b"HEAD":
             request.method = b"GET"
             request.head_only = True
-        preflight = is_preflight(request, state.config.cors_origins)
+        preflight = wire.is_preflight(request, state.config.cors_origins)
         request.route = route = PREFLIGHT if preflight else resolve(request.method, request.path)
         self._admit(exchange)
         if b"traceparent" in request.headers:
@@ -91,7 +97,7 @@ class App:
             caller, use = request.caller, request.use
             assert caller is not None and use is not None
             state.spending.admit_control(caller, use, state.limits)
-            state.spending.opened_control(request, caller, use, state.limits)
+            state.spending.opened_control(request, state.limits)
             await self._controller.relay(exchange)
         elif route.kind is Kind.LOGIN:
             await self._controller.relay(exchange, await exchange.body(LOGIN_BODY_BYTES))
@@ -102,7 +108,7 @@ class App:
         elif route.kind is Kind.PAGE:
             await self._page(exchange)
         elif route.kind is Kind.PREFLIGHT:
-            await exchange.begin(204, preflight_headers(request))
+            await exchange.begin(204, wire.preflight_headers(request))
             await exchange.finish()
         else:
             await self._health(exchange)
@@ -112,7 +118,6 @@ class App:
     def _admit(self, exchange: Exchange) -> None:
         """Checks everything that a request's head determines. Raises HttpError."""
         state, request, route = self._state, exchange.request, exchange.request.route
-        assert route is not None
         if route.kind not in KEYLESS:
             digest = key_digest(request.headers)
             login = "" if digest else login_digest(request)
@@ -122,13 +127,11 @@ class App:
             request.use = state.spending.use_of(caller)
             check_scopes(route, caller)
         elif route.kind is Kind.PAGE:
-            at_the_door = (
-                request.path == FRONT_DOOR.path and b"text/html" in request.headers.get(b"accept", b"").lower()
-            )
-            if request.path not in site() and not at_the_door:
-                raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"), "")
+            html = b"text/html" in request.headers.get(b"accept", b"").lower()
+            if request.path not in site() and not (request.path == FRONT_DOOR and html):
+                raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"))
         elif route.kind is Kind.LOGIN:
-            check_asked_by_the_page(request)
+            check_same_origin(request)
             state.spending.admit_login(exchange.address)
         check_head(request, state.limits)
 
@@ -139,7 +142,10 @@ class App:
             return caller
         state.metrics.events["bad_key"] += 1
         since_s = state.expired.get(digest) if caller is None else caller.expires_s
-        raise errors.key_expired(since_s) if since_s else errors.invalid_key()
+        if since_s:
+            whom = "Ask whoever runs this box for another one."
+            raise errors.invalid_key(f"This API key expired at {minute(since_s)}. {whom}")
+        raise errors.invalid_key()
 
     def _of_login(self, request: Request, digest: str) -> Caller:
         session = self._state.sessions.get(digest)
@@ -153,10 +159,10 @@ class App:
     async def _infer(self, exchange: Exchange) -> None:
         """In order of cost: the key's limits, the body's content, the model, the work that is asked for."""
         state, request, route = self._state, exchange.request, exchange.request.route
-        assert route is not None and request.caller is not None and request.use is not None
+        assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
-        state.spending.admit(request, request.use, state.limits)
+        state.spending.admit(request, state.limits)
         data = parsed_body(body, state.limits)
         state.callable_model(data["model"], request.caller)
         request.refused_model = data["model"].partition("@")[0]
@@ -167,15 +173,13 @@ class App:
             transcript.stores = transcript.stores and state.config.stores_responses
             state.take_body(request, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.background:
-                state.spending.spend(request, checked, state.limits)
-                state.spending.opened(request, checked)
+                state.spending.opened(request, checked, state.limits)
                 await self._controller.relay(exchange, body)
                 return
             if transcript.previous_id:
                 body, checked = await self._controller.with_previous(request, body, checked)
                 self._check_model(request, checked)
-        state.spending.spend(request, checked, state.limits)
-        state.spending.opened(request, checked)
+        state.spending.opened(request, checked, state.limits)
         request.model = checked.model.partition("@")[0]
         state.metrics.arrived(checked.model, checked.prompt_tokens, request.received_s)
         if state.tracing is not None:
@@ -185,7 +189,7 @@ class App:
     def _check_model(self, request: Request, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
         route, caller = request.route, request.caller
-        assert route is not None and caller is not None
+        assert caller is not None
         if checked.ignored:
             request.ignored = checked.ignored
             told = "; ".join(value.decode() for _, value in checked.ignored)

@@ -231,4 +231,7 @@ class Connection(HttpToolsProtocol):
     def _head_late(self) -> None:
         self._head_timer = None
         self.state.metrics.events["slow_head"] += 1
+        if not self._unparsed_bytes:
+            self._close()  # it has said nothing
+            return
         self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.observe.exposition import joined
 from appliance.gateway.observe.row_load import RECENT_S, RowLoad
 from appliance.gateway.state.state import State
@@ -53,7 +54,7 @@ def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any
             "held": holds.held(name),
             "waiting_prompt_tokens": waiting[name],
             "prompt_tokens": prompts[name],
-            **_counts(metrics.rows.get(name) or RowLoad(), now_s),
+            **(metrics.rows.get(name) or RowLoad()).report(now_s, time.time()),
         }
         for name in names & state.router.models.keys()
     }
@@ -76,21 +77,6 @@ def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any
     }
 
 
-def _counts(row: RowLoad, now_s: float) -> dict[str, Any]:
-    last_s = row.last_request_s
-    return {
-        "last_request_s": None if last_s is None else time.time() - now_s + last_s,
-        "ttft_p95_s": row.ttft_p95_s(now_s),
-        "tpot_p95_s": row.tpot_p95_s(now_s),
-        "computed_part": row.computed_part,
-        "prefill_tokens_per_s": row.prefill_tokens_per_s,
-        "arrived_requests": row.arrived_requests,
-        "arrived_prompt_tokens": row.arrived_prompt_tokens,
-        "arrived_prompts": {str(bucket): number for bucket, number in row.arrived_prompts.items()},
-        "first_tokens": {str(bucket): number for bucket, number in row.first_tokens.items()},
-    }
-
-
 def notes(state: State) -> list[str]:
     """Problems of this gateway for the box's status page."""
     lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_REPORTED]]
@@ -108,26 +94,30 @@ async def metrics_text(state: State, *, controller_up: bool) -> bytes:
     """Series of this gateway, all its workers together."""
     up = _gauge("controller_up", "Whether the controller answered this scrape.", int(controller_up))
     others = [] if state.snapshots is None else state.snapshots.others()
-    return await asyncio.to_thread(lambda own: joined([series_text(own), *others]), Series(state, up))
+    return joined([await series_text(state, up), *others])
 
 
-def series_text(series: Series) -> str:
-    """Text of one worker's series. It may take 0.3 s: call it in a thread."""
-    return generate_latest(series).decode()
+async def series_text(state: State, *more: Metric) -> str:
+    """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
+    of_now = [*state.metrics.counts(), *gauges(state), *more]
+    # In a thread, as it may take 0.3 s; what is read of the state is read here.
+    return await asyncio.to_thread(_text, of_now, state.metrics.registry, state.config)
 
 
-class Series(Collector):
-    """Series of this worker and `more`, with the label `worker` where there are several workers."""
+def _text(of_now: list[Metric], registry: CollectorRegistry, config: GatewayConfig) -> str:
+    worker = {"worker": config.name} if config.workers > 1 else {}
+    families = [*of_now, *registry.collect()]
+    for family in families:
+        family.samples = [sample._replace(labels=worker | sample.labels) for sample in family.samples]
+    return generate_latest(_Collected(families)).decode()
 
-    def __init__(self, state: State, *more: Metric) -> None:
-        self._registry = state.metrics.registry
-        self._worker = {"worker": state.config.name} if state.config.workers > 1 else {}
-        self._of_now = [*state.metrics.counts(), *gauges(state), *more]
 
-    def collect(self) -> Iterator[Metric]:
-        for family in (*self._of_now, *self._registry.collect()):
-            family.samples = [sample._replace(labels=self._worker | sample.labels) for sample in family.samples]
-            yield family
+class _Collected(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 def gauges(state: State) -> Iterator[Metric]:

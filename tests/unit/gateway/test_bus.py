@@ -25,13 +25,13 @@ from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
 class DummyBus:
-    """The controller's end: one gateway at a time."""
+    """The controller's end."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.connected = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
+        self.writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -39,15 +39,17 @@ class DummyBus:
         self._server = await asyncio.start_unix_server(self._serve, self.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+        self.writers.add(writer)
         self.connected.set()
         while line := await reader.readline():
             self.reports.put_nowait(json.loads(line))
+        self.writers.discard(writer)
 
     async def push(self, data: bytes | dict[str, Any]) -> None:
-        assert self._writer is not None
-        self._writer.write(data if isinstance(data, bytes) else json.dumps(data).encode() + b"\n")
-        await self._writer.drain()
+        assert self.writers
+        for writer in self.writers:
+            writer.write(data if isinstance(data, bytes) else json.dumps(data).encode() + b"\n")
+            await writer.drain()
 
     async def report(self, **wanted: Any) -> dict[str, Any]:
         """The next report that has these values."""
@@ -60,8 +62,9 @@ class DummyBus:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        if self._writer is not None:
-            self._writer.transport.abort()
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
         self.connected.clear()
 
 

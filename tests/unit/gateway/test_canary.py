@@ -181,7 +181,7 @@ async def test_what_the_canary_computed_and_refused_is_paid_for_beside_the_other
     assert answer.status == 200
     (row,) = (row for row in box.state.spending.meter.take() if row["model"] == "m")
     assert row["completion_tokens"] == 302 and row["prompt_tokens"] > 40, row
-    families = (family for family in box.state.metrics.collect())
+    families = (family for family in box.state.metrics.registry.collect())
     samples = (sample for family in families for sample in family.samples if sample.labels.get("version") == "v1")
     told = {
         (sample.name.removeprefix("appliance_gateway_"), sample.labels.get("direction")): sample.value
@@ -191,7 +191,7 @@ async def test_what_the_canary_computed_and_refused_is_paid_for_beside_the_other
     took_s = told["request_seconds_sum", None] - told["time_to_first_byte_seconds_sum", None]
     per_token_s = told["time_per_output_token_seconds_sum", None]
     assert per_token_s == pytest.approx(took_s), "its second token took that, and not 301 of them"
-    part = box.state.metrics.rows["m"].computed_part
+    part = load_report(box.state)["models"]["m"]["computed_part"]
     assert part is not None and part <= 1
 
 
@@ -266,7 +266,7 @@ async def test_a_version_by_its_name(box: Box) -> None:
     assert "`v1` is" in missing.error["message"]
     assert "appliance model rollback m --version v9" in missing.error["message"]
     none = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@challenger"})
-    assert none.error["code"] == "model_version_not_served" and "No challenger" in none.error["message"]
+    assert none.error["code"] == "model_version_not_served"
     assert "rollback" not in none.error["message"], "an alias is no version to go back to"
     assert "no gate" not in none.error["message"], "it may be a gate's, whose engine is not there"
     unknown = await box.ask("POST", "/v1/chat/completions", ask | {"model": "x@v9"})

@@ -46,8 +46,11 @@ def dead(box: Box) -> list[str]:
 
 
 def is_condemned(response: Response) -> bool:
-    told = response.error["code"] == "engines_died" and "not sent to a third" in response.error["message"]
-    return response.status == 502 and told and response.headers["x-should-retry"] == "false"
+    return (
+        response.status == 502
+        and response.error["code"] == "engines_died"
+        and response.headers["x-should-retry"] == "false"
+    )
 
 
 async def ask(box: Box, user: str = "", **more: Any) -> Response:

@@ -216,7 +216,7 @@ MISSING = (
         (
             CONTENT,
             "messages[0].content",
-            "Invalid value for `messages[0].content`: Input should be a valid string; or Input should be a valid list.",
+            "Invalid value for `messages[0].content`: Input should be a valid string.",
         ),
         (MISSING.replace("body.max_tokens", "body"), None, "The body must be a JSON object."),
         (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),

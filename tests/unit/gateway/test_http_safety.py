@@ -243,7 +243,7 @@ async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(
         response = await wire.response()
         assert response.status == 408 and response.error["code"] == "request_timeout"
         assert await wire.eof() == b""
-    assert (await silent.response()).status == 408 and await silent.eof() == b""
+    assert await silent.eof() == b""
     assert await kept.eof() == b""
     await box.until(lambda: not box.state.connections)
 

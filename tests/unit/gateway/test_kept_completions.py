@@ -12,7 +12,7 @@ import pytest
 from appliance.gateway.answers.kept_completion import CompletionTranscript, kept_completion
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import EXACT, Kind, resolve
+from appliance.gateway.core.routes import Kind, resolve
 from appliance.gateway.payload.request_check import check_body
 
 from .conftest import Box, Start, chat
@@ -198,21 +198,21 @@ def test_a_response_has_the_same_bounds_of_metadata(metadata: Any, code: str) ->
     """Names of 100 characters were taken."""
     body = json.dumps({"model": "m", "input": "x", "metadata": metadata}).encode()
     if not code:
-        check_body(EXACT[b"/v1/responses"], body, Limits())
+        check_body(resolve(b"POST", b"/v1/responses"), body, Limits())
         return
     with pytest.raises(HttpError) as caught:
-        check_body(EXACT[b"/v1/responses"], body, Limits())
+        check_body(resolve(b"POST", b"/v1/responses"), body, Limits())
     assert (caught.value.status, caught.value.code) == (400, code)
 
 
 def test_metadata_without_store_is_refused_at_the_front() -> None:
     body = json.dumps(chat(metadata={"use": "test"})).encode()
     with pytest.raises(HttpError, match="only allowed when 'store' is enabled"):
-        check_body(EXACT[URL.encode()], body, Limits())
+        check_body(resolve(b"POST", URL.encode()), body, Limits())
 
 
 def test_a_request_without_store_has_no_transcript() -> None:
-    route = EXACT[URL.encode()]
+    route = resolve(b"POST", URL.encode())
     for more in ({}, {"stream": True}, {"tools": []}, {"store": False}):
         assert check_body(route, json.dumps(chat(**more)).encode(), Limits()).transcript is None
     assert check_body(route, json.dumps(chat(store=True)).encode(), Limits()).transcript is not None

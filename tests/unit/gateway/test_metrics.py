@@ -14,7 +14,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.observe.exposition import STALE_S, WRITE_EVERY_S, WorkerSnapshots, joined
 from appliance.gateway.observe.metrics import MOST_SERIES, Metrics, key_class
 from appliance.gateway.routing.table import Caller
-from appliance.gateway.state.reports import Series, metrics_text, series_text
+from appliance.gateway.state.reports import metrics_text, series_text
 from appliance.gateway.state.state import State
 
 from .conftest import Box, chat
@@ -52,7 +52,7 @@ def test_tokens_are_counted_by_direction_and_those_of_the_cache_apart() -> None:
         request.model, request.model_version, request.status = "m", "v1", 200
         request.tokens.prompt, request.tokens.found, request.tokens.completion = prompt, found, completion
         metrics.finished(request, 1.0)
-    told = values(generate_latest(metrics))
+    told = values(generate_latest(metrics.registry))
     of = {"key_class": "none", "model": "m", "version": "v1"}
     by = {way: tuple(sorted((of | {"direction": way}).items())) for way in ("input", "output")}
     assert told["appliance_gateway_tokens_total", by["input"]] == 22
@@ -97,7 +97,7 @@ async def test_workers_make_one_answer(tmp_path: Path) -> None:
         state.metrics.requests["a", 200] = count
     first, second = states
     assert second.snapshots is not None
-    second.snapshots.write(series_text(Series(second)), time.monotonic())
+    second.snapshots.write(await series_text(second), time.monotonic())
     text = await metrics_text(first, controller_up=False)
     assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
     rows = values(text)
@@ -132,9 +132,11 @@ def test_series_beyond_the_bound_replace_the_oldest() -> None:
         metrics.finished(request, 1.0)
     newest = {f"v{version}" for version in range(2 * MOST_SERIES, 3 * MOST_SERIES)}
     assert {version for _, version, _ in metrics.series} == newest
-    assert {dict(labels)["version"] for name, labels in values(generate_latest(metrics)) if "tokens" in name} == newest
+    assert {
+        dict(labels)["version"] for name, labels in values(generate_latest(metrics.registry)) if "tokens" in name
+    } == newest
     metrics.forget_models([])
-    assert not metrics.series and not metrics.rows and b"v1" not in generate_latest(metrics)
+    assert not metrics.series and not metrics.rows and b"v1" not in generate_latest(metrics.registry)
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
 
 
@@ -147,7 +149,7 @@ def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
         request.caller = Caller("key", "key", whose)
         metrics.first_byte(request, 1.0)
         metrics.finished(request, 1.0)
-    told = values(generate_latest(metrics))
+    told = values(generate_latest(metrics.registry))
     for model, version, whose in combined:
         labels = {"model": model, "version": version, "key_class": next(iter(whose))}
         assert told["appliance_gateway_time_to_first_byte_seconds_count", tuple(sorted(labels.items()))] == 2

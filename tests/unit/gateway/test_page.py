@@ -75,9 +75,9 @@ async def test_the_bare_address_leads_a_browser_to_the_page_and_is_no_url_for_pr
     box = await start_box()
     told = await box.ask("GET", "/", key=None, headers="Accept: text/html,application/xhtml+xml,*/*;q=0.8\r\n")
     assert told.status == 303 and told.headers["location"] == "/ui" and told.headers["vary"] == "accept"
-    for method, accept in (("GET", "*/*"), ("GET", "application/json"), ("POST", "text/html")):
-        answer = await box.ask(method, "/", key=None, headers=f"Accept: {accept}\r\n")
-        assert answer.status == 404 and answer.error["code"] == "unknown_url", (method, accept)
+    for accept in ("*/*", "application/json"):
+        answer = await box.ask("GET", "/", key=None, headers=f"Accept: {accept}\r\n")
+        assert answer.status == 404 and answer.error["code"] == "unknown_url", accept
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])

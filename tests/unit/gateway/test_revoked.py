@@ -168,16 +168,6 @@ async def test_what_came_by_a_secret_that_was_replaced_ends_though_the_key_goes_
     await _ended(wire)
 
 
-async def test_a_scope_that_is_taken_away_counts_for_what_has_not_begun(box: Box) -> None:
-    wire = await box.connect()
-    await wire.send(_head() + BODY)
-    await box.until(lambda: box.state.buffered_bytes == len(BODY))
-    box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["scopes"] = ["fine_tuning"]
-    box.apply()
-    response = await wire.response()
-    assert response.status == 403 and await wire.eof() == b""
-
-
 async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start) -> None:
     """16 KiB in every window kept a request of 8 MiB open for four hours."""
     box = await start_box(limits={"body_bytes_per_s": 10_000, "body_grace_s": 0.1})
@@ -195,8 +185,10 @@ async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start
     assert response.status == 408 and response.error["code"] == "request_timeout"
 
 
-async def test_a_body_that_waits_for_the_controller_is_not_slow(start_box: Start) -> None:
-    box = await start_box(limits={"body_grace_s": 0.4, "body_bytes_per_s": 1 << 30})
+async def test_body_waiting_for_the_controller_is_not_slow(start_box: Start) -> None:
+    """The limit is far above the time that the body takes itself, which this loop sends, relays and reads."""
+    limit_s, size = 0.5, 2_000_000
+    box = await start_box(limits={"body_grace_s": limit_s, "body_bytes_per_s": 1 << 30})
     reads = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,15 +196,15 @@ async def test_a_body_that_waits_for_the_controller_is_not_slow(start_box: Start
         reader._limit = 1  # type: ignore[attr-defined]
         await reads.wait()
         reader._limit = 1 << 20  # type: ignore[attr-defined]
-        await reader.readexactly(8_000_000)
+        await reader.readexactly(size)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
     server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
     wire = await box.connect()
-    await wire.send(_head("/v1/files", OTHER, 8_000_000))
-    wire.writer.write(b"x" * 8_000_000)
+    await wire.send(_head("/v1/files", OTHER, size))
+    wire.writer.write(b"x" * size)
     await box.until(lambda: any(conn.flow.read_paused for conn in box.state.connections))
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(1.2 * limit_s)
     reads.set()
     assert (await wire.response()).status == 200
     server.close()

@@ -33,47 +33,49 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
 def test_a_minutes_worth_at_once_then_as_it_refills():
     allowance = Allowance(60, None, 0.0)
-    assert [allowance.take(1, 0.0) for _ in range(60)] == [None] * 60
-    refused = allowance.take(1, 0.0)
+    assert [allowance.take(1, 1, 0.0) for _ in range(60)] == [None] * 60
+    refused = allowance.take(1, 1, 0.0)
     assert refused is not None and (refused.what, refused.limit) == ("requests", 60)
     assert refused.wait_s == pytest.approx(1.0)
-    assert allowance.take(1, 0.5) is not None and allowance.take(1, 1.0) is None
+    assert allowance.take(1, 1, 0.5) is not None and allowance.take(1, 1, 1.0) is None
 
 
-def test_a_refusal_names_the_limit_that_was_set_and_not_a_workers_part_alone():
-    """A key of 5 requests a minute was told of 2, which nobody had set."""
-    spending, refused = Spending(defaultdict(int), 2), []
-    caller = Caller("key_a", "", frozenset(), requests_per_minute=5)
-    for _ in range(3):
-        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
-        request.caller = caller
+def test_requests_at_all_workers_together_are_within_a_keys_limit() -> None:
+    workers = [Spending(defaultdict(int), 2) for _ in range(2)]
+    caller, taken = Caller("key_a", "", frozenset(), requests_per_minute=5), 0
+    for own, other in (workers, reversed(workers)):
+        own.apply([caller])
+        own.tell_others = other.heard
+    for number in range(10):
+        spending, request = workers[number % 2], Request(b"POST", b"/v1/chat/completions")
+        request.caller, request.use = caller, spending.use_of(caller)
         try:
-            spending.admit(request, spending.use_of(caller), Limits())
+            spending.admit(request, Limits())
+            taken += 1
         except HttpError as error:
-            refused.append(error.message)
-    (told,) = refused
-    assert "5 requests per minute, 2 of them at this one of the box's 2 gateway processes" in told
+            assert error.code == "rate_limit_exceeded" and "5 requests per minute" in error.message
+    assert taken == 5
 
 
 def test_what_is_refused_costs_nothing():
     allowance = Allowance(10, 100, 0.0)
-    assert allowance.take(90, 0.0) is None
-    assert allowance.take(90, 0.0).what == "tokens"
-    assert dict(allowance.headers())[b"x-ratelimit-remaining-requests"] == b"9"
+    assert allowance.take(1, 90, 0.0) is None
+    assert allowance.take(1, 90, 0.0).what == "tokens"
+    assert dict(allowance.headers(0.0))[b"x-ratelimit-remaining-requests"] == b"9"
 
 
 def test_a_request_larger_than_the_bucket_needs_a_full_one_and_is_paid_off_later():
     allowance = Allowance(None, 100, 0.0)
-    assert allowance.take(500, 0.0) is None
-    assert allowance.take(1, 60.0) is not None, "it is still 300 in debt"
-    assert allowance.take(1, 301.0) is None
+    assert allowance.take(1, 500, 0.0) is None
+    assert allowance.take(1, 1, 60.0) is not None, "it is still 300 in debt"
+    assert allowance.take(1, 1, 301.0) is None
 
 
 def test_the_difference_to_what_it_really_cost_comes_back():
     allowance = Allowance(None, 1000, 0.0)
-    allowance.take(800, 0.0)
-    allowance.correct(800, 50)
-    assert dict(allowance.headers())[b"x-ratelimit-remaining-tokens"] == b"950"
+    allowance.take(1, 800, 0.0)
+    allowance.spend(0, 50 - 800)
+    assert dict(allowance.headers(0.0))[b"x-ratelimit-remaining-tokens"] == b"950"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, b"0ms"), (0.02, b"20ms"), (1.5, b"1.5s"), (360, b"6m0s")])
@@ -524,10 +526,9 @@ def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
 
     def asks(given: Any) -> Request:
         request = Request(b"POST", b"/v1/embeddings", {}, "1.1")
-        request.use = spending.use_of(caller)
+        request.caller, request.use = caller, spending.use_of(caller)
         checked = check_body(route, orjson.dumps({"model": "m", "input": given}), limits)
-        spending.spend(request, checked, limits)
-        spending.opened(request, checked)
+        spending.opened(request, checked, limits)
         return request
 
     for one in ("x", [1] * 5000, ["x"] * 64):

@@ -102,7 +102,7 @@ async def test_without_an_endpoint_the_clients_trace_is_passed_on(box: Box) -> N
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
-    with pytest.raises(ConfigInvalid, match="otlp_endpoint: 'collector:4318' given, expected an http or https URL"):
+    with pytest.raises(ConfigInvalid, match="otlp_endpoint: 'collector:4318' given, expected"):
         GatewayConfig.from_mapping({"controller_socket": "/c", "bus_socket": "/b", "otlp_endpoint": "collector:4318"})
 
 
