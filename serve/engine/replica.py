@@ -204,7 +204,6 @@ class Replica:
             "rss_bytes": 0,
             "running": 0,
             "waiting": 0,
-            "adapters": None,
             "devices": list(spec.devices) if spec else [],
             "node": spec.node if spec else "",
             "settings": spec.settings if spec else "",
