@@ -35,7 +35,7 @@ from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineFailed
-from serve.core.sizing import ModelTooLarge, NotComputed
+from serve.core.sizing import NotServable
 from serve.core.spec import ReplicaSpec
 from serve.engine.replica import Replica
 
@@ -81,7 +81,7 @@ class Versions(Protocol):
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ... Raises
-        ModelTooLarge, NotComputed, and LookupError for a model that is gone."""
+        NotServable, and LookupError for a model that is gone."""
 
 
 class Replicas:
@@ -260,14 +260,10 @@ class Replicas:
         devices = [self._nodes.device(device_id) for device_id in plan.devices]
         try:
             settings = dict(self._versions.engine_settings(plan.model, plan.tensor_parallel))
-        except NotComputed as error:
-            reason = f"{plan.model} cannot be served: {error}"
-            raise EffectFailed("start_replica", plan.id, reason, blame="input", of_settings=True) from error
-        except (ModelTooLarge, LookupError) as error:
-            fix = f"`appliance model deploy {plan.model} --kv-cache-bytes BYTES` or `--tensor-parallel N`"
-            remedy = f" ({fix})" if isinstance(error, ModelTooLarge) else ""
-            reason, too_large = f"{plan.model} does not fit: {error}{remedy}", isinstance(error, ModelTooLarge)
-            raise EffectFailed("start_replica", plan.id, reason, of_settings=too_large) from error
+        except (NotServable, LookupError) as error:
+            reason, of_settings = f"{plan.model} cannot be served: {error}", isinstance(error, NotServable)
+            blame: Blame = "input" if of_settings else "own"
+            raise EffectFailed("start_replica", plan.id, reason, blame, of_settings=of_settings) from error
         if settings.get("adapter_slots") and node_config.name != self._nodes.home.name:
             settings |= {
                 "adapter_roots": (str(node_config.adapters),),

@@ -22,7 +22,6 @@ from runtime.network.sockets import private_socket
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-LINE_BYTES = 16 * 1024
 
 
 class AdapterUnavailable(Exception):
@@ -41,47 +40,29 @@ class AdapterServer:
     ) -> None:
         self._path, self._lease, self._refusals = path, lease, refusals
         self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         """Listen. Replaces a socket file that a killed process left."""
         self._path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path), limit=LINE_BYTES)
+        self._server = await asyncio.start_unix_server(self._serve, sock=private_socket(self._path))
 
     async def stop(self) -> None:
-        if self._server is None:
-            return
-        self._server.close()
-        for writer in list(self._open):
-            writer.close()
-        await self._server.wait_closed()
-        self._path.unlink(missing_ok=True)
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open.add(writer)
-        try:
-            question = json.loads(await reader.readline())
-            await self._answer(question["adapter"], reader, writer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.error("invalid adapter request: %r", error)
-        except OSError as error:
-            log.info("an engine disconnected before it received its adapter: %s", error)
-        finally:
-            self._open.discard(writer)
-            writer.close()
-
-    async def _answer(self, adapter: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        model, _, version = adapter.rpartition("@")
-        try:
-            lease = await self._lease(model, version)
-        except self._refusals as error:
-            log.error("an engine requested the adapter %s: %s", adapter, error)
-            writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
-            await writer.drain()
-            return
-        with lease:
-            writer.write(json.dumps({"path": str(lease.path)}).encode() + b"\n")
-            await reader.read()  # until the engine has its own lease and disconnects
+        with contextlib.closing(writer):
+            try:
+                model, _, version = json.loads(await reader.readline())["adapter"].rpartition("@")
+                with await self._lease(model, version) as lease:
+                    writer.write(json.dumps({"path": str(lease.path)}).encode() + b"\n")
+                    await reader.read()  # until the engine has its own lease and disconnects
+            except self._refusals as error:
+                log.error("an engine did not get its adapter: %s", error)
+                writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                log.error("invalid adapter request: %r", error)
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +74,11 @@ async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncI
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await _connect(socket_path)
+            while writer is None:
+                try:
+                    reader, writer = await asyncio.open_unix_connection(socket_path)
+                except (FileNotFoundError, ConnectionRefusedError):
+                    await asyncio.sleep(RETRY_S)
             writer.write(json.dumps({"adapter": adapter}).encode() + b"\n")
             answer = json.loads(await reader.readline() or b"{}")
         if "path" not in answer:
@@ -106,11 +91,3 @@ async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncI
     finally:
         if writer is not None:
             writer.close()
-
-
-async def _connect(socket_path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    while True:
-        try:
-            return await asyncio.open_unix_connection(socket_path, limit=LINE_BYTES)
-        except (FileNotFoundError, ConnectionRefusedError):
-            await asyncio.sleep(RETRY_S)

@@ -36,12 +36,12 @@ from typing import Any
 
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer, _SwappableExecutor
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from serve.adapters.adapters import is_gone, waiting
+from serve.adapters.adapters import waiting
 from serve.api import answer_version
 from serve.api.turns import ROLLOUTS, Room, Rooms, ThreadsInTurns, Turns, behind, mark_of, number
 
@@ -187,8 +187,7 @@ def _in_turn(answer: Callable[..., Any]) -> Callable[..., Any]:
         adapter = given.get("lora_request")
         waits = Waits(waiting(self), adapter.lora_name if adapter is not None else "")
         owner = answer_version.owner()
-        gone = functools.partial(is_gone, self, adapter)
-        return _placed(outputs, _room(self, owner), waits, gone, turns, owner, _tokens(given.get("prompt")), params)
+        return _placed(outputs, _room(self, owner), waits, turns, owner, _tokens(given.get("prompt")), params)
 
     return run
 
@@ -217,7 +216,6 @@ async def _placed(
     answer: Callable[..., AsyncGenerator[Any, None]],
     room: Room,
     waits: Waits,
-    gone: Callable[[], bool],
     turns: Turns,
     owner: str,
     tokens: int,
@@ -225,8 +223,6 @@ async def _placed(
 ) -> AsyncGenerator[Any, None]:
     choices = getattr(params, "n", 1) or 1
     with waits:
-        if gone():
-            raise VLLMNotFoundError("The model that this request names was unloaded while the request was read.")
         async with room.take(choices):
             turn = Turn(turns, owner, turns.enter(owner, choices * tokens), tokens, choices, waits)
             outputs = answer(priority=number(behind(owner, turn.place), mark_of(owner)))

@@ -1,7 +1,6 @@
 """Errors of the serving side.
 
 ServeError
-├── InvalidReplicaSpec      no engine can start from this replica description
 ├── EngineStartFailed       the engine process ended, or did not become healthy in time
 │   ├── EngineOutOfMemory   because memory ran out
 │   └── CoreDied            its core or one of its workers ended without an error of its own
@@ -24,14 +23,6 @@ from __future__ import annotations
 
 class ServeError(Exception):
     """Base of all errors raised by `serve`."""
-
-
-class InvalidReplicaSpec(ServeError):
-    """A field of a ReplicaSpec is unusable."""
-
-    def __init__(self, field: str, given: object, expected: str):
-        super().__init__(f"replica spec: {field} is {given!r}, expected {expected}")
-        self.field = field
 
 
 class EngineStartFailed(ServeError):

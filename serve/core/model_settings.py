@@ -29,7 +29,6 @@ ENGINE_ARGUMENTS = frozenset(
         "disable-chunked-mm-input",
         "disable-custom-all-reduce",
         "disable-sliding-window",
-        "enable-chunked-prefill",
         "enable-dbo",
         "enable-expert-parallel",
         "enable-prefix-caching",
@@ -42,7 +41,6 @@ ENGINE_ARGUMENTS = frozenset(
         "max-cudagraph-capture-size",
         "max-num-batched-tokens",
         "optimization-level",
-        "performance-mode",
         "prefix-caching-hash-algo",
         "quantization",
         "scheduling-policy",
@@ -169,16 +167,6 @@ class ModelSettings(BaseModel):
         """Tokens of one batch where they are set."""
         text = self.engine_args.get("max-num-batched-tokens", "")
         return int(text) if text.isascii() and text.isdigit() else None
-
-    @property
-    def throughput(self) -> bool:
-        """Whether vLLM doubles its default of a batch's tokens."""
-        return self.engine_args.get("performance-mode") == "throughput"
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether a prompt is computed in one batch, however long it is."""
-        return self.engine_args.get("enable-chunked-prefill") == "false"
 
     def config(self, box: EngineConfig) -> EngineConfig:
         """The box's configuration with this model's settings in place of its own."""

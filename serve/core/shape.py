@@ -19,8 +19,7 @@ class ServedShape:
     stored_bytes: of the version's tensors as they are stored. quantized: they are served as they are stored, whatever
     the engine's dtype. layers: those that keep keys and values; latent: values that each keeps of a token where that is
     one latent vector (multi-head latent attention) and not `kv_heads` of `head_dim`. tied: the head uses the embedding.
-    lora_sides: sum of in + out over the linear layers that engines take adapters on. lora_whole: of it, the sides that
-    tensor parallelism leaves whole: in of the layers that it cuts by their outputs, out of those by their inputs.
+    lora_sides: sum of in + out over the linear layers that engines take adapters on.
     """
 
     stored_bytes: int
@@ -35,7 +34,6 @@ class ServedShape:
     latent: int = 0
     tied: bool = False
     lora_sides: int = 0
-    lora_whole: int = 0
     context: int | None = None
 
     @classmethod
@@ -69,7 +67,6 @@ class ServedShape:
             latent + number("qk_rope_head_dim") if latent else 0,
             bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             layers * sides,
-            layers * 7 * hidden,
             context if 0 < context < 1 << 31 else None,
         )
 

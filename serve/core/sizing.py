@@ -1,36 +1,24 @@
-"""Computes what an engine takes of its devices and how long its context is, from the sizes of the model and the device.
+"""Estimates what an engine takes of its devices and how long its context is, from sizes of the model and the device.
 
-One estimate for everybody who asks: the engine's command line, plans, device assignment and what guards the host's
-memory. vLLM gets explicit numbers, because by default it takes a fraction of the device (or of NUMA node 0 on a CPU),
-whose meaning differs between its versions and which ignores other engines and training on the same device.
+One estimate for the engine's command line, plans, device assignment and the guard of the host's memory. vLLM gets
+explicit numbers, because its own fraction of a device ignores other engines and training there.
 
-On the CPU, with b bytes per element of the dtype that computes, V tokens in the vocabulary, h hidden and f of the MLP
-that one token passes:
+With b bytes per element of the dtype that computes, V tokens in the vocabulary, h hidden and f of the MLP that a token
+passes:
 
-    weights      b P (as stored if quantised), and b V h more where the head is tied to the embedding, because the head
-                 is packed for the matrix kernels and the embedding stays plain
-    adapters     slots x rank x sum of the in and out of all linear layers x b, allocated at the start; each
-                 tensor-parallel worker has the sides of the hidden state whole
-    KV cache     2 x layers x heads x head size x b per token, for one whole context at least
-    activations  a batch of BATCHED_TOKENS tokens, and the sampling of max_num_seqs rows of V numbers
-    process      PROCESS_BYTES for the frontend and its core, WORKER_BYTES for each further worker, TOKENIZER_BYTES per
-                 token of the vocabulary; this much stays while the engine sleeps
+    weights      b P (as stored if quantised); on a CPU b V h more for a head tied to the embedding, which it packs
+    adapters     slots x rank x sum of the in and out of all linear layers x b, allocated at the start
+    KV cache     2 x layers x heads x head size x b per token. On a CPU one whole context; on a GPU the rest of
+                 `gpu_memory_fraction`, or of what max_asleep_per_device sleeping engines leave
+    activations  a batch of tokens, and the sampling of max_num_seqs rows of V numbers
+    engine       on a CPU its processes, which stay while it sleeps; on a GPU its context and captured graphs
 
-The constants are measured by benchmarks/engine_memory.py, whose table stands in benchmarks/results.md.
-
-A GPU's memory is divided as follows; no constant of it is measured yet:
-
-    others       max_asleep_per_device engines asleep, each asleep_bytes of the kind
-    process      context_bytes of the kind, and GRAPH_BYTES for captured graphs
-    weights      b P (as stored if quantised), adapters as above
-    activations  a batch of vLLM's size, of which tensor parallelism divides only the MLP, and sampling;
-                 LEAST_ACTIVATIONS_BYTES at least; with guessed tokens the logits that check them, and all texts
-    KV cache     the rest of `gpu_memory_fraction`, or of what the engines asleep leave
+The CPU's constants are measured by benchmarks/engine_memory.py (benchmarks/results.md), the GPU's are not yet.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from runtime.devices.kind import DeviceKind
@@ -48,58 +36,26 @@ ADAPTER_ARCHITECTURES = frozenset(
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
 )
 # Their linear layers, by the last part of their names.
-ADAPTER_MODULES = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "qkv_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "gate_up_proj",
-    "down_proj",
-)
+ADAPTER_MODULES = tuple("q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj".split())
 GRAPH_BYTES = 2**30  # vLLM reports 0.5 to 1 GiB for models of 1 to 8 B parameters and its default sizes of batches
 LEAST_ACTIVATIONS_BYTES = 2**30
 
-PROCESS_BYTES = 285_000_000
-WORKER_BYTES = 190_000_000
-TOKENIZER_BYTES = 1_600
-BATCHED_TOKENS = 2048  # vLLM 0.32's default on a CPU (EngineArgs.get_batch_defaults)
+PROCESS_BYTES, WORKER_BYTES = 285_000_000, 190_000_000  # frontend with its core, each further worker
+TOKENIZER_BYTES = 1_600  # per token of the vocabulary
 BATCH_ELEMENTS_H, BATCH_ELEMENTS_F = 16, 4  # per token of a batch, times hidden and MLP width
-SAMPLING_BYTES = 40  # per row and token of the vocabulary: logits, sorted values and indexes, their sums
-# The same on a GPU: logits, their float32, what is drawn, and the counts of penalties (vllm/v1/worker/gpu/sample).
-GPU_SAMPLING_BYTES = 16
+# Per row and token of the vocabulary. On a CPU: logits, sorted values and indexes, their sums. On a GPU: logits, their
+# float32, what is drawn, and the counts of penalties (vllm/v1/worker/gpu/sample).
+SAMPLING_BYTES, GPU_SAMPLING_BYTES = 40, 16
 CPU_MAX_NUM_SEQS = 64
-# vLLM 0.32's defaults for its server by bytes of the device (EngineArgs.get_batch_defaults): from so many bytes on, so
-# many requests at once and tokens in a batch. It takes the last row for an A100 of any size.
-GPU_BATCHES = ((160 * 2**30, 1024, 16384), (70 * 2**30, 1024, 8192), (0, 256, 2048))
 BLOCK_TOKENS = 128  # on a CPU; on GPUs 16, 64 or 128, as the kernel of the attention wants (latent, FP8, heads of 256)
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-def lora_rank_bound(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` that vLLM 0.32 accepts (vllm/config/lora.py) and that covers `rank`."""
-    return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
-
-
-def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
-    """Return the largest adapter rank that engines of this model accept; 0: they accept no adapters."""
-    taken = config.adapter_slots and task == "generate" and arch in ADAPTER_ARCHITECTURES
-    return config.adapter_max_rank if taken else 0
-
-
 INSTEAD_OF_QUANTISED = (
     "import the model as its publisher trained it (bf16 or fp16), or a GGUF file, which is dequantised"
 )
 
 
-class ModelTooLarge(ValueError):
-    """The weights leave no room for a KV cache on this device."""
-
-
-class NotComputed(ValueError):
-    """Devices of this kind do not compute the model's layers, whatever memory they have."""
+class NotServable(ValueError):
+    """No engine of the model can be started on such devices; the message says why and what would help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +75,13 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """An engine as it would be started. max_model_len: its context in tokens, None where the model does not say.
-    max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's own context.
-    room_bytes: what it may take of each device, by the settings that hold for it.
-    shortened: why the context is shorter than asked for or the model's own, "" if it is not. problem: why it cannot be
-    started, "" if it can. not_computed: the same where the reason is not a lack of memory."""
+    """An engine as it would be started.
+
+    max_model_len: its context in tokens, None where the model does not say. kv_tokens: tokens that the KV cache holds,
+    None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's
+    own context. room_bytes: what it may take of each device. shortened: why the context is shorter than set or the
+    model's own, "" if it is not. problem: why it cannot be started, "" if it can.
+    """
 
     memory: EngineMemory
     dtype: str
@@ -134,7 +92,27 @@ class EngineSize:
     room_bytes: int
     shortened: str = ""
     problem: str = ""
-    not_computed: str = ""
+
+
+def lora_rank_bound(rank: int) -> int:
+    """Return the smallest `--max-lora-rank` that vLLM 0.32 accepts (vllm/config/lora.py) and that covers `rank`."""
+    return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
+
+
+def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
+    """Return the largest adapter rank that engines of this model accept; 0: they accept no adapters."""
+    takes = config.adapter_slots and task == "generate" and arch in ADAPTER_ARCHITECTURES
+    return config.adapter_max_rank if takes else 0
+
+
+def default_batch(device_memory_bytes: int, device_name: str, *, on_host: bool) -> tuple[int, int]:
+    """vLLM 0.32's (requests at once, tokens in a batch) for its server (EngineArgs.get_batch_defaults); on a CPU, which
+    gains nothing from more, fewer requests."""
+    if on_host:
+        return CPU_MAX_NUM_SEQS, 2048
+    if device_memory_bytes >= 160 * 2**30:
+        return 1024, 16384
+    return (1024, 8192) if device_memory_bytes >= 70 * 2**30 and "a100" not in device_name.lower() else (256, 2048)
 
 
 def engine_size(
@@ -147,135 +125,116 @@ def engine_size(
     device_kind: str,
     device_memory_bytes: int,
     asleep_per_device: int,
+    device_name: str = "",
     dtype: str | None = None,
     kv_cache_dtype: str | None = None,
     batched_tokens: int | None = None,
     draft_tokens: int | None = None,
-    throughput: bool = False,
-    whole_prompts: bool = False,
 ) -> EngineSize:
-    """Size an engine over `tensor_parallel` devices of `device_memory_bytes` each.
+    """Size an engine over `tensor_parallel` devices. All bytes are per device.
 
-    asleep_per_device: engines that may sleep on a device beside this one. dtype: None takes the one that the device
-    computes in. kv_cache_dtype: None keeps keys and values in `dtype`. batched_tokens: None takes vLLM's default, of
-    which `throughput` makes twice as much, and `whole_prompts` as much as the context. draft_tokens: guessed from the
-    text and checked together. All bytes of the result are per device.
+    Args:
+        device_memory_bytes: of each device.
+        asleep_per_device: engines that may sleep on a device beside this one.
+        dtype: None takes the one that the device computes in.
+        kv_cache_dtype: None keeps keys and values in `dtype`.
+        batched_tokens: tokens in a batch; None takes vLLM's default.
+        draft_tokens: guessed from the text and checked together.
     """
-    kind = kind_of(device_kind)
+    kind, shards = kind_of(device_kind), tensor_parallel
     dtype = dtype or ("bfloat16" if kind.computes_bf16() else "float32")
-    seqs, tokens = _batch(device_memory_bytes, on_host=kind.on_host)
-    config = config.model_copy(update={"max_num_seqs": config.max_num_seqs or seqs})
-    wanted = min(filter(None, (config.max_model_len, shape.context)), default=None)
-    if batched_tokens is None:
-        batched_tokens = max(tokens * (2 if throughput else 1), (wanted or 0) if whole_prompts else 0)
-    memory = _without_kv(kind, config, shape, task, arch, tensor_parallel, dtype, batched_tokens)
-    if draft_tokens and task == "generate" and not kind.on_host:
-        guessed = _guessed(config.max_num_seqs or seqs, shape.vocab, draft_tokens, batched_tokens, wanted)
-        memory = replace(memory, activations_bytes=memory.activations_bytes + guessed)
-    room = room_bytes(config, device_kind, device_memory_bytes, asleep_per_device)
-    kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else ELEMENT_BYTES[dtype]
-    block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(tensor_parallel) * kv_element
-    # One block more than a sequence fills: vLLM keeps one that no request gets.
-    whole = (-(-wanted // BLOCK_TOKENS) + 1) * block_bytes if wanted else 0
-
+    element = ELEMENT_BYTES[dtype]
+    seqs, tokens = default_batch(device_memory_bytes, device_name, on_host=kind.on_host)
+    seqs, tokens = config.max_num_seqs or seqs, batched_tokens or tokens
+    context = min(filter(None, (config.max_model_len, shape.context)), default=None)
     rank = adapter_rank_limit(config, task=task, arch=arch)
-    not_computed = _not_computed(kind, shape, dtype, kv_cache_dtype, rank)
-    if config.kv_cache_bytes is not None:
-        kv, too_little = config.kv_cache_bytes, ""
-    elif kind.on_host:
-        # A share of the host for each device; a longer context does not get more, it is shortened.
-        kv, too_little = max(CPU_KV_BYTES, min(whole, device_memory_bytes)), ""
-    else:
-        kv, too_little = _left_for_kv(memory, room, device_memory_bytes)
-    kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
-    length, shortened, too_short = _context(wanted, kv_tokens, kv, whole)
+
+    weights, activations, engine = _parts(kind, shape, shards, element, tokens, seqs if task == "generate" else 0)
+    if draft_tokens and task == "generate" and not kind.on_host:
+        # Logits of each guess, and the tokens of every request, in which guesses are looked up
+        # (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, states.py).
+        activations += 4 * (min(seqs * draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
+    # Without fully_sharded_loras a worker keeps the hidden side of each layer whole, which is less than half of all.
+    sides = shape.lora_sides * (shards + 1) // (2 * shards)
+    adapters = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
+
     # vLLM refuses to start if less is free, when its context is there already (vllm/v1/worker/utils.request_memory).
     # Rounded down, so that what the command line shows is never more.
-    free = device_memory_bytes - asleep_per_device * kind.asleep_bytes - kind.context_bytes
-    fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, free * 10_000 // device_memory_bytes / 10_000))
-    memory, problem = replace(memory, kv_cache_bytes=kv), not_computed or too_little or too_short
-    return EngineSize(
-        memory, dtype, length, kv_tokens, config.max_num_seqs, fraction, room, shortened, problem, not_computed
-    )
+    free = device_memory_bytes - asleep_per_device * kind.asleep_bytes
+    share = (free - kind.context_bytes) * 10_000 // device_memory_bytes / 10_000
+    fraction = min(config.gpu_memory_fraction, max(LEAST_FRACTION, share))
+    room = device_memory_bytes if kind.on_host else min(int(device_memory_bytes * config.gpu_memory_fraction), free)
 
-
-def _left_for_kv(memory: EngineMemory, room: int, device_memory_bytes: int) -> tuple[int, str]:
-    """(bytes of a GPU for keys and values, why that is too little or "")."""
-    kv = room - memory.device_bytes
-    if kv >= LEAST_KV_BYTES:
-        return kv, ""
-    return LEAST_KV_BYTES, (
-        f"{memory.weights_bytes} bytes of weights per device, {memory.device_bytes - memory.weights_bytes} for "
-        f"adapters, activations and the engine itself, and {device_memory_bytes - room} for other engines that "
-        f"sleep there leave {kv} bytes of {device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} "
-        "are needed: raise the deployment's tensor_parallel, or lower [scheduler] max_asleep_per_device"
-    )
-
-
-def _context(wanted: int | None, kv_tokens: int | None, kv: int, whole: int) -> tuple[int | None, str, str]:
-    """(tokens of the context, why these are fewer than wanted or "", why these are too few or ""). kv: bytes of the KV
-    cache; whole: as many as would hold what is wanted."""
-    if not wanted or kv_tokens is None or kv_tokens >= wanted:
-        return wanted, "", ""
-    shortened = (
-        f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {wanted:,} tokens, "
-        f"{whole / 1e6:,.0f} MB would hold all"
-    )
-    if kv_tokens < BLOCK_TOKENS:
-        return None, shortened, f"{shortened}: raise kv_cache_bytes or the number of devices"
-    return kv_tokens, shortened, ""
+    kv_element = 1 if (kv_cache_dtype or "").startswith("fp8") else element
+    block_bytes = BLOCK_TOKENS * shape.kv_elements_per_token(shards) * kv_element
+    # One block more than a sequence fills: vLLM keeps one that no request gets.
+    whole = (-(-context // BLOCK_TOKENS) + 1) * block_bytes if context else 0
+    too_little = ""
+    if config.kv_cache_bytes is not None:
+        kv = config.kv_cache_bytes
+    elif kind.on_host:
+        kv = max(CPU_KV_BYTES, min(whole, device_memory_bytes))
+    else:
+        others = adapters + activations + engine
+        left = room - weights - others
+        kv = max(left, LEAST_KV_BYTES)
+        if left < kv:
+            too_little = (
+                f"{weights} bytes of weights per device, {others} for adapters, activations and the engine itself, and "
+                f"{device_memory_bytes - room} for other engines that sleep there leave {left} bytes of "
+                f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: raise the deployment's "
+                "tensor_parallel, or lower [scheduler] max_asleep_per_device"
+            )
+    kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
+    length, shortened, too_short = context, "", ""
+    if context and kv_tokens is not None and kv_tokens < context:
+        length, shortened = (
+            kv_tokens,
+            (
+                f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {context:,} tokens, "
+                f"{whole / 1e6:,.0f} MB would hold all"
+            ),
+        )
+        if kv_tokens < BLOCK_TOKENS:
+            length, too_short = None, f"{shortened}: raise kv_cache_bytes or the number of devices"
+    problem = _not_computed(kind, shape, dtype, kv_cache_dtype, rank) or too_little or too_short
+    memory = EngineMemory(weights, adapters, kv, activations, engine)
+    return EngineSize(memory, dtype, length, kv_tokens, seqs, fraction, room, shortened, problem)
 
 
 def _not_computed(
     kind: DeviceKind, shape: ServedShape, dtype: str, kv_cache_dtype: str | None, adapter_rank: int
 ) -> str:
-    lacking = kind.lacks_for_quantised() if shape.quantized else ""
-    if lacking:
+    """Why engines on such devices do not compute the model, whatever memory they have; "" if they do."""
+    where = f"engines on a {kind.title}"
+    if shape.quantized and (lacking := kind.lacks_for_quantised()):
         return (
             f"its layers are quantised, and engines compute such layers only on a processor with {lacking}, which this "
             f"one does not have; {INSTEAD_OF_QUANTISED}"
         )
-    if adapter_rank and dtype == "float32" and not kind.on_host:
+    if not kind.on_host and adapter_rank and dtype == "float32":
         return (
-            f"it is set to float32, in which engines on a {kind.title} compute no adapters: set bfloat16 or float16, "
-            "or [serve] adapter_slots to 0"
+            f"it is set to float32, in which {where} compute no adapters: set bfloat16 or float16, or [serve] "
+            "adapter_slots to 0"
         )
-    if kv_cache_dtype in ELEMENT_BYTES and kv_cache_dtype != dtype and not kind.on_host:
+    if not kind.on_host and kv_cache_dtype in ELEMENT_BYTES and kv_cache_dtype != dtype:
         return (
-            f"its keys and values are set to {kv_cache_dtype} and it is computed in {dtype}, which engines on a "
-            f"{kind.title} do not mix: set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
+            f"its keys and values are set to {kv_cache_dtype} and it is computed in {dtype}, which {where} do not mix: "
+            "set both alike, or leave keys and values to follow (--kv-cache-dtype none)"
         )
     sizes = kind.head_sizes
     if shape.latent or not shape.head_dim or not sizes or shape.head_dim in sizes:
         return ""  # latent attention has a kernel of its own
     return (
-        f"its attention heads have {shape.head_dim} elements, and engines on a {kind.title} compute heads of "
+        f"its attention heads have {shape.head_dim} elements, and {where} compute heads of "
         f"{', '.join(map(str, sorted(sizes)))}"
     )
 
 
-def room_bytes(config: EngineConfig, device_kind: str, device_memory_bytes: int, asleep_per_device: int) -> int:
-    """What an engine may take of a device: on a GPU `gpu_memory_fraction` of it, if the engines that may sleep there
-    leave that much."""
-    kind = kind_of(device_kind)
-    if kind.on_host:
-        return device_memory_bytes
-    left = device_memory_bytes - asleep_per_device * kind.asleep_bytes
-    return min(int(device_memory_bytes * config.gpu_memory_fraction), left)
-
-
-def engine_settings(
-    config: EngineConfig,
-    size: EngineSize,
-    *,
-    task: str,
-    arch: str,
-) -> dict[str, Any]:
-    """Return the fields of a ReplicaSpec that follow from an engine's size. Raises ModelTooLarge, NotComputed."""
-    if size.not_computed:
-        raise NotComputed(size.not_computed)
+def engine_settings(config: EngineConfig, size: EngineSize, *, task: str, arch: str) -> dict[str, Any]:
+    """Return the fields of a ReplicaSpec that follow from an engine's size. Raises NotServable."""
     if size.problem:
-        raise ModelTooLarge(size.problem)
+        raise NotServable(size.problem)
     rank = adapter_rank_limit(config, task=task, arch=arch)
     adapters = {
         "adapter_slots": config.adapter_slots,
@@ -299,54 +258,19 @@ def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
     return PROCESS_BYTES + further + TOKENIZER_BYTES * shape.vocab
 
 
-def _without_kv(
-    kind: DeviceKind,
-    config: EngineConfig,
-    shape: ServedShape,
-    task: str,
-    arch: str,
-    shards: int,
-    dtype: str,
-    tokens: int,
-) -> EngineMemory:
-    element = ELEMENT_BYTES[dtype]
-    adapters = _adapters(config, shape, task, arch, shards) * element
+def _parts(
+    kind: DeviceKind, shape: ServedShape, shards: int, element: int, tokens: int, rows: int
+) -> tuple[int, int, int]:
+    """(bytes of weights, of activations, of the engine itself) per device. rows: that are sampled at once."""
     hidden, ffn = BATCH_ELEMENTS_H * shape.hidden, BATCH_ELEMENTS_F * shape.ffn
     weights = shape.stored_bytes if shape.quantized or not shape.n_parameters else shape.n_parameters * element
-    if not kind.on_host:
-        if 2 * shape.stored_bytes < 3 * shape.n_parameters:
-            weights = shape.stored_bytes  # narrower than any dtype: quantised, and another file says how (ModelOpt)
-        batch = tokens * (hidden + ffn // shards) * element
-        activations = max(LEAST_ACTIVATIONS_BYTES, batch + _sampling(config, shape, task, GPU_SAMPLING_BYTES))
-        return EngineMemory(-(-weights // shards), adapters, 0, activations, kind.context_bytes + GRAPH_BYTES)
-    if shape.tied:
-        weights += shape.vocab * shape.hidden * element
-    batch = tokens * (hidden + ffn) * element
-    rows = _sampling(config, shape, task, SAMPLING_BYTES)
-    asleep = -(-asleep_bytes(shape, shards) // shards)
-    return EngineMemory(-(-weights // shards), adapters, 0, batch // shards + rows // shards, asleep)
-
-
-def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, shards: int) -> int:
-    """Numbers that a worker keeps (vllm/lora/layers, without fully_sharded_loras)."""
-    rank = adapter_rank_limit(config, task=task, arch=arch)
-    sides = shape.lora_whole + -(-(shape.lora_sides - shape.lora_whole) // shards)
-    return config.adapter_slots * lora_rank_bound(rank) * sides if rank else 0
-
-
-def _sampling(config: EngineConfig, shape: ServedShape, task: str, per_entry: int) -> int:
-    return (config.max_num_seqs or 0) * shape.vocab * per_entry if task == "generate" else 0
-
-
-def _guessed(seqs: int, vocab: int, draft_tokens: int, tokens: int, context: int | None) -> int:
-    """On a GPU: logits of each guessed token, once more where they are joined from shards (what is computed in float32
-    comes a part at a time: vllm/v1/worker/gpu/spec_decode/rejection_sampler.py), and the tokens of every request, in
-    which guesses are looked up (states.py there)."""
-    return min(seqs * draft_tokens, tokens) * vocab * 4 + seqs * (context or 0) * 4
-
-
-def _batch(device_memory_bytes: int, *, on_host: bool) -> tuple[int, int]:
-    """Requests at once and tokens in a batch, where nobody sets them."""
-    if on_host:
-        return CPU_MAX_NUM_SEQS, BATCHED_TOKENS
-    return next((seqs, tokens) for least, seqs, tokens in GPU_BATCHES if device_memory_bytes >= least)
+    if kind.on_host:
+        if shape.tied:
+            weights += shape.vocab * shape.hidden * element
+        activations = tokens * (hidden + ffn) * element + rows * shape.vocab * SAMPLING_BYTES
+        return -(-weights // shards), activations // shards, -(-asleep_bytes(shape, shards) // shards)
+    if 2 * shape.stored_bytes < 3 * shape.n_parameters:
+        weights = shape.stored_bytes  # narrower than any dtype: quantised, and another file says how (ModelOpt)
+    # Tensor parallelism divides only the MLP.
+    activations = tokens * (hidden + ffn // shards) * element + rows * shape.vocab * GPU_SAMPLING_BYTES
+    return -(-weights // shards), max(LEAST_ACTIVATIONS_BYTES, activations), kind.context_bytes + GRAPH_BYTES

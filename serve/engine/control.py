@@ -33,8 +33,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters, waiting
-from serve.api import answer_version
-from serve.api.turns import ROLLOUTS
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
@@ -80,17 +78,8 @@ class EngineControl:
         self._pooling_task = "embed" if spec.task == "embed" else None
         self._adapters: EngineAdapters | None = None
         if spec.adapter_slots:
-            models = app_state.openai_serving_models
             self._adapters = EngineAdapters(
-                llm,
-                models,
-                spec.adapter_roots,
-                spec.adapters_resident,
-                spec.adapter_source,
-                limits["adapter_fetch_timeout_s"],
-                _for_rollouts,
-                answer_version.owner,
-                answer_version.uses,
+                llm, app_state.openai_serving_models, spec, limits["adapter_fetch_timeout_s"]
             )
             self._adapters.serve_on(spec.version_path)
 
@@ -118,7 +107,6 @@ class EngineControl:
             "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
             "running": running,
             "waiting": waiting,
-            "adapters": None if self._adapters is None or state != "ready" else await self._adapters.report(),
         }
 
     async def pulse(self) -> None:
@@ -404,7 +392,3 @@ def _engine_failed(error: Exception) -> type[EngineFailed]:
     or the version itself is broken."""
     by_chance = isinstance(error, EngineDeadError | NotFinite) or out_of_memory(str(error))
     return EngineFailed if by_chance else ReloadFailed
-
-
-def _for_rollouts() -> bool:
-    return answer_version.owner() == ROLLOUTS

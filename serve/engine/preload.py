@@ -14,9 +14,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from runtime.devices import kinds
 from runtime.devices.kind import DeviceKind
@@ -114,45 +111,12 @@ def names(kind: DeviceKind) -> tuple[str, ...]:
     return (*FRONTEND, *CORE, *(CORE_OF_CPU if kind.on_host else kind.engine_modules), *MODELS)
 
 
-@contextmanager
-def _without_inductor() -> Iterator[None]:
-    """For engines on the CPU, which run without compiled graphs (serve.vllm.arguments, serve.vllm.patches).
-
-    Without this, vLLM loads inductor's 500 modules anyway: to register its own operations with it, and for ten small
-    functions decorated with torch.compile. vLLM skips the registration if inductor cannot be imported; the functions
-    run undecorated.
-    """
-    import torch
-
-    sys.modules["torch._inductor"] = None  # type: ignore[assignment]
-    try:
-        importlib.import_module("vllm.env_override")
-    finally:
-        del sys.modules["torch._inductor"]
-    compile_, torch.compile = torch.compile, _as_written  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_
-
-
-def _as_written(model: Callable[..., Any] | None = None, **_: Any) -> Any:
-    return model if model is not None else lambda function: function
-
-
 def _import_all() -> int:
-    if not kinds.present().on_host:
-        return _import_wanted()
-    with _without_inductor():
-        return _import_wanted()
-
-
-def _import_wanted() -> int:
     on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()  # by vLLM's build
-    wanted = names(kinds.HOST if on_cpu else kinds.present())
-    for name in wanted:
+    modules = names(kinds.HOST if on_cpu else kinds.present())
+    for name in modules:
         importlib.import_module(name)
-    return len(wanted)
+    return len(modules)
 
 
 IMPORTED = _import_all()

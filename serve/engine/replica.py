@@ -71,8 +71,8 @@ class Replica:
     async def start(self, spec: ReplicaSpec | dict[str, Any]) -> dict[str, Any]:
         """Fork an engine, load its version from shared memory and return when it serves.
 
-        Returns `{"pid", "seconds": {...}, "fingerprint": {...}}`. Raises InvalidReplicaSpec, EngineStartFailed
-        (with the end of the engine's log), WrongState when one runs already, WarmParentError.
+        Returns `{"pid", "seconds": {...}, "fingerprint": {...}}`. Raises EngineStartFailed (with the end of the
+        engine's log), WrongState when one runs already, WarmParentError.
         """
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
@@ -204,7 +204,6 @@ class Replica:
             "rss_bytes": 0,
             "running": 0,
             "waiting": 0,
-            "adapters": None,
             "devices": list(spec.devices) if spec else [],
             "node": spec.node if spec else "",
             "settings": spec.settings if spec else "",

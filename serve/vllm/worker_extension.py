@@ -81,10 +81,6 @@ class ShmWorkerExtension:
         profile: ProfiledSteps | None = self.__dict__.pop("shm_profile", None)
         return None if profile is None else profile.end(path)
 
-    def shm_adapters(self) -> int:
-        """Return how many LoRA adapters are loaded."""
-        return len(self.model_runner.lora_manager.list_adapters())
-
 
 def _tensors(caches: Any) -> Iterator[torch.Tensor]:
     """vLLM keeps one tensor for a layer, or several for layers with a state."""

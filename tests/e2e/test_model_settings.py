@@ -117,7 +117,7 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
         (("--dtype", "int3"), "'bfloat16', 'float16' or 'float32'"),
         (("--engine-arg", "scheduling-policy=best"), "invalid choice"),
         (("--max-model-len", "100000"), "made for 512"),
-        (("--kv-cache-bytes", "1000"), "would not fit"),
+        (("--kv-cache-bytes", "1000"), "cannot be served"),
     ],
 )
 def test_what_vllm_or_the_box_refuses_restarts_nothing(box, given, reason):

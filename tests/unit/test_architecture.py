@@ -612,7 +612,6 @@ TASKS = {
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/replica.py Replica.pulse_changed": AWAITED,
     "serve/engine/main.py _serve": AWAITED,
-    "serve/adapters/load_turns.py LoadTurns.load": AWAITED,
     "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",
     "train/control/group.py Group._fail": ONE_SHOT,
     "train/control/group.py Group._fail_after_grace": ONE_SHOT,

@@ -32,7 +32,7 @@ MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
 
 POLICY_PREFIX = ".policy/"
 """Adapters whose names begin with it are models in training, for the sampling of their own rollouts. No model has such
-a name, and engines answer by them to nobody else."""
+a name, so no request through the gateway reaches them."""
 
 
 def policy_name(job_id: str) -> str:

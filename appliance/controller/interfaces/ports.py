@@ -249,8 +249,7 @@ class EngineSizer(Protocol):
         """Tokens that one request may have; None if the model does not say."""
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:
-        """Fields of the ReplicaSpec of an engine. Raises ModelTooLarge and NotComputed of
-        serve.core.sizing."""
+        """Fields of the ReplicaSpec of an engine. Raises serve.core.sizing.NotServable."""
 
     def sized(
         self, model: ModelRow, version: VersionRow | None, tensor_parallel: int, settings: ModelSettings

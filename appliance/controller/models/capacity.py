@@ -242,9 +242,7 @@ def serve(
     memory, needed = size.memory, size.memory.device_bytes
     problems, instead = _devices_short(replicas, tensor_parallel, box)
     warnings = []
-    if size.not_computed:
-        problems.append(f"An engine cannot be started: {size.not_computed}.")
-    elif needed > room or size.problem:
+    if needed > room or size.problem:
         problems.append(
             f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} ({_engine_parts(memory)}); "
             f"there are {gb(room)}."

@@ -58,13 +58,12 @@ class EngineSizes:
             tensor_parallel=tensor_parallel,
             device_kind=device.kind,
             device_memory_bytes=device.memory_bytes,
+            device_name=device.name,
             asleep_per_device=self._asleep_per_device,
             dtype=settings.dtype,
             kv_cache_dtype=settings.kv_cache_dtype,
             batched_tokens=settings.batched_tokens,
             draft_tokens=settings.draft_tokens,
-            throughput=settings.throughput,
-            whole_prompts=settings.whole_prompts,
         )
 
     def spec_fields(self, model: ModelRow, version: VersionRow | None, tensor_parallel: int) -> dict[str, Any]:

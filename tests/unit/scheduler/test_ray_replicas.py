@@ -16,7 +16,7 @@ from scheduler.ray import replicas
 from scheduler.ray.replicas import ACTOR, Replicas
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineFailed, VersionUnreadable
-from serve.core.sizing import ModelTooLarge, NotComputed
+from serve.core.sizing import NotServable
 
 
 class Supervisor:
@@ -122,9 +122,8 @@ async def test_one_that_nobody_knows_yet_is_waited_for(two):
 @pytest.mark.parametrize(
     "error, says, blame",
     [
-        (ModelTooLarge("0 of 8,192 tokens"), r"m does not fit: 0 of 8,192 tokens \(`appliance", "own"),
-        (LookupError("gone"), "m does not fit: gone$", "own"),
-        (NotComputed("its layers are quantised"), "m cannot be served: its layers are quantised$", "input"),
+        (NotServable("0 of 8,192 tokens"), "m cannot be served: 0 of 8,192 tokens$", "input"),
+        (LookupError("gone"), "m cannot be served: gone$", "own"),
     ],
 )
 def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(

@@ -8,12 +8,11 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import _SwappableExecutor
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import TokenizeParams
@@ -21,7 +20,6 @@ from vllm.renderers.params import TokenizeParams
 from serve.adapters.adapters import waiting
 from serve.api import answer_version, fair_order
 from serve.api.turns import ROLLOUTS, Turns, mark_of, number, place_in
-from tests.unit.serve.test_adapter_loads import Engine as AdapterEngine
 
 
 class Outputs:
@@ -118,104 +116,6 @@ async def test_what_is_written_counts_though_its_client_gets_it_in_one_piece_or_
     turn.ended()
     assert turns.enter("a", 1) == 20 + 20 + 50 - 10, "one of its choices was not begun"
     assert turns.enter("b", 1) == turn.place == 20, "what is being served"
-
-
-async def test_a_request_that_waits_for_a_place_is_waited_for(tmp_path: Path) -> None:
-    """Its adapter was unloaded, and the engine ended for everybody once it began; or the base's weights changed, and it
-    was answered with those."""
-
-    async def answer(self: Any, prompt: Any, params: Any, name: str, *, lora_request: Any = None, priority: int) -> Any:
-        states = self.output_processor.request_states
-        states[name] = SimpleNamespace(lora_request=lora_request)
-        begun.append(lora_request)
-        try:
-            await end.wait()
-            yield 1
-        finally:
-            del states[name]
-
-    async def read(name: str, **more: Any) -> list[Any]:
-        return [one async for one in fair_order._in_turn(answer)(box, prompt(1), SimpleNamespace(n=1), name, **more)]
-
-    box, begun, end = AdapterEngine(tmp_path), list[Any](), asyncio.Event()
-    box.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="priority", max_num_seqs=2))
-    box.go.set()
-    answer_version._ANSWER.set(answer_version.Answer(owner="a"))
-    lora = await box.asked(box.made("ad"))
-    many = [asyncio.ensure_future(read(str(one))) for one in range(fair_order.OF_AN_OWNER)]
-    late = asyncio.ensure_future(read("late", lora_request=lora))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(begun) == fair_order.OF_AN_OWNER and waiting(box)["ad@v1"] == 1
-    with pytest.raises(TimeoutError):
-        await box.adapters.unload("ad@v1", 0.01)
-    end.set()
-    assert await box.adapters.unload("ad@v1", 60.0)
-    assert late.done() and begun[-1] is lora and await asyncio.gather(*many, late) and not waiting(box)
-
-
-@pytest.mark.parametrize("unloaded", [False, True])
-async def test_a_request_whose_adapter_is_unloaded_while_it_is_read_is_refused(tmp_path: Path, unloaded: bool) -> None:
-    """/v1/responses and pooling find it before they read the text; a step then loaded it from a path that nobody
-    holds."""
-    box = AdapterEngine(tmp_path)
-    box.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="priority", max_num_seqs=2))
-    box.go.set()
-    lora = await box.asked(box.made("ad"))
-
-    async def answer(self: Any, prompt: Any, params: Any, *, lora_request: Any, priority: int) -> Any:
-        yield 1
-
-    if unloaded:
-        assert await box.adapters.unload("ad@v1", 60.0)
-    asked = fair_order._in_turn(answer)(box, prompt(1), None, lora_request=lora)
-    if unloaded:
-        with pytest.raises(VLLMNotFoundError):
-            await anext(asked)
-    else:
-        assert [one async for one in asked] == [1]
-    assert not waiting(box)
-
-
-@pytest.mark.parametrize("owner", ["a", ROLLOUTS, ""])
-async def test_an_adapter_that_a_request_has_found_is_not_unloaded_before_its_text_is_read(
-    tmp_path: Path, owner: str
-) -> None:
-    """A stream was refused after its head was sent: its client got an error, which no other engine was asked about. So
-    it was when another request of the adapter came while the unload waited: that one took it from the first."""
-    box, go, told = AdapterEngine(tmp_path), asyncio.Event(), list[Any]()
-    box.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="priority", max_num_seqs=2))
-    box.go.set()
-    lora = await box.asked(box.made("ad"))
-
-    async def answer(self: Any, prompt: Any, params: Any, *, lora_request: Any, priority: int) -> Any:
-        yield 1
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            assert not waiting(box), "it lasts as long as the server"
-            return
-        assert "ad@v1" in box.table.lora_requests  # as /v1/responses asks for it, before it reads the text
-        await go.wait()
-        told.extend([one async for one in fair_order._in_turn(answer)(box, prompt(1), None, lora_request=lora)])
-
-    door = answer_version.AnswerVersions(fair_order.FrontDoor(app, box))  # type: ignore[arg-type]
-    await door({"type": "lifespan"}, None, None)
-    scope = {"type": "http", "path": "/", "headers": [(b"x-appliance-owner", owner.encode())]}
-    asked = asyncio.create_task(door(scope, None, None))
-    await asyncio.sleep(0)
-    for end in (box.adapters.unload("ad@v1", 0.01), box.adapters.close(0.01)):
-        with pytest.raises(TimeoutError):
-            await end
-        assert "ad@v1" in box.table.lora_requests, "and the engine has it as before"
-    assert waiting(box) == {"ad@v1": 1}
-    unloads = asyncio.create_task(box.adapters.unload("ad@v1", 60.0))
-    await asyncio.sleep(0)
-    assert "ad@v1" not in box.table.lora_requests and await box.asked("ad@v1") is None, "before it has a head"
-    go.set()
-    await asked
-    assert await unloads and told == [1] and not waiting(box) and box.removed == [lora.lora_int_id]
-    assert await box.asked("ad@v1")
 
 
 class Read:

@@ -58,7 +58,7 @@ def _all_on(defaults):
 @pytest.mark.parametrize("level", OPTIMIZATION_LEVEL_TO_CONFIG)
 def test_no_level_of_optimisation_turns_flashinfers_kernels_on_again(parser, level):
     defaults = OPTIMIZATION_LEVEL_TO_CONFIG[level]
-    settings = ModelSettings(engine_args={"optimization-level": str(int(level)), "performance-mode": "throughput"})
+    settings = ModelSettings(engine_args={"optimization-level": str(int(level))})
     served = spec(**settings.spec_fields())
     # The server's own arguments, as of its socket, are of another parser.
     args = AsyncEngineArgs.from_cli_args(parser.parse_known_args(engine_arguments(served, {}, None))[0])

@@ -113,9 +113,6 @@ def test_equal_settings_have_one_name_and_none_has_none():
     box = EngineConfig(max_num_seqs=64, max_model_len=100)
     assert ModelSettings(max_num_seqs=4).config(box) == EngineConfig(max_num_seqs=4, max_model_len=100)
     assert ModelSettings(engine_args={"max-num-batched-tokens": "512"}).batched_tokens == 512
-    assert ModelSettings(engine_args={"performance_mode": "throughput"}).throughput and not ModelSettings().throughput
-    whole = {"enable-chunked-prefill": "false"}
-    assert ModelSettings(engine_args=whole).whole_prompts and not ModelSettings().whole_prompts
 
 
 def test_a_system_prompt_stands_where_a_conversation_brings_none():

@@ -13,8 +13,7 @@ from serve.core.sizing import (
     CPU_KV_BYTES,
     GRAPH_BYTES,
     LEAST_ACTIVATIONS_BYTES,
-    ModelTooLarge,
-    NotComputed,
+    NotServable,
     asleep_bytes,
     engine_settings,
     engine_size,
@@ -94,23 +93,17 @@ def test_weights_count_in_the_dtype_that_a_gpu_computes_in():
     assert size(shape=elsewhere).memory.weights_bytes == SMOL_PARAMETERS, "hf_quant_config.json says it"
 
 
-def test_a_batch_counts_with_as_many_tokens_as_vllm_gives_it():
-    """`performance-mode=throughput` doubles its default; without chunked prefill a prompt is one batch."""
+def test_batched_tokens_count_in_activations():
     shape = ServedShape(16 * GIB, context=131_072, hidden=8192, ffn=28672)
-
-    def activations(**kw):
-        return size(shape=shape, **kw).memory.activations_bytes
-
-    assert activations(throughput=True) == activations(batched_tokens=16384) == 2 * activations()
-    assert activations(whole_prompts=True) == activations(batched_tokens=131_072) == 16 * activations()
-    assert activations(throughput=True, whole_prompts=True, batched_tokens=8192) == activations()
+    one, two = (size(shape=shape, batched_tokens=tokens).memory.activations_bytes for tokens in (None, 16384))
+    assert two == 2 * one
 
 
 def test_keys_and_values_are_not_kept_in_another_half_precision_on_a_gpu():
     """FlashAttention: "query and key must have the same dtype"; Triton's products neither take two."""
     found = size(kv_cache_dtype="float16")
-    assert found.problem == found.not_computed and "computed in bfloat16" in found.problem
-    assert size(EngineConfig(adapter_slots=0), dtype="float32", kv_cache_dtype="bfloat16").not_computed
+    assert "computed in bfloat16" in found.problem
+    assert size(EngineConfig(adapter_slots=0), dtype="float32", kv_cache_dtype="bfloat16").problem
     alike = [(None, "bfloat16"), ("float16", "float16"), ("float16", None), ("float16", "auto"), (None, "fp8")]
     assert not any(size(dtype=dtype, kv_cache_dtype=kv).problem for dtype, kv in alike)
 
@@ -120,8 +113,8 @@ def test_adapters_are_not_computed_in_float32_on_a_gpu():
     kernel = Path(vllm.__file__).parent / "lora" / "ops" / "triton_ops" / "lora_shrink_op.py"
     assert "assert inputs.dtype in [torch.float16, torch.bfloat16]\n" in kernel.read_text()
     found = size(dtype="float32")
-    assert found.problem == found.not_computed and "[serve] adapter_slots to 0" in found.problem
-    with pytest.raises(NotComputed, match="compute no adapters"):
+    assert "[serve] adapter_slots to 0" in found.problem
+    with pytest.raises(NotServable, match="compute no adapters"):
         engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
     for computed in (
         size(),
@@ -134,7 +127,7 @@ def test_adapters_are_not_computed_in_float32_on_a_gpu():
 
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_remedy():
-    with pytest.raises(ModelTooLarge, match="raise the deployment's tensor_parallel"):
+    with pytest.raises(NotServable, match="raise the deployment's tensor_parallel"):
         settings(shape=ServedShape(70 * GIB))
 
 
@@ -200,11 +193,9 @@ def test_quantised_layers_are_refused_where_the_processor_computes_none(monkeypa
     for lacks in ("", "AVX-512"):
         monkeypatch.setattr(type(kinds.kind_of("cpu")), "lacks_for_quantised", lambda self, lacks=lacks: lacks)
         found = on_cpu(shape=quantised)
-        assert found.problem == found.not_computed and ("only on a processor with AVX-512" in found.problem) == bool(
-            lacks
-        )
+        assert ("only on a processor with AVX-512" in found.problem) == bool(lacks)
         assert not on_cpu().problem and not size(shape=quantised).problem
-    with pytest.raises(NotComputed, match=r"quantised.*import the model as its publisher trained it"):
+    with pytest.raises(NotServable, match=r"quantised.*import the model as its publisher trained it"):
         engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
 
 
@@ -220,9 +211,9 @@ def test_quantised_layers_are_refused_where_the_processor_computes_none(monkeypa
 )
 def test_heads_that_the_cpus_kernel_does_not_compute_are_refused_before_an_engine_starts(changes, computed):
     found = on_cpu(shape=smol(**changes))
-    assert found.problem == found.not_computed and (not found.problem) == computed
+    assert (not found.problem) == computed
     assert computed or "engines on a logical CPU device compute heads of 32, 64, 80" in found.problem
-    assert not size(shape=smol(**changes)).not_computed, "of GPUs the engine knows"
+    assert not size(shape=smol(**changes)).problem, "of GPUs the engine knows"
 
 
 def test_the_sizes_of_heads_are_those_of_the_engine():
@@ -237,16 +228,16 @@ def test_slots_of_adapters_are_counted_and_a_sleeping_engine_keeps_its_processes
 
 
 @pytest.mark.parametrize(("rank", "allocated"), [(32, 32), (24, 32), (33, 64)])
-def test_workers_side_by_side_each_keep_the_hidden_side_of_an_adapter_whole(rank, allocated):
+def test_adapters_count_with_the_rank_that_vllm_allocates_and_at_least_what_each_worker_keeps(rank, allocated):
     """Llama 3 70B. A of q, k, v, gate and up reads the whole hidden state, B of o and down writes it, on every worker
-    (vllm/lora/layers: column_parallel_linear.py, base_linear.py), and the rank is what vLLM rounds it up to."""
+    (vllm/lora/layers: column_parallel_linear.py, base_linear.py)."""
     llama = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     shape = ServedShape.from_config({**SMOL, **llama, "num_key_value_heads": 8}, 141 * 10**9, 70 * 10**9)
     config = EngineConfig(adapter_slots=4, adapter_max_rank=rank)
     whole, cut = 80 * 7 * 8192, 80 * (8192 + 1024 + 1024 + 28672 + 28672 + 8192 + 28672)
-    for workers in (1, 8):
-        counted = size(config, shape, tensor_parallel=workers, dtype="bfloat16").memory.adapters_bytes
-        assert counted == 4 * allocated * (whole + cut // workers) * 2
+    one, eight = (size(config, shape, tensor_parallel=n, dtype="bfloat16").memory.adapters_bytes for n in (1, 8))
+    assert one == 4 * allocated * (whole + cut) * 2
+    assert 1 <= eight / (4 * allocated * (whole + cut // 8) * 2) < 1.4
 
 
 def test_latent_attention_and_layers_without_a_cache():
@@ -275,6 +266,7 @@ def test_engines_take_adapters_where_every_layer_of_the_model_does():
 def test_a_gpu_runs_as_many_requests_at_once_as_vllm_would_by_its_memory_unless_it_is_set():
     given = {n: settings(device_memory_bytes=n * GIB)["max_num_seqs"] for n in (24, 48, 79, 141, 180)}
     assert given == {24: 256, 48: 256, 79: 1024, 141: 1024, 180: 1024}
+    assert settings(device_memory_bytes=79 * GIB, device_name="NVIDIA A100-SXM4-80GB")["max_num_seqs"] == 256
     assert settings(EngineConfig(max_num_seqs=8))["max_num_seqs"] == 8
     assert on_cpu().max_num_seqs == 64, "a processor gains nothing from more"
     wide = ServedShape(16 * GIB, hidden=4096, ffn=14336, vocab=128_256, context=2048)

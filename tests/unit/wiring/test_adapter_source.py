@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
-from appliance.store.objects import models
 from appliance.wiring.adapter_source import AdapterSource
 from serve.adapters.source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
@@ -96,35 +92,6 @@ async def test_a_controller_that_is_away_is_waited_for(db, store, only_remote, t
     await made.stop()
     with pytest.raises(AdapterUnavailable, match="within 0.01 s"):
         await ask_late(str(tmp_path / "late"), 0.01)
-
-
-async def test_adapters_of_one_owner_keep_neither_others_nor_the_controllers_threads_waiting(
-    db, store, add_model, add_adapter, tmp_path
-):
-    """All were brought in on the threads that the controller has for everything, as they were asked for."""
-    add_model()
-    for name, owner in (*((f"ft:a{number}", "ann") for number in range(9)), ("ft:b", "ben")):
-        add_adapter(name)
-        models.update(db, name, owner=owner)
-    begun, go = list[str](), threading.Event()
-
-    def bring_in(name):
-        begun.append(name.model)
-        assert go.wait(30)
-        raise LookupError("in no tier")
-
-    made = AdapterSource(tmp_path / "s", db, store, SimpleNamespace(bring_in=bring_in))
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    asked = [asyncio.create_task(made._bring_in(f"ft:{one}", "step-2")) for one in (*(f"a{n}" for n in range(9)), "b")]
-    await asyncio.sleep(0)
-    async with asyncio.timeout(30):
-        while len(begun) < 3:
-            await asyncio.sleep(0.001)
-        assert await asyncio.to_thread(lambda: True)
-    assert len(begun) == 3 and "ft:b" in begun, "an owner has half of the threads"
-    go.set()
-    assert {type(one) for one in await asyncio.gather(*asked, return_exceptions=True)} == {LookupError}
-    await made.stop()
 
 
 async def ask_late(socket_path, timeout_s=10.0):

@@ -141,8 +141,7 @@ def _check_size(
 ) -> None:
     size = context.sizes.sized(model, version, devices, wanted)
     if size.problem:
-        what = "cannot be served" if size.not_computed else "would not fit"
-        raise InvalidValue(f"{model.id} {what}: {size.problem}.", "set")
+        raise InvalidValue(f"{model.id} cannot be served: {size.problem}.", "set")
     if wanted.max_model_len is not None and (size.max_model_len or wanted.max_model_len) < wanted.max_model_len:
         own = size.shortened or f"the model was made for {size.max_model_len:,} tokens"
         raise InvalidValue(f"max_model_len {wanted.max_model_len:,} does not fit: {own}.", "set.max_model_len")

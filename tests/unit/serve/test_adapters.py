@@ -1,0 +1,140 @@
+"""An engine resolves adapters by name in vLLM's own table, and holds their files while requests may need them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from serve.adapters.adapters import EngineAdapters
+from weights.format.names import encode_name
+from weights.memory.locks import DirectoryLock
+from weights.tiers import copies
+
+RESIDENT = 2
+
+
+class Engine:
+    """Stands for vLLM's AsyncLLM: its core has the adapters in `there`."""
+
+    def __init__(self, root: Path) -> None:
+        self.model_config, self.renderer, self.input_processor = SimpleNamespace(model="/m"), None, None
+        self.there: set[int] = set()
+        self.root = root / "adapters"
+        self.base = str(root / "versions" / "starter" / "v1")
+        self.models: Any = OpenAIServingModels(self, [BaseModelPath(name="starter", model_path="/m")])  # type: ignore[arg-type]
+        spec = SimpleNamespace(adapter_roots=(str(self.root),), adapter_source="", adapters_resident=RESIDENT)
+        self.adapters = EngineAdapters(self, self.models, spec, 1.0)  # type: ignore[arg-type]
+        self.adapters.serve_on(self.base)
+
+    async def add_lora(self, request: LoRARequest) -> bool:
+        self.there.add(request.lora_int_id)
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        self.there.remove(number)
+        return True
+
+    async def list_loras(self) -> set[int]:
+        return set(self.there)
+
+    def save(self, model: str, base_version: str = "v1") -> str:
+        """A published adapter; its name as the gateway gives it."""
+        path = self.root / encode_name(model) / "v1"
+        path.mkdir(parents=True)
+        save_file({"a": torch.zeros(2)}, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text("{}")
+        meta = {"base": "starter", "base_version": base_version}
+        copies.seal_dir(path, kind="adapter", model=model, version="v1", meta=meta)
+        return f"{model}@v1"
+
+    async def request(self, name: str) -> LoRARequest | None:
+        """What a request for this model refers to until its end (GenerateBaseServing); None: refused with 404."""
+        if name in self.models.lora_requests:
+            return self.models.lora_requests[name]
+        found = await self.models.resolve_lora(name)
+        return found if isinstance(found, LoRARequest) else None
+
+    def free(self, name: str) -> bool:
+        """Whether its files may be removed."""
+        gc.collect()
+        lock = DirectoryLock.try_exclusive(self.root / encode_name(name.partition("@")[0]) / "v1")
+        if lock is not None:
+            lock.close()
+        return lock is not None
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path)
+
+
+async def test_adapter_of_the_served_base_is_resolved_and_named_without_its_version(engine: Engine) -> None:
+    name, other = engine.save("ft:a"), engine.save("ft:b", base_version="v2")
+    found = await engine.request(name)
+    assert found is not None and Path(found.lora_path).name == "v1" and engine.there == {found.lora_int_id}
+    assert engine.models.model_name(found) == "ft:a" and engine.models.model_name() == "starter"
+    assert await engine.request(other) is None and await engine.request("ft:none@v1") is None
+    assert engine.free(other)
+
+
+async def test_adapter_reaches_the_core_as_a_plain_request(engine: Engine) -> None:
+    found = await engine.request(engine.save("ft:a"))
+    assert found is not None
+    assert MsgpackDecoder(LoRARequest).decode(MsgpackEncoder().encode(found)) == LoRARequest(
+        "ft:a@v1", found.lora_int_id, found.lora_path
+    )
+
+
+async def test_least_recently_requested_adapter_is_released_unless_a_request_uses_it(engine: Engine) -> None:
+    names = [engine.save(f"ft:{number}") for number in range(4)]
+    running = await engine.request(names[0])
+    await engine.request(names[1])
+    for name in (names[2], names[1], names[3]):
+        await engine.request(name)
+    assert sorted(engine.models.lora_requests) == [names[1], names[3]]
+    assert [engine.free(name) for name in names] == [False, False, True, False]
+    del running
+    assert engine.free(names[0])
+
+
+async def test_unload_waits_for_running_requests(engine: Engine) -> None:
+    name = engine.save("ft:a")
+    running = await engine.request(name)
+    with pytest.raises(TimeoutError):
+        await engine.adapters.unload(name, 0.02)
+    unload = asyncio.create_task(engine.adapters.unload(name, 60.0))
+    await asyncio.sleep(0)
+    late = await engine.request(name)  # from a gateway with an older table
+    assert late is not None and not engine.free(name)
+    del running, late
+    assert await unload is True and engine.free(name)
+    assert await engine.adapters.unload(name, 1.0) is False
+
+
+async def test_closed_engine_finds_no_adapters_until_it_serves_again(engine: Engine) -> None:
+    name = engine.save("ft:a")
+    running = await engine.request(name)
+    with pytest.raises(TimeoutError):
+        await engine.adapters.close(0.02)
+    assert await engine.request(name) is not None, "the base did not change"
+    close = asyncio.create_task(engine.adapters.close(60.0))
+    await asyncio.sleep(0)
+    assert await engine.request(name) is None
+    del running
+    await close
+    assert not engine.there and engine.free(name)
+    engine.adapters.serve_on(engine.base.replace("v1", "v2"))
+    assert await engine.request(name) is None
+    engine.adapters.serve_on(engine.base)
+    assert await engine.request(name) is not None
