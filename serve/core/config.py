@@ -65,6 +65,6 @@ class EngineConfig(BaseModel):
     fingerprint_logprob_tolerance: float = Field(
         0.15,
         gt=0,
-        description="largest difference of a fingerprint log-probability in nats; rounding of bf16 kernels on another "
-        "batch shape stays under 0.1, other weights differ by whole nats",
+        description="largest difference in nats between the log-probability that training recorded for a version and the "
+        "one that an engine computes; rounding stays under 0.1",
     )
