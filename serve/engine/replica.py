@@ -19,7 +19,7 @@ from typing import Any
 from runtime.devices.kinds import is_of_a_device, not_ready
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
-from runtime.processes.kernel import group_vitals, life
+from runtime.processes.kernel import life
 from runtime.processes.oom import DiesAs, group_dies_as
 from serve.core import segments
 from serve.core.config import EngineConfig
@@ -94,12 +94,7 @@ class Replica:
         group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
         ready = await self._started(child, spec)
         self._state = "ready"
-        self._pulse = Pulse(
-            lambda: child.call("pulse"),
-            lambda: group_vitals(child.pid),
-            self._config.hung_idle_s,
-            self._config.hung_busy_s,
-        )
+        self._pulse = Pulse(lambda: child.call("pulse"), self._config.hung_s)
         self._watching = asyncio.create_task(self._end_if_hung(child, self._pulse), name=f"pulse of {child.name}")
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}

@@ -382,7 +382,7 @@ async def test_kill_9_of_the_api_process_takes_the_core_with_it(engine_box, repl
 
 async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_box, replicas):
     spec = engine_box.spec("hung-core", endless(engine_box))
-    replica = replicas(EngineConfig(hung_idle_s=12))
+    replica = replicas(EngineConfig(hung_s=12))
     pid = (await replica.start(spec))["pid"]
     core = next(each for each in group_pids(pid) if each != pid)
     assert (await replica.status())["silent"] is False
