@@ -6,7 +6,7 @@ Per model size (random Llama), on the CPU engine with one thread (a load in plac
 the machine multiplies it and else in float32:
 
     memcpy          one warm copy of all weight bytes, one thread: the limit
-    swap            in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and `gap` as
+    swap            `pause` as the engine reports it (no step under way nor begun), and `gap` as
                     a streaming client sees it (longest time between two chunks around the swap, less the usual one),
                     and for comparison in the stream's chunks `before` the swap, which is the machine's noise. The
                     client also waits for its own tokens so far to be computed again with the new weights: `recompute`
@@ -14,7 +14,7 @@ the machine multiplies it and else in float32:
     vLLM reload     vLLM's own `reload_weights` of the same directory on tmpfs, in its documented server
     fork start      a new engine forked from the warm parent, to its first token
     wake            a sleeping engine to its first token, from shared memory
-    sleepers        three engines: resident memory awake and asleep, and each one's fingerprint after its wake, one of
+    sleepers        three engines: resident memory awake and asleep, and the time of a wake, one of
                     them with a version it meets for the first time
     cold start      `python -m vllm.entrypoints.openai.api_server`, as documented, to its first token
 
@@ -72,7 +72,7 @@ def memcpy_seconds(path: Path, rounds: int) -> float:
     return min(seconds)
 
 
-async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str) -> dict:
+async def gap_around(replica: Replica, sdk, model: str, version: Path) -> dict:
     """What a stream sees of one swap, in seconds, and the engine's own report of it."""
     arrivals: list[float] = []
 
@@ -92,10 +92,10 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
     while len(arrivals) < 60:
         await asyncio.sleep(0.001)
     began_s = time.perf_counter()
-    report = await replica.swap(model, version.name, str(version), how=how)
+    report = await replica.swap(model, version.name, str(version))
     after = len(arrivals)
     if reading.done():
-        raise RuntimeError(f"the stream ended before the {how} swap did; the machine is too busy to measure it")
+        raise RuntimeError("the stream ended before the swap did; the machine is too busy to measure it")
     while len(arrivals) < min(after + 15, STREAM_TOKENS) and not reading.done():
         await asyncio.sleep(0.001)
     reading.cancel()
@@ -123,7 +123,7 @@ async def recompute_s(sdk, model: str, tokens: int, usual_s: float) -> float:
 
 
 async def sleepers(box: Box, size: str, versions: list[Path], dtype: str) -> dict:
-    """Several engines asleep at once. Raises if one wakes with another fingerprint than its version's."""
+    """Several engines asleep at once."""
     replicas, before, after, wakes = [], 0, 0, []
     try:
         for number in range(SLEEPERS):
@@ -162,14 +162,13 @@ async def own_engine(box: Box, size: str, versions: list[Path], rounds: int, dty
     replica = Replica(str(box.warm_socket), str(box.logs))
     await replica.start(spec)
     try:
-        for how in ("in-place", "layerwise"):
-            progress(f"{size}: {how}")
-            seen = []
-            for turn in range(WARM_ROUNDS + rounds):
-                one = await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2], how)
-                one["recompute_s"] = await recompute_s(sdk, spec.model, one["tokens"], one["usual_s"])
-                seen.append(one)
-            found["swap"][how] = middle(seen[WARM_ROUNDS:])
+        progress(f"{size}: swaps")
+        seen = []
+        for turn in range(WARM_ROUNDS + rounds):
+            one = await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2])
+            one["recompute_s"] = await recompute_s(sdk, spec.model, one["tokens"], one["usual_s"])
+            seen.append(one)
+        found["swap"] = middle(seen[WARM_ROUNDS:])
         for _ in range(rounds):
             found["asleep"] = await replica.sleep()
             began_s = time.perf_counter()
@@ -193,26 +192,26 @@ def table(results: dict) -> str:
         memcpy = row["memcpy_s"]
         lines.append(f"\n{size}: {row['bytes'] / 1e6:.0f} MB, memcpy {memcpy * 1e3:.1f} ms")
         cold = row.get("cold_start_s")
-        for how, swap in row["swap"].items():
-            text = (
-                f"  swap {how:10} client gap {swap['gap_s'] * 1e3:7.1f} ms "
-                f"(before {swap['before_gap_s'] * 1e3:.1f}), "
-                f"pause {swap['pause_s'] * 1e3:7.1f} ms "
-                f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
-                f"load {swap['load_s'] * 1e3:.1f}, "
-                f"fingerprint {swap['fingerprint_s'] * 1e3:.1f} ms); step {swap['usual_s'] * 1e3:.1f} ms, "
-                f"recompute {swap['tokens']:.0f} tokens {swap['recompute_s'] * 1e3:.1f} ms"
-            )
-            if cold:
-                text += f"; reload/pause {row['reload_s'] / swap['pause_s']:.1f}"
-                text += f", restart/gap {cold / swap['gap_s']:.0f}"
-            lines.append(text)
+        swap = row["swap"]
+        text = (
+            f"  swap: client gap {swap['gap_s'] * 1e3:7.1f} ms "
+            f"(before {swap['before_gap_s'] * 1e3:.1f}), "
+            f"pause {swap['pause_s'] * 1e3:7.1f} ms "
+            f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
+            f"load {swap['load_s'] * 1e3:.1f} ms), "
+            f"fingerprint {swap['fingerprint_s'] * 1e3:.1f} ms after it; step {swap['usual_s'] * 1e3:.1f} ms, "
+            f"recompute {swap['tokens']:.0f} tokens {swap['recompute_s'] * 1e3:.1f} ms"
+        )
+        if cold:
+            text += f"; reload/pause {row['reload_s'] / swap['pause_s']:.1f}"
+            text += f", restart/gap {cold / swap['gap_s']:.0f}"
+        lines.append(text)
         lines.append(f"  fork start to first token {row['fork_start_s']:.2f} s, wake {row['wake_s'] * 1e3:.0f} ms")
         if "sleepers" in row:
             several = row["sleepers"]
             lines.append(
                 f"  {several['engines']} engines: {several['awake_bytes'] / 1e6:.0f} MB awake, "
-                f"{several['asleep_bytes'] / 1e6:.0f} MB asleep; each woke with its version's fingerprint, in "
+                f"{several['asleep_bytes'] / 1e6:.0f} MB asleep; each woke in "
                 f"{several['wake_s'] * 1e3:.0f} ms"
             )
         asleep = row["asleep"]
@@ -230,7 +229,7 @@ def table(results: dict) -> str:
 
 def claims(size: str, row: dict) -> list[Claim]:
     """This size's lines of the table that `make bench` ends with."""
-    in_place, memcpy = row["swap"]["in-place"], row["memcpy_s"]
+    in_place, memcpy = row["swap"], row["memcpy_s"]
     asleep = row["asleep"]
     found = [
         at_most("swap: pause less 50 ms", size, (in_place["pause_s"] - 0.05) / memcpy, "x memcpy", 3),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.libc import last_error, libc
@@ -13,17 +12,6 @@ from runtime.logs import readable
 
 _TAIL_BYTES, _TAIL_CHARACTERS, _LINE_CHARACTERS = 16_384, 2000, 500  # one line may have a traceback or all settings
 _PR_SET_PDEATHSIG = 1
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """What the processes of a group are at. cpu_s: processor time so far. waits: one of them runs, waits for a
-    processor, or for a disk. stopped: one of them is stopped (SIGSTOP, a debugger)."""
-
-    cpu_s: float
-    waits: bool = False
-    stopped: bool = False
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
@@ -98,20 +86,7 @@ def group_pids(pgid: int) -> list[int]:
     has ended, but memory and open files, a GPU's among them, are given back when the last one ends. A killed process
     with a hundred threads (CUDA, NCCL, torch) is in that state for a while.
     """
-    return sorted(_group_stats(pgid))
-
-
-def group_vitals(pgid: int) -> Vitals:
-    """What the living processes of a group are at (proc(5), /proc/PID/stat: utime and stime of all their threads)."""
-    stats = _group_stats(pgid).values()
-    states = {fields[0] for fields in stats}
-    ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
-    return Vitals(ticks / _TICKS_PER_S, waits=bool(states & {"R", "D"}), stopped=bool(states & {"T", "t"}))
-
-
-def _group_stats(pgid: int) -> dict[int, list[str]]:
-    """Fields of /proc/PID/stat from the state on, of the living processes of a group, by pid."""
-    found = {}
+    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -121,8 +96,8 @@ def _group_stats(pgid: int) -> dict[int, list[str]]:
             continue
         # The thread count of a zombie includes its first thread (proc_pid_stat(5), fields 3, 5 and 20).
         if int(fields[2]) == pgid and (fields[0] != "Z" or int(fields[17]) > 1):
-            found[int(entry.name)] = fields
-    return found
+            found.append(int(entry.name))
+    return sorted(found)
 
 
 def group_alive(pgid: int) -> bool:

@@ -152,6 +152,11 @@ class Failures:
         failure.wait_s = self.backoff_s(failure.tries, longest_s)
         failure.not_before_s = now_s + failure.wait_s
 
+    def is_echo(self, model: str, version: str, now_s: float) -> bool:
+        """Whether the death of an engine of this version is that of another one's load, which is waited out already."""
+        failure = self._models.get(model)
+        return failure is not None and failure.version != version and failure.not_before_s > now_s
+
     def model_stable(self, model: str, version: str) -> bool:
         """A replica of this version stayed open long enough. True if there was a failure to forget."""
         failure = self._models.get(model)

@@ -130,7 +130,7 @@ class ClusterState:
     def _dead(self, replica: ReplicaView, reason: str, blame: Blame = "own") -> ReplicaView:
         """Mark the replica dead. One that held no devices affected nobody when it died: it is only started again."""
         now_s = self._clock.now_s()
-        if replica.awake:
+        if replica.awake and not self.failures.is_echo(replica.model, replica.version, now_s):
             lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
             reason = f"its engine died: {reason}"
             self.model_failed(replica.model, replica.version, reason, blame=blame, lived_s=lived_s)

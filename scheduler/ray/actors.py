@@ -28,7 +28,6 @@ from serve.core.errors import (
     NotReloadable,
     ReloadFailed,
     ServeError,
-    SwapFailed,
     VersionBroken,
     VersionMismatch,
 )
@@ -236,9 +235,9 @@ def blame_of(error: BaseException) -> Blame:
         return error.blame if error.retryable else "input"
     if isinstance(error, VersionBroken):
         return "input"
-    if isinstance(error, NotReloadable | ReloadFailed):
+    if isinstance(error, ReloadFailed):
         return "reload"
-    if isinstance(error, VersionMismatch | SwapFailed):
+    if isinstance(error, NotReloadable | VersionMismatch):
         return "version"
     if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
         return "outside"

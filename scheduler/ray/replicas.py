@@ -350,7 +350,9 @@ class Replicas:
         blame: Blame = "own"
         try:
             dead = await replica.call("wait_dead")
-            reason, blame = str(dead.get("exit", "the engine ended")), "memory" if dead.get("starved") else "own"
+            reason = str(dead.get("exit", "the engine ended"))
+            # Whoever asked for a load that failed has heard of it.
+            blame = "memory" if dead.get("starved") else "outside" if dead.get("load_failed") else "own"
             if replica_id not in self._stopping and blame == "own":
                 status = await replica.call("status")
                 devices = tuple(f"{status['node']}/{index}" for index in status["devices"])

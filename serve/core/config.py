@@ -39,14 +39,11 @@ class EngineConfig(BaseModel):
     swap_timeout_s: float = Field(300.0, gt=0)
     sleep_timeout_s: float = Field(120.0, gt=0)
     stop_timeout_s: float = Field(10.0, gt=0, description="the supervisor kills the engine after this")
-    hung_idle_s: float = Field(
-        60.0,
+    hung_s: float = Field(
+        300.0,
         gt=0,
-        description="an engine that gives no sign of life for this long and whose processes do nothing, or are "
-        "stopped, is killed and restarted",
-    )
-    hung_busy_s: float = Field(
-        900.0, gt=0, description="the same for one whose processes run: one step may take minutes on a slow processor"
+        description="an engine that gives no sign of life for this long is killed and restarted; one step may take "
+        "minutes on a slow processor",
     )
     max_sequences_per_request: int = Field(64, ge=1, le=16384, description="upper bound of the request field `n`")
     adapter_slots: int = Field(
@@ -65,6 +62,6 @@ class EngineConfig(BaseModel):
     fingerprint_logprob_tolerance: float = Field(
         0.15,
         gt=0,
-        description="largest difference of a fingerprint log-probability in nats; rounding of bf16 kernels on another "
-        "batch shape stays under 0.1, other weights differ by whole nats",
+        description="largest difference in nats between the log-probability that training recorded for a version and "
+        "the one that an engine computes; rounding stays under 0.1",
     )

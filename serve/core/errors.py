@@ -6,14 +6,13 @@ ServeError
 │   └── CoreDied            its core or one of its workers ended without an error of its own
 │       └── CoreKilled      somebody killed it
 ├── EngineFailed            the engine is unusable; kill it and start a new one
-│   └── ReloadFailed        it is so because loading into a running engine failed, as it would in each of the model's
+│   ├── ReloadFailed        it is so because loading into a running engine failed, as it would in each of the model's
+│   └── VersionBroken       the version's weights compute no numbers: no engine takes it
 ├── WrongState              the engine's present state does not allow the operation
 ├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
 │   ├── VersionUnreadable   the version's directory is missing or not a valid checkpoint
 │   ├── VersionMismatch     tensors, configuration or tokenizer differ from what the engine was built for
 │   └── NotReloadable       no version can be loaded into a running engine of this kind of weights
-├── SwapFailed              loading began and failed; the previous version is restored and serving
-│   └── VersionBroken       the version's weights compute no numbers: no engine takes it
 └── FingerprintMismatch     the loaded weights do not reproduce their version's recorded fingerprint
     └── NotFinite           they answer it with what is no number
 """
@@ -46,12 +45,16 @@ class CoreKilled(CoreDied):
 
 
 class EngineFailed(ServeError):
-    """Neither the new nor the old version could be loaded. The caller must kill the engine and start a new one."""
+    """The engine holds no weights that it may serve. Its supervisor has ended it, and a new one has to start."""
 
 
 class ReloadFailed(EngineFailed):
-    """Loading a version into the running engine failed, and so did going back. A new engine may take it, and no other
-    running one of this model with these settings should be asked to."""
+    """Loading a version into the running engine failed. A new engine may take it, and no other running one of this
+    model with these settings should be asked to."""
+
+
+class VersionBroken(EngineFailed):
+    """The version that was loaded computes no numbers, so a new engine would not take it either."""
 
 
 class WrongState(ServeError):
@@ -71,15 +74,7 @@ class VersionMismatch(VersionError):
 
 
 class NotReloadable(VersionError):
-    """A running engine of such weights takes no version, not even its own again. A new engine does."""
-
-
-class SwapFailed(ServeError):
-    """The new version failed during loading; the engine has restored its old version and serves it."""
-
-
-class VersionBroken(SwapFailed):
-    """The new version computes no numbers, so a new engine would not take it either."""
+    """A running engine of such weights takes no other version. A new engine does."""
 
 
 class FingerprintMismatch(ServeError):
@@ -103,7 +98,6 @@ BY_NAME: dict[str, type[ServeError]] = {
         VersionUnreadable,
         VersionMismatch,
         NotReloadable,
-        SwapFailed,
         VersionBroken,
         FingerprintMismatch,
     )

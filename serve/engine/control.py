@@ -1,49 +1,48 @@
-"""Implements swap, sleep, wake and fingerprint inside the engine's API process.
+"""Swap, sleep and wake of one engine, inside its API process, by the methods behind vLLM's own routes.
 
-The phases of a swap, in order:
+A swap, in order:
 
-    check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
-    try         before the first layerwise load of an engine: the served version again, which has to answer as before
-    stage       map the new version, and on a GPU lock its pages (requests continue)
-    pause       keep requests and clear the prefix cache, which other weights computed
-    transfer    vLLM's start_weight_update, update_weights, finish_weight_update
-    fingerprint one forward pass, compared with the version's recorded fingerprint
-    resume
-    rename      the served model name and version become the new ones
+    check     configuration, tokenizer and every tensor against the engine          (nothing touched yet)
+    stage     map the new version, and on a GPU lock its pages                      (requests continue)
+    pause     keep requests and clear the prefix cache, which other weights computed
+    load      every worker loads its part (serve.load.loader)
+    name      answers carry the new version from the next step on
+    resume    requests that were running are computed again with the new weights, and go on
+    check     one token against the version's record (serve.core.fingerprint), in the first step
 
 Rules
-- Unverified or mixed weights compute no token: between a pause and its resumption only the fingerprint runs.
-- A request running at the pause is recomputed with the new weights and goes on.
-- After an error in or after the pause, the engine reloads the old version by the same transfer, fingerprint included,
-  and resumes. If that fails too, it stays paused for ever, and EngineFailed tells the supervisor to kill it.
+- A version that is refused before the pause leaves the engine as it was. After a failed load or check its weights are
+  not to be served: EngineFailed, on which the supervisor ends the engine and a new one starts.
 - One operation at a time (`_lock`); a sleeping engine takes only `wake`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+import uuid
+from collections.abc import Coroutine
 from typing import Any
 
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters, waiting
+from serve.core import fingerprint
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
     NotFinite,
     ReloadFailed,
     ServeError,
-    SwapFailed,
     VersionBroken,
     WrongState,
 )
-from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
 from serve.core.model_settings import rounding
 from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import out_of_memory
@@ -51,11 +50,15 @@ from serve.load.shm_source import lease
 from serve.load.version_check import ModelIdentity, check_alike, check_same_model
 from weights.memory.locks import DirectoryLock
 
-logger = logging.getLogger(__name__)
-HOW = ("auto", "in-place", "layerwise")
 STAGE_POLL_S = 0.005
 PROFILE_POLL_S = 0.02  # each look is a call between two steps
 DRAIN_GRACE_S = 2.0
+FIRST = -(1 << 31)
+"""Priority of the fingerprint's request: before all others."""
+MOST_LIKELY = 5
+"""Tokens whose log-probabilities are read, because near ties change places with rounding."""
+UNRECORDED = (0, 1)
+"""Prompt where no record has one."""
 
 
 class EngineControl:
@@ -66,16 +69,10 @@ class EngineControl:
         self.model, self.version, self.path = spec.model, spec.version, spec.version_path
         self.state = "ready"
         self._app_state, self._limits, self._group = app_state, limits, group
-        self._book = FingerprintBook(spec.shm_root)
         self._identity = ModelIdentity.read(spec.version_path)
-        # Held while the engine serves the version: the store writes new bytes into the files of evicted versions, and a
-        # failed swap must find the old version unchanged.
+        # Held while the engine serves the version: the store writes new bytes into the files of evicted versions.
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
-        self._profiles = False
-        self._reloads = False  # vLLM's own reload has answered as a first load of the same version did
-        self._prompt = fingerprint_prompt(llm.model_config.get_vocab_size())
-        self._pooling_task = "embed" if spec.task == "embed" else None
         self._adapters: EngineAdapters | None = None
         if spec.adapter_slots:
             self._adapters = EngineAdapters(
@@ -85,33 +82,27 @@ class EngineControl:
 
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
-    async def first_fingerprint(self) -> dict[str, Any]:
-        """Compute the fingerprint of the engine's first load, before it serves anything."""
-        await self.llm.engine_core.set_weight_version_async(self.version)
-        fingerprint = await self._fingerprint("load")
-        await self._give_back()
-        return fingerprint
+    async def started(self) -> dict[str, Any]:
+        """Name the version and check its token, before the engine serves anything."""
+        await self.llm.update_weight_version(self.version)
+        return await (await self._ask_token(self.path))
 
     async def status(self) -> dict[str, Any]:
-        """State, version, memory in bytes (shared pages divided by their sharers), numbers of running and held-back
-        requests."""
-        try:
-            running, waiting = await self.llm.engine_core.call_utility_async("shm_request_counts")
-            state = self.state
-        except EngineDeadError:
-            running, waiting, state = 0, 0, "dead"
+        """State, version, memory in bytes (shared pages divided by their sharers), numbers of requests: `running` ones,
+        or `waiting` for the engine to wake."""
+        requests = self.llm.output_processor.get_num_unfinished_requests()
         return {
-            "state": state,
+            "state": "dead" if self.llm.errored else self.state,
             "model": self.model,
             "version": self.version,
             "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
-            "running": running,
-            "waiting": waiting,
+            "running": 0 if self.state == "asleep" else requests,
+            "waiting": requests if self.state == "asleep" else 0,
         }
 
     async def pulse(self) -> None:
         """Returns once the core has answered, which it does between two steps, asleep too."""
-        await self.llm.engine_core.call_utility_async("shm_request_counts")
+        await self.llm.is_paused()
 
     async def unload_adapter(self, name: str) -> bool:
         """Unload the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
@@ -122,24 +113,14 @@ class EngineControl:
         except TimeoutError as error:
             raise WrongState(f"the adapter {name} still has requests") from error
 
-    async def fingerprint(self) -> dict[str, Any]:
-        """Compute the fingerprint of the current weights and compare it with the record. Pauses the engine."""
-        async with self._lock:
-            self._require("ready", "fingerprint")
-            await self._pause()
-            try:
-                return await self._fingerprint("transfer")
-            finally:
-                await self.llm.resume_generation()
-
     async def profile(self, steps: int, limit_s: float, path: str) -> dict[str, Any]:
         """Where the time of the engine's next steps goes, on its first worker; requests go on, somewhat slower. It ends
         with fewer steps after `limit_s`. The trace goes to `path`."""
-        self._require("ready", "profile")
-        if self._profiles:
-            raise WrongState("the engine is being profiled already")
-        self._profiles, until_s = True, time.monotonic() + limit_s
-        try:
+        if self._lock.locked():
+            raise WrongState("profile: the engine is swapping, falling asleep, waking or being profiled")
+        async with self._lock:
+            self._require("ready", "profile")
+            until_s = time.monotonic() + limit_s
             await self.llm.collective_rpc("shm_profile_begin")
             try:
                 while (await self.llm.collective_rpc("shm_profile_steps"))[0] < steps and time.monotonic() < until_s:
@@ -147,141 +128,112 @@ class EngineControl:
             finally:
                 found = (await self.llm.collective_rpc("shm_profile_end", args=(path,)))[0]
             return {**found, "model": self.model, "version": self.version}
-        finally:
-            self._profiles = False
 
-    async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
+    async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
-        `how` is "auto" (in place where the layout allows), "in-place" or "layerwise". Returns total and per-phase
-        `seconds`, `pause_s` (no step runs; `drain_step_s` is the remainder of the step that ran when the pause was
-        requested), `bytes_read` per worker, `how` the swap was done and `why`, and `fingerprint_s` (its time after the
-        load). Raises VersionError (untouched), SwapFailed (old version serving), EngineFailed (kill it).
+        Returns total and per-phase `seconds`, `pause_s` (no step runs; `drain_step_s` is the remainder of the step that
+        ran when the pause was requested), `bytes_read` per worker, `how` it was loaded, and `fingerprint_s` (from the
+        end of the pause). Raises VersionError (untouched) or EngineFailed (kill it).
         """
-        if how not in HOW:
-            raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
         async with self._lock:
             self._require("ready", "swap")
             began_s = time.perf_counter()
-            await asyncio.to_thread(check_same_model, self._identity, version_path)
-            held = lease(version_path)
-            facts = await self._check(version_path)
-            why = facts["layerwise_reason"]
-            if why is not None and not self._reloads:
-                await self._pause()
-                await self._bring_back(None)
-            layerwise = how == "layerwise" or why is not None
-            record = await asyncio.to_thread(self._record_of, version_path)
+            held, facts = await self._check(version_path)
             await self._stage(version_path)
             await self._close_adapters(version_path)
-            staged_s = time.perf_counter()
+            asked_s = time.perf_counter()
             try:
-                loaded = await self._load_paused(version, version_path, record, layerwise=layerwise)
-            except EngineDeadError as error:
-                self.state = "failed"
-                raise EngineFailed(f"the engine died while it loaded {version_path}") from error
-            except Exception as error:  # noqa: BLE001 - whatever failed, restore the old version first
-                await self._bring_back(error)
-                raise _swap_failed(error)(
-                    f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
-                ) from error
-            self._rename(model, version, version_path, held)
+                await self._pause()
+                paused_s = time.perf_counter()
+                report = await self._load(model, version, version_path, held)
+                token = await self._ask_token(version_path)  # waits in the engine, before all others
+                await self.llm.resume_generation()
+                resumed_s = time.perf_counter()
+                verdict = await token
+            except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
+                raise self._failed(version_path, error) from error
             await self.llm.collective_rpc("shm_unmap")
             return {
                 "model": model,
                 "version": version,
-                **_as_workers_report(loaded["reports"]),
-                "why": why or ("default" if how == "auto" else "requested"),
+                **report,
                 "bytes": facts["bytes"],
                 "seconds": time.perf_counter() - began_s,
-                "stage_s": staged_s - began_s,
-                "pause_s": loaded["pause_s"],
-                "drain_step_s": loaded["wait_s"],
-                "fingerprint_s": loaded["fingerprint_s"],
-                "fingerprint": await asyncio.to_thread(record.keep, loaded["fingerprint"]),
+                "stage_s": asked_s - began_s,
+                "pause_s": resumed_s - paused_s,
+                "drain_step_s": paused_s - asked_s,
+                "fingerprint_s": time.perf_counter() - resumed_s,
+                "fingerprint": verdict,
             }
 
-    async def _load_paused(
-        self, version: str, version_path: str, record: FingerprintRecord, *, layerwise: bool
-    ) -> dict[str, Any]:
-        """Load a version into the paused engine and check it there."""
-        asked_s = time.perf_counter()
-        await self._pause()
-        paused_s = time.perf_counter()
-        loaded = await self._load(version, version_path, layerwise=layerwise)
-        fingerprint = record.check(loaded["answer"], "transfer")
-        await self.llm.resume_generation()
-        times = {"pause_s": time.perf_counter() - paused_s, "wait_s": paused_s - asked_s}
-        return {**loaded, **times, "fingerprint": fingerprint}
-
     async def sleep(self) -> dict[str, Any]:
-        """Free weights and KV memory. The caller has drained the engine; if requests remain after a short grace period,
-        it raises WrongState."""
+        """Free weights and KV memory; where no other version can be loaded, move the weights to host memory instead.
+        The caller has drained the engine; if requests remain after a short grace period, it raises WrongState. Raises
+        EngineFailed (kill it) if vLLM fails, because then its scheduler is paused and its memory half released."""
         async with self._lock:
             self._require("ready", "sleep")
-            deadline_s = time.perf_counter() + DRAIN_GRACE_S
-            processor = self.llm.output_processor
-            while unfinished := processor.get_num_unfinished_requests() + sum(waiting(self.llm).values()):
-                # vLLM's engine dies when it sleeps with decodes in flight (vllm#45520).
-                if time.perf_counter() > deadline_s:
-                    raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
-                await asyncio.sleep(0.01)
+            await self._drained()
             before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self._close_adapters(None)
-            await self.llm.collective_rpc("shm_sleeping")
-            # "keep": vLLM recomputes a request that arrived since the check after the wake instead of aborting it.
-            await self.llm.sleep(level=2, mode="keep")
+            refusal = (await self.llm.collective_rpc("shm_refusal"))[0]
+            try:
+                # "keep": vLLM computes a request that arrived since the check after the wake instead of aborting it.
+                await self.llm.sleep(level=1 if refusal else 2, mode="keep")
+            except Exception as error:  # noqa: BLE001 - what it has released is unknown
+                self.state = "failed"
+                raise EngineFailed(f"the engine did not fall asleep: {error}") from error
             self.state, self._lease = "asleep", None
             seconds = time.perf_counter() - began_s
             after = await asyncio.to_thread(group_resident_bytes, self._group)
             return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
-        """Wake with the weights of `version_path`, which may differ from the version before the sleep.
-
-        It serves nothing before the fingerprint matches. Raises VersionError (still asleep) or EngineFailed.
-        """
+        """Wake with the weights of `version_path`, which may differ from the version before the sleep if those were
+        freed. Raises VersionError (still asleep) or EngineFailed (kill it)."""
         async with self._lock:
             self._require("asleep", "wake")
             began_s = time.perf_counter()
-            await asyncio.to_thread(check_same_model, self._identity, version_path)
-            held = lease(version_path)
-            await self._check(version_path)
-            record = await asyncio.to_thread(self._record_of, version_path)
+            kept = version_path == self.path and bool((await self.llm.collective_rpc("shm_refusal"))[0])
+            held = lease(version_path) if kept else (await self._check(version_path))[0]
             try:
-                await self.llm.wake_up(tags=["weights"])
-                loaded = await self._load(version, version_path, wake_kv=True)
-                fingerprint = record.check(loaded["answer"], "transfer")
-                self._note_reload(loaded, record)
-            except Exception as error:  # noqa: BLE001 - no old weights to restore: the engine is lost
-                self.state = "failed"
-                raise _engine_failed(error)(f"{version_path} failed to load into the waking engine: {error}") from error
-            await self._give_back()
-            self._rename(model, version, version_path, held)
+                if kept:
+                    report: dict[str, Any] = {"how": "kept", "bytes_read": [0], "load_s": 0.0}
+                    self._rename(model, version, version_path, held)
+                    await self.llm.wake_up()
+                else:
+                    await self.llm.wake_up(["weights"])
+                    report = await self._load(model, version, version_path, held)
+                    await self.llm.wake_up(["kv_cache"])  # scheduling resumes
+                verdict = await (await self._ask_token(version_path))
+            except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
+                raise self._failed(version_path, error) from error
             self.state = "ready"
-            await self.llm.resume_generation()
             await self.llm.collective_rpc("shm_unmap")
             return {
                 "model": model,
                 "version": version,
-                **_as_workers_report(loaded["reports"]),
-                "bytes": sum(report["bytes_read"] for report in loaded["reports"]),
+                **report,
+                "bytes": sum(report["bytes_read"]),
                 "seconds": time.perf_counter() - began_s,
-                "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
+                "fingerprint": verdict,
             }
 
     # --------------------------------------------------------------------------------------------------------
 
-    async def _give_back(self) -> None:
-        """Return to the host what a load left free in the allocator: packing for the kernels holds a layer twice and a
-        tied head three times, 100 to 400 MB of the measured models, and takes milliseconds to return."""
-        if kind_of(self.spec.kind).on_host:
-            await self.llm.collective_rpc("shm_give_back")
-
     def _require(self, state: str, call: str) -> None:
         if self.state != state:
             raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
+
+    async def _drained(self) -> None:
+        """vLLM's engine dies when it sleeps with decodes in flight (vllm#45520)."""
+        deadline_s = time.perf_counter() + DRAIN_GRACE_S
+        processor = self.llm.output_processor
+        while unfinished := processor.get_num_unfinished_requests() + sum(waiting(self.llm).values()):
+            if time.perf_counter() > deadline_s:
+                raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
+            await asyncio.sleep(0.01)
 
     async def _close_adapters(self, version_path: str | None) -> None:
         """Unload all adapters before a load of other weights (None: before the weights are freed)."""
@@ -293,14 +245,17 @@ class EngineControl:
             await self.llm.collective_rpc("shm_drop_staged")
             raise WrongState("adapters of the served version still have requests; route them elsewhere") from error
 
-    async def _check(self, path: str) -> dict[str, Any]:
+    async def _check(self, path: str) -> tuple[DirectoryLock, dict[str, Any]]:
+        """Lease a version that the engine can load, and say how. Raises VersionError."""
+        await asyncio.to_thread(check_same_model, self._identity, path)
+        held = lease(path)
         answers = await self.llm.collective_rpc("shm_check", args=(path,))
         for answer in answers:
             if "refused" in answer:
                 name, text = answer["refused"]
                 raise BY_NAME.get(name, ServeError)(text)
         await asyncio.to_thread(check_alike, path, answers[0]["alike"])
-        return answers[0]
+        return held, answers[0]
 
     async def _stage(self, path: str) -> None:
         try:
@@ -317,51 +272,49 @@ class EngineControl:
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
-    async def _load(self, version: str, path: str, *, layerwise: bool = False, wake_kv: bool = False) -> dict[str, Any]:
-        update = {"path": path, "layerwise": layerwise}
-        return await self.llm.engine_core.call_utility_async(
-            "shm_load", version, update, self._prompt, self._pooling_task, wake_kv
-        )
+    async def _load(self, model: str, version: str, path: str, held: DirectoryLock) -> dict[str, Any]:
+        """Load into the paused engine, and name it. Returns how, bytes read per worker, seconds of the slowest one."""
+        reports = await self.llm.collective_rpc("shm_load", args=(path,))
+        await self.llm.update_weight_version(version)
+        self._rename(model, version, path, held)
+        return {
+            "how": reports[0]["how"],
+            "bytes_read": [report["bytes_read"] for report in reports],
+            "load_s": max(report["load_s"] for report in reports),
+        }
 
-    async def _bring_back(self, cause: Exception | None) -> None:
-        """Load the served version again in the pause, and resume: after a swap that failed, or before the first that
-        vLLM's own reload does, to see that it answers as it did. A new version that has not been loaded before is
-        compared with nothing, and a reload that fails without an error would have nonsense for its answer."""
-        try:
-            loaded = await self._load(self.version, self.path)
-            record = self._record_of(self.path)
-            record.check(loaded["answer"], "transfer")
-            self._note_reload(loaded, record)
-        except Exception as error:  # noqa: BLE001 - both versions failed; only a new engine helps
-            self.state = "failed"
-            failed = f"swap failed ({cause}) and " if cause else ""
-            raise _engine_failed(error)(
-                f"{failed}{self.path}, served before, cannot be loaded again: {error}"
-            ) from error
-        if self._adapters is not None:
-            self._adapters.serve_on(self.path)
-        await self.llm.resume_generation()
-        await self.llm.collective_rpc("shm_unmap")
+    def _failed(self, path: str, error: Exception) -> EngineFailed:
+        """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran
+        out or the version itself is broken."""
+        self.state = "failed"
+        what = f"{path} failed to load: {error}"
+        if isinstance(error, NotFinite):
+            return VersionBroken(what)
+        by_chance = isinstance(error, EngineDeadError) or out_of_memory(str(error))
+        return EngineFailed(what) if by_chance else ReloadFailed(what)
 
-    def _note_reload(self, loaded: dict[str, Any], record: FingerprintRecord) -> None:
-        trusted = record.known is not None and record.known.origin == "load"
-        self._reloads |= trusted and loaded["reports"][0]["how"] == "layerwise"
+    async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Ask the engine for the token after the prompt of the version's record. Awaiting the result checks it."""
+        # Quantised when it is loaded, a version answers as another model does.
+        record = None if rounding(self.spec.extra_args) else await asyncio.to_thread(fingerprint.record_of, path)
+        params: SamplingParams | PoolingParams
+        if self.spec.task == "embed":
+            params, record = PoolingParams(task="embed"), None
+        else:
+            params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MOST_LIKELY, detokenize=False)
+        prompt = {"prompt_token_ids": list(record.prompt if record else UNRECORDED)}
+        output = await self.llm.add_request(f"fingerprint-{uuid.uuid4().hex}", prompt, params, priority=FIRST)
+        return self._checked(path, record, output)
 
-    async def _fingerprint(self, origin: str) -> dict[str, Any]:
-        answer = await self.llm.engine_core.call_utility_async("shm_run_fingerprint", self._prompt, self._pooling_task)
-        record = await asyncio.to_thread(self._record_of, self.path)
-        return await asyncio.to_thread(record.keep, record.check(answer, origin))
-
-    def _record_of(self, path: str) -> FingerprintRecord:
-        key = version_key(
-            path,
-            dtype=self.spec.dtype,
-            kind=self.spec.kind,
-            tensor_parallel=self.spec.tensor_parallel,
-            task=self.spec.task,
-            rounding=rounding(self.spec.extra_args),
-        )
-        return self._book.open(key, what=path, tolerance=self._limits["fingerprint_logprob_tolerance"])
+    async def _checked(
+        self, path: str, record: fingerprint.Record | None, output: RequestOutputCollector
+    ) -> dict[str, Any]:
+        ended: Any = await output.get()
+        if self.spec.task == "embed":
+            answer = dict(enumerate(ended.outputs.data.float().flatten().tolist()))
+        else:
+            answer = {token: found.logprob for token, found in ended.outputs[0].logprobs[0].items()}
+        return fingerprint.check(answer, record, tolerance=self._limits["fingerprint_logprob_tolerance"], what=path)
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
         """Answer under the new name. Change the list in place, because vLLM's model registry shares it."""
@@ -372,23 +325,3 @@ class EngineControl:
         self.model, self.version, self.path, self._lease = model, version, path, held
         if self._adapters is not None:
             self._adapters.serve_on(path)
-
-
-def _as_workers_report(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """How a load was done, the bytes that each worker read, and the seconds of the slowest."""
-    return {
-        "how": reports[0]["how"],
-        "bytes_read": [report["bytes_read"] for report in reports],
-        "load_s": max(report["load_s"] for report in reports),
-    }
-
-
-def _swap_failed(error: Exception) -> type[SwapFailed]:
-    return VersionBroken if isinstance(error, NotFinite) else SwapFailed
-
-
-def _engine_failed(error: Exception) -> type[EngineFailed]:
-    """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran out
-    or the version itself is broken."""
-    by_chance = isinstance(error, EngineDeadError | NotFinite) or out_of_memory(str(error))
-    return EngineFailed if by_chance else ReloadFailed

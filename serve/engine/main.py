@@ -2,7 +2,8 @@
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
 application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves.
-vLLM's control routes stay disabled; swap, sleep and wake calls arrive over the lifeline (serve.engine.control).
+Swap, sleep and wake arrive over the lifeline (serve.engine.control): vLLM's routes for them would not lease, check and
+name a version, so they stay disabled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,10 @@ from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
 from serve.api.answer_version import AnswerVersions
 from serve.api.fair_order import FrontDoor
-from serve.core.errors import ServeError, WrongState
+from serve.core.errors import EngineFailed, ServeError, WrongState
 from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
-from serve.engine.while_alive import while_alive
 from serve.load.version_check import read_chat_template, read_config
 from serve.vllm import patches, plugin
 from serve.vllm.arguments import engine_arguments, engine_environment
@@ -91,6 +91,18 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
         raise cause from error
 
 
+async def while_alive(doing: Coroutine[Any, Any, Any], dead: asyncio.Future[None], name: str) -> Any:
+    """Return the result of `doing`. Raises EngineFailed if `dead` is done first: a dead core never answers a call."""
+    task = asyncio.ensure_future(doing)
+    try:
+        await asyncio.wait({task, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise EngineFailed(f"{name}: the engine's core died")
+    finally:
+        task.cancel()
+
+
 def _tell(lifeline: Lifeline, cause: ServeError) -> None:
     """Let the supervisor know at once: this process may wait for the dead core, and does not end by itself."""
     with contextlib.suppress(ChannelClosed):
@@ -109,7 +121,7 @@ async def _serve(
         app = build_app(options, tasks, llm.model_config)
         await init_app_state(llm, app.state, options, tasks)
         control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
-        fingerprint = await control.first_fingerprint()
+        fingerprint = await control.started()
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
@@ -172,7 +184,6 @@ def _handlers(
         control.swap,
         control.sleep,
         control.wake,
-        control.fingerprint,
         control.unload_adapter,
         control.profile,
         stop,

@@ -90,14 +90,13 @@ CORE = (
     "vllm.v1.sample.rejection_sampler",
     "vllm.v1.sample.sampler",
     "vllm.v1.worker.gpu_worker",
-    "serve.vllm.shm_transfer",
-    "serve.vllm.worker_extension",
+    "serve.vllm.worker",
 )
 CORE_OF_CPU = (
     "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
     "vllm.utils.cpu_triton_utils",
     "vllm.v1.attention.backends.cpu_attn",
-    "serve.cpu.worker",
+    "serve.vllm.cpu_worker",
 )
 # The architectures the appliance targets; an engine imports any other one itself.
 MODELS = tuple(

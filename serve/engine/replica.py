@@ -19,7 +19,7 @@ from typing import Any
 from runtime.devices.kinds import is_of_a_device, not_ready
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.processes.child import Child
-from runtime.processes.kernel import group_vitals, life
+from runtime.processes.kernel import life
 from runtime.processes.oom import DiesAs, group_dies_as
 from serve.core import segments
 from serve.core.config import EngineConfig
@@ -65,7 +65,7 @@ class Replica:
         self._state = "dead"
         self._pulse: Pulse | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._hung = ""
+        self._killed, self._load_failed = "", False  # why the supervisor has killed the engine
         self._last: dict[str, Any] | None = None  # what the engine answered to `status`
 
     async def start(self, spec: ReplicaSpec | dict[str, Any]) -> dict[str, Any]:
@@ -89,16 +89,12 @@ class Replica:
             name=f"engine {spec.replica_id}",
         )
         self._child, self._spec, self._state = child, spec, "starting"
-        self._pulse, self._hung, self._last = None, "", None
+        self._pulse, self._last = None, None
+        self._killed, self._load_failed = "", False
         group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
         ready = await self._started(child, spec)
         self._state = "ready"
-        self._pulse = Pulse(
-            lambda: child.call("pulse"),
-            lambda: group_vitals(child.pid),
-            self._config.hung_idle_s,
-            self._config.hung_busy_s,
-        )
+        self._pulse = Pulse(lambda: child.call("pulse"), self._config.hung_s)
         self._watching = asyncio.create_task(self._end_if_hung(child, self._pulse), name=f"pulse of {child.name}")
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
@@ -127,10 +123,10 @@ class Replica:
         """Return this supervisor's runtime.processes.kernel.life; callers also use it as a liveness check."""
         return life()
 
-    async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
+    async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version; requests in flight are kept. See serve.engine.control for phases and errors."""
         return await self._call(
-            "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path, how=how
+            "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path
         )
 
     async def sleep(self) -> dict[str, Any]:
@@ -167,10 +163,6 @@ class Replica:
         return await self._call(
             "profile", limit_s + self._config.sleep_timeout_s, steps=steps, limit_s=limit_s, path=path
         )
-
-    async def fingerprint(self) -> dict[str, Any]:
-        """Check the current weights against the recorded fingerprint; pauses the engine for one forward pass."""
-        return await self._call("fingerprint", self._config.sleep_timeout_s)
 
     async def status(self) -> dict[str, Any]:
         """Return EngineControl.status plus `pid`, `devices`, `node`, and whether it is `silent`, in which case the rest
@@ -228,9 +220,12 @@ class Replica:
     async def _end_if_hung(self, child: Child, pulse: Pulse) -> None:
         why = await pulse.watch()
         if why and child.alive:
-            self._hung = why
-            log.error("engine %s: %s; it is killed", self._spec.replica_id, why)
-            child.kill()
+            self._kill(child, why)
+
+    def _kill(self, child: Child, why: str) -> None:
+        self._killed = why
+        log.error("engine %s: %s; it is killed", self._spec.replica_id, why)
+        child.kill()
 
     async def stop(self) -> None:
         """End the engine and everything it started; does nothing without an engine."""
@@ -242,7 +237,8 @@ class Replica:
         self._state = "dead"
 
     async def wait_dead(self) -> dict[str, Any]:
-        """Resolves when the engine process is dead: `{"exit": reason, "log": its log's end}`."""
+        """Resolves when the engine process is dead: `{"exit": reason, "log": its log's end, "starved", "load_failed"}`,
+        the last two bool: memory ran out, or the supervisor killed it after a failed swap, sleep or wake."""
         if self._child is None:
             raise WrongState("no engine was started")
         await self._child.closed()
@@ -251,13 +247,18 @@ class Replica:
         _remove_leftovers(self._spec)
         if self._child.starved:
             reason = "it was killed because the host's memory ran out"
-        elif self._hung:
-            reason = self._hung
+        elif self._killed:
+            reason = self._killed
         elif self._child.fatal:
             reason = _cause(self._child.fatal)
         else:
             reason = f"its process {await self._child.how_it_ended()}"
-        return {"exit": reason, "log": self._child.log_end(), "starved": self._child.starved}
+        return {
+            "exit": reason,
+            "log": self._child.log_end(),
+            "starved": self._child.starved,
+            "load_failed": self._load_failed,
+        }
 
     async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
         if self._child is None:
@@ -268,13 +269,19 @@ class Replica:
             with limited:
                 return await self._child.call(method, timeout_s=timeout_s, **args)
         except ChildError as error:
-            raise BY_NAME.get(error.type, ServeError)(
+            kind = BY_NAME.get(error.type, ServeError)
+            if issubclass(kind, EngineFailed) and self._child.alive:
+                self._load_failed = True
+                self._kill(self._child, f"{method} failed: {error.message}")
+            raise kind(
                 error.message if error.type in BY_NAME else f"{method}: {error.type}: {error.message}"
             ) from error
         except ChildDied as error:
             failed = EngineOutOfMemory if error.starved else EngineFailed
             raise failed(f"{method}: {error}") from error
         except ChildTimeout as error:
+            if method in ("swap", "sleep", "wake"):  # which weights it holds is unknown
+                self._kill(self._child, f"{method}: {error}")
             raise EngineFailed(f"{method}: {error}") from error
 
 

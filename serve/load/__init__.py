@@ -1,5 +1,5 @@
-"""Loads a version's bytes into a model: plans which bytes go where, and converts them with several threads.
+"""Loads a version's bytes into a model: records where the first load puts them, and does it again for later ones.
 
 Never: Handles requests.
-Begin with load_plan.py, then direct_load.py.
+Begin with loader.py, then load_plan.py.
 """

@@ -6,7 +6,7 @@ padded parameters. Instead of repeating that knowledge, the first load runs unde
 loaded by replaying it, and under tensor parallelism it names exactly the slices this worker reads.
 
 A plan covers only what the recorder saw. It lists a parameter written from anything but mapped bytes or zero as
-`unplanned` (`unwritten` if it saw nothing fill it), and serve.load.layerwise_load loads models with such parameters.
+`unplanned` (`unwritten` if it saw nothing fill it), and vLLM's own reload loads models with such parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.devices.kinds import in_host_memory
-from serve.core.errors import NotReloadable, VersionMismatch
+from serve.core.errors import VersionMismatch
 from serve.load.host_ring import HostRing
 from serve.load.shm_source import Described, VersionSource
 
@@ -128,7 +128,7 @@ class LoadPlan:
 
     Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
     first of them in model order comes first. `alike`: names of stored tensors that have to be equal, because the model
-    keeps one of them for both. `kept_apart`: names of those that no later load can change.
+    keeps one of them for both.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -137,24 +137,18 @@ class LoadPlan:
     expected: dict[str, Described]
     read: frozenset[str]
     alike: list[tuple[str, str]] = field(default_factory=list)
-    kept_apart: list[str] = field(default_factory=list)
 
-    def follow_first_load(self, model: torch.nn.Module, *, on_host: bool) -> None:
+    def follow_first_load(self, model: torch.nn.Module) -> None:
         """Let parameters that were filled one by one and are one by now share its Target.
 
         vLLM ties a head to the embedding again where a checkpoint has both and they are equal
         (vllm/model_executor/model_loader/weight_tying.py). Each would be written in turn, and the last one would stay.
-        What a kernel let go of is None. A processor's for INT8 (vllm/model_executor/kernels/linear/scaled_mm/cpu.py)
-        reads the scales of its own form where only the first load had them: after another it would answer nonsense.
         """
         kept: dict[int, Target] = {}
         for module in model.modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 target = self.targets.get((id(module), name))
-                if target is None:
-                    continue
-                if tensor is None:
-                    self.kept_apart += [piece.name for piece in target.pieces if on_host]
+                if target is None or tensor is None:
                     continue
                 first = kept.setdefault(id(tensor), target)
                 if first is not target:
@@ -170,13 +164,8 @@ class LoadPlan:
         """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors.
 
         vLLM only warns of missing tensors, which leaves a mixture of two models, and a wrong shape makes every later
-        update fail; this check finds both before the first byte is written. Raises NotReloadable where no version fits.
+        update fail; this check finds both before the first byte is written.
         """
-        if self.kept_apart:
-            raise NotReloadable(
-                f"a running engine cannot load {self.kept_apart[0]} again, nor {len(self.kept_apart) - 1} others: "
-                "their kernel for processors keeps them in a form of its own"
-            )
         problems = []
         for name in sorted(self.read):
             given, expected = source.described.get(name), self.expected[name]
@@ -238,6 +227,7 @@ class LoadRecorder(TorchDispatchMode):
         self._owners: dict[int, list[tuple[int, str, str, torch.Tensor]]] = {}
         self._targets: dict[int, Target] = {}
         self._odd: set[int] = set()
+        self._clones: dict[int, tuple[str, int, torch.Tensor]] = {}
         self._read: set[str] = set()
         for prefix, module in model.named_modules():
             tensors = {**module._parameters, **module._buffers}
@@ -259,7 +249,10 @@ class LoadRecorder(TorchDispatchMode):
             self._note_fill(args[0], 0 if func is torch.ops.aten.zero_.default else args[1])
         elif func._schema.is_mutable:
             self._note_odd(args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default and args[0].is_contiguous() and (found := self._stored(args[0])):
+            self._clones[result.data_ptr()] = (*found, result)
+        return result
 
     def plan(self) -> LoadPlan:
         """Return the plan of everything seen so far."""
@@ -289,8 +282,16 @@ class LoadRecorder(TorchDispatchMode):
             return None
         return key, self._targets.setdefault(key, Target(tuple(whole.shape), whole.dtype))
 
+    def _stored(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Name and element offset of the stored tensor that this is a view of, or a clone, as vLLM makes of the first
+        ones of a model that embeds (vllm/model_executor/models/adapters.py)."""
+        if not in_host_memory(tensor.device) or not tensor.numel():
+            return None
+        clone = self._clones.get(tensor.untyped_storage().data_ptr())
+        return (clone[0], clone[1] + tensor.storage_offset()) if clone else self._locator.find(tensor.data_ptr())
+
     def _note_copy(self, into: torch.Tensor, origin: torch.Tensor) -> None:
-        found = self._locator.find(origin.data_ptr()) if in_host_memory(origin.device) and origin.numel() else None
+        found = self._stored(origin)
         if found is not None:
             self._read.add(found[0])
         target = self._target(into)

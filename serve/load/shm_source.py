@@ -134,13 +134,6 @@ class VersionSource:
         placed = self.layout.find(name)
         return (self._maps[placed.file].bytes.data_ptr() + placed.start) % self.described[name].dtype.itemsize == 0
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's bytes lie in one of the mappings."""
-        if not tensor.numel():
-            return False
-        storage = tensor.untyped_storage().data_ptr()
-        return any(mapped.bytes.untyped_storage().data_ptr() == storage for mapped in self._maps.values())
-
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors in file order, which keeps the tensors of one layer together."""
         for name in self.described:

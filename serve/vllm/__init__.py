@@ -1,5 +1,5 @@
-"""Contains everything that plugs into vLLM or changes it: arguments, transfer backend, load format, patches.
+"""Contains everything that plugs into vLLM or changes it: arguments, workers, load format, patches.
 
 Never: Decides for the box.
-Begin with plugin.py, patches.py.
+Begin with plugin.py, worker.py, patches.py.
 """

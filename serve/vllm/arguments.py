@@ -5,7 +5,6 @@ The forked engine goes through vLLM's own argument parser, so whatever `vllm ser
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,12 +15,10 @@ from serve.core.spec import ReplicaSpec
 from serve.core.system_prompt import with_system_prompt
 from weights.format.tool_template import with_tools
 
-CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
+CPU_WORKER, GPU_WORKER = "serve.vllm.cpu_worker.ShmCPUWorker", "serve.vllm.worker.ShmGPUWorker"
 CPU_PROMPT_TOKENS = 256
 """Tokens of one prompt in a step on the CPU, where each takes milliseconds: streams wait for the step."""
-WORKER_EXTENSION = "serve.vllm.worker_extension.ShmWorkerExtension"
 LOAD_FORMAT = "shm"
-TRANSFER_BACKEND = "shm"
 
 
 def engine_arguments(
@@ -32,13 +29,13 @@ def engine_arguments(
     `model_config` is the version's config.json, `chat_template` its template text if it has one, `tokens` those of
     PARSER_TOKENS that its tokenizer has.
     """
+    kind = kind_of(spec.kind)
     values = {
         "--model": spec.version_path,
         "--served-model-name": spec.model,
         "--uds": spec.socket_path,
         "--load-format": LOAD_FORMAT,
-        "--weight-transfer-config": json.dumps({"backend": TRANSFER_BACKEND}),
-        "--worker-extension-cls": WORKER_EXTENSION,
+        "--worker-cls": CPU_WORKER if kind.on_host else GPU_WORKER,
         "--dtype": spec.dtype,
         "--tensor-parallel-size": str(spec.tensor_parallel),
         "--kv-cache-memory-bytes": str(spec.kv_cache_bytes),
@@ -50,10 +47,9 @@ def engine_arguments(
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]
     args += ["--enable-prompt-tokens-details"]
-    kind = kind_of(spec.kind)
     args += kind.engine_arguments()
     if kind.on_host:
-        args += ["--enforce-eager", "--worker-cls", CPU_WORKER]
+        args += ["--enforce-eager"]
     else:
         # Otherwise vLLM refuses to start if less than its own default fraction is free, whatever the KV cache size;
         # sleeping engines keep a CUDA context and more on the device.
@@ -110,9 +106,6 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
     """Environment variables for vLLM and its libraries, set in the forked process before it builds its engine."""
     env = {
         "VLLM_MAX_N_SEQUENCES": str(max_sequences_per_request),
-        # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM uses a separate worker
-        # for thread binding, which is off below.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # "auto" pins every engine of a machine to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
@@ -138,4 +131,8 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     kind = kind_of(spec.kind)
+    if kind.on_host:
+        # Runs the single CPU worker inside the engine core: one process and one hop less. vLLM uses a separate worker
+        # for thread binding, which is off.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return env | kind.visibility(spec.devices) | kind.collectives_environment("lo") | kind.engine_environment()

@@ -35,7 +35,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
 from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -63,11 +63,10 @@ from serve.api import (
     stream_chunks,
     unfit_requests,
 )
-from serve.cpu.lora import GroupedLoRA
 from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
 from serve.vllm import deaths
+from serve.vllm.cpu_lora import GroupedLoRA
 from serve.vllm.fairness import owner_places, request_bounds, step_bounds
-from serve.vllm.fingerprint_pass import run_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,6 @@ def apply(
         return
     _applied.append(True)
     _patch_processes(segment_prefix, core_death, numa_nodes)
-    _patch_core()
     answer_shapes.apply()
     # An answer names the version that computed it.
     answer_version.apply()
@@ -151,18 +149,6 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
-
-
-def _patch_core() -> None:
-    """Calls of the frontend to the core that vLLM lacks."""
-    # A paused scheduler runs no fingerprint request, and resuming it would also run the held requests. And
-    # `wake_up(["kv_cache"])` resumes scheduling at once, so weights with an unchecked fingerprint would answer requests
-    # queued during the sleep.
-    EngineCore.shm_run_fingerprint = run_fingerprint
-    # The frontend counts requests but does not know which ones the scheduler holds back.
-    EngineCore.shm_request_counts = _request_counts
-    # One message between frontend and core instead of six, each of which would wait in the queue during the pause.
-    EngineCore.shm_load = _load
 
 
 def _bound_requests() -> None:
@@ -413,37 +399,3 @@ def _beside(numa_nodes: Sequence[int | None], worker_main):
 def _rendezvous_file(segment_prefix: str) -> str:
     # vLLM's CPU collectives name their segments by the base name of this file.
     return f"file://{tempfile.gettempdir()}/{segment_prefix}{uuid.uuid4().hex}"
-
-
-def _request_counts(core: EngineCore) -> tuple[int, int]:
-    """Return the numbers of running and of held-back requests."""
-    running, waiting = core.scheduler.get_request_counts()
-    return running, waiting
-
-
-def _load(
-    core: EngineCore, version: str, update: dict[str, Any], prompt: list[int], pooling_task: str | None, wake_kv: bool
-) -> dict[str, Any]:
-    """Run vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then
-    the fingerprint. With `wake_kv` a sleeping engine's KV cache wakes in between, without its resume_scheduler."""
-    _transfer(core, update)
-    core.set_weight_version(version)
-    reports = core.collective_rpc("shm_report")
-    if wake_kv:
-        core.model_executor.wake_up(["kv_cache"])
-        core.collective_rpc("shm_woken")
-    began_s = time.perf_counter()
-    answer = run_fingerprint(core, prompt, pooling_task)
-    return {"reports": reports, "answer": answer, "fingerprint_s": time.perf_counter() - began_s}
-
-
-def _transfer(core: EngineCore, update: dict[str, Any]) -> None:
-    """Transfer on every worker. After a failure it ends the transfer of the workers that did not fail, because vLLM
-    refuses to begin another one in its midst (start_weight_update in vllm/v1/worker/gpu_worker.py)."""
-    try:
-        core.collective_rpc("start_weight_update")
-        core.collective_rpc("update_weights", kwargs={"update_info": update})
-        core.collective_rpc("finish_weight_update")
-    except Exception:
-        core.collective_rpc("shm_leave_update")
-        raise

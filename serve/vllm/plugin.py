@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 
 from serve.vllm import thoughts
-from serve.vllm.arguments import LOAD_FORMAT, TRANSFER_BACKEND
+from serve.vllm.arguments import LOAD_FORMAT
 from serve.vllm.shm_loader import ShmModelLoader
 
 
 def register() -> None:
-    """Register load format and weight-transfer backend `shm`, and our parsers. vLLM may call it several times in one
-    process."""
+    """Register load format `shm` and our parsers. vLLM may call it several times in one process."""
     thoughts.register()
     if _LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not ShmModelLoader:
         register_model_loader(LOAD_FORMAT)(ShmModelLoader)
-    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            TRANSFER_BACKEND, "serve.vllm.shm_transfer", "ShmWeightTransferEngine"
-        )

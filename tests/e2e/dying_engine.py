@@ -56,7 +56,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.core_client import MPClient
 
-    from serve.cpu.worker import ShmCPUWorker
+    from serve.vllm.cpu_worker import ShmCPUWorker
 
     if phase == "entry":
         die()
@@ -67,7 +67,7 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     elif phase in WORKER:
         dies_in(ShmCPUWorker, WORKER[phase])
     elif phase == "fingerprint":
-        dies_in(engine.patches, "run_fingerprint")
+        dies_in(EngineCoreProc, "preprocess_add_request")
     elif phase == "while the application is built":
         dies_in(engine, "build_app", lambda: die(multiprocessing.active_children()[0].pid))
     else:  # the core has told the handshake, and its first message is to come

@@ -119,8 +119,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
         assert swapped["how"] == "in-place"
         with pytest.raises(openai.NotFoundError, match="The model `ft:0@v1` does not exist"):
             await greedy(sdk, names[0])
-        back = await engine.swap("starter", "v1", str(base))  # its fingerprint agrees with that of the first load
-        assert back["fingerprint"]["verdict"] == "verified"
+        await engine.swap("starter", "v1", str(base))
         again = await greedy(sdk, names[0], prompts[0])
         assert_same_model(again, wanted[1][0])
         before = await engine.sleep()

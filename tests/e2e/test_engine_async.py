@@ -1,7 +1,6 @@
 """Swaps, pauses, sleep and wake while vLLM schedules one step ahead of the one that computes, as on GPUs.
 
-A GPU's engine has neither staged swaps nor requests that finish on old weights; what it has is here: loads in place and
-layer by layer in a pause, the fingerprint in that pause, and level 2 of sleep.
+What a GPU's engine does is here: loads in a pause, the fingerprint in the first step after it, and level 2 of sleep.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ async def fresh(engine_box, replicas):
 async def test_a_stream_goes_on_through_swaps_in_a_pause(engine_box, ahead, fresh):
     a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
     engine, sdk = await ahead("ahead", a)
-    for how in ("in-place", "layerwise"):
-        await stream_through_swap(engine, sdk, fresh, a, b, how)
-        assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
-        await engine.swap("starter", "a", str(a), how=how)
+    await stream_through_swap(engine, sdk, fresh, a, b)
+    assert await greedy(sdk, "tuned") == await greedy(fresh, "starter")
 
 
 async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(engine_box, ahead, fresh):
@@ -61,8 +58,7 @@ async def test_a_full_batch_and_those_behind_it_survive_swap_after_swap(engine_b
     while (await engine.status())["running"] < 4:
         assert not all(task.done() for task in asked)
     for version in (b, a, b):
-        report = await engine.swap("starter", version.name, str(version), how="in-place")
-        assert report["fingerprint"]["verdict"] == "verified" or version is b
+        await engine.swap("starter", version.name, str(version))
         later = asyncio.create_task(greedy_ids(sdk, "starter", PROMPT, 8))
         asked.append(later)
     answers = await asyncio.gather(*asked)
@@ -84,4 +80,3 @@ async def test_a_request_that_came_in_sleep_is_answered_by_the_version_that_wake
         woken = await engine.wake("starter", version.name, str(version))
         assert woken["version"] == version.name
         assert await held == expected == await greedy(sdk, "starter")
-    assert (await engine.fingerprint())["verdict"] == "verified"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from runtime.devices.kinds import HOST
-from serve.core.errors import NotReloadable, SwapFailed, VersionMismatch, VersionUnreadable, WrongState
-from serve.core.fingerprint import Fingerprint, FingerprintBook, version_key
+from serve.core.errors import NotReloadable, ReloadFailed, VersionBroken, VersionMismatch, VersionUnreadable, WrongState
 from tests.e2e import quantised
 from tests.e2e.engine_support import client, edit_config, greedy, rewrite
 from weights.format.errors import VersionLeased
@@ -55,13 +55,11 @@ async def test_a_stream_goes_on_through_a_swap_in_place_with_the_new_models_toke
     await replica.start(spec)
     await reference.start(fresh)
     sdk, fresh_sdk = client(spec), client(fresh)
-    for how in ("in-place", "layerwise"):
-        await stream_through_swap(replica, sdk, fresh_sdk, a, b, how)
-        assert await greedy(sdk, "tuned") == await greedy(fresh_sdk, "starter")
-        await replica.swap("starter", "a", str(a), how=how)
+    await stream_through_swap(replica, sdk, fresh_sdk, a, b)
+    assert await greedy(sdk, "tuned") == await greedy(fresh_sdk, "starter")
 
 
-async def stream_through_swap(replica, sdk, fresh_sdk, a, b, how):
+async def stream_through_swap(replica, sdk, fresh_sdk, a, b):
     """The engine of `sdk` serves version a as "starter", in the end b as "tuned"; that of `fresh_sdk` serves b.
 
     It tries again where the stream ended before the swap began, as on a machine that gives this process no time."""
@@ -73,14 +71,14 @@ async def stream_through_swap(replica, sdk, fresh_sdk, a, b, how):
         while len(seen) < 20:
             await asyncio.sleep(0.001)
         before = len(seen)
-        report = await replica.swap("tuned", "b", str(b), how=how)
+        await replica.swap("tuned", "b", str(b))
         after = len(seen)
         await streaming
         if seen != old:
             break
-        await replica.swap("starter", "a", str(a), how=how)
+        await replica.swap("starter", "a", str(a))
 
-    assert report["how"] == how and len(seen) == TOKENS
+    assert len(seen) == TOKENS
     switch = next(index for index in range(TOKENS) if seen[index] != old[index])
     assert before <= switch, "tokens of the new weights were sent before the swap was asked for"
     # The first new token may equal the old model's; the switch then lies a little earlier.
@@ -88,7 +86,7 @@ async def stream_through_swap(replica, sdk, fresh_sdk, a, b, how):
     rests = await asyncio.gather(
         *(greedy_ids(fresh_sdk, "starter", prompt + seen[:start], min(FEW, TOKENS - start)) for start in starts)
     )
-    assert any(rest == seen[start : start + FEW] for start, rest in zip(starts, rests, strict=True)), how
+    assert any(rest == seen[start : start + FEW] for start, rest in zip(starts, rests, strict=True))
     assert after - before <= TOKENS
 
 
@@ -167,40 +165,23 @@ async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, re
     assert (await replica.status())["version"] == "a"
 
 
-async def test_a_version_of_nans_is_undone(engine_box, replicas):
-    a = engine_box.version("a", seed=1)
-    spec = engine_box.spec("nan", a)
+@pytest.mark.parametrize("fault", ["nan", "record"])
+async def test_swap_of_a_version_that_fails_its_check_ends_the_engine(engine_box, replicas, fault):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=9)
+    spec = engine_box.spec("unfit", a)
     replica = replicas()
-    await replica.start(spec)
-    sdk = client(spec)
-    expected = await greedy(sdk, "starter")
-    alone = await greedy_ids(sdk, "starter", [10, 20, 30], 120)
-    poisoned = engine_box.root / "versions" / "nan"
-    rewrite(a, poisoned, lambda tensors: {name: torch.full_like(t, float("nan")) for name, t in tensors.items()})
-    for how in ("in-place", "layerwise"):
-        seen: list[int] = []
-        streaming = asyncio.create_task(stream_ids(sdk, "starter", [10, 20, 30], 120, seen))
-        while len(seen) < 10:
-            await asyncio.sleep(0.001)
-        with pytest.raises(SwapFailed, match="finite"):
-            await replica.swap("starter", "nan", str(poisoned), how=how)
-        await streaming
-        assert seen == alone == await greedy_ids(sdk, "starter", [10, 20, 30], 120), how
-        assert await greedy(sdk, "starter") == expected, how
-        assert (await replica.status())["version"] == "a"
-
-
-async def test_a_version_that_disagrees_with_its_fingerprint_is_undone(engine_box, replicas):
-    a, b = engine_box.version("a", seed=1), engine_box.version("b-tampered", seed=9)
-    spec = engine_box.spec("tampered", a)
-    replica = replicas()
-    await replica.start(spec)
+    pid = (await replica.start(spec))["pid"]
     expected = await greedy(client(spec), "starter")
-    key = version_key(b, dtype=spec.dtype, kind=spec.kind, tensor_parallel=1, task="generate")
-    book = FingerprintBook(engine_box.root)
-    book.record(key, Fingerprint("load", tokens=(1,) * 16, logprobs=(-0.5,) * 16))
-    with pytest.raises(SwapFailed, match="fingerprint"):
-        await replica.swap("starter", "b", str(b))
+    if fault == "nan":
+        bad = engine_box.root / "versions" / "nan"
+        rewrite(a, bad, lambda tensors: {name: torch.full_like(t, float("nan")) for name, t in tensors.items()})
+    else:
+        bad = stored(engine_box, "tampered", b, {"fingerprint": {"prompt": [1, 2], "token": 3, "logprob": -0.5}}).path
+    with pytest.raises(VersionBroken if fault == "nan" else ReloadFailed, match="finite|as recorded"):
+        await replica.swap("starter", "bad", str(bad))
+    ended = await replica.wait_dead()
+    assert "swap failed" in ended["exit"] and not Path(f"/proc/{pid}").exists()
+    await replica.start(spec)
     assert await greedy(client(spec), "starter") == expected
 
 
@@ -210,7 +191,7 @@ async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replic
     fresh = engine_box.spec("tp-fresh", b, tensor_parallel=2, devices=(0, 1))
     replica, reference = replicas(), replicas()
     await replica.start(spec)
-    report = await replica.swap("starter", "b", str(b), how="in-place")
+    report = await replica.swap("starter", "b", str(b))
     assert len(report["bytes_read"]) == 2
     for slice_bytes in report["bytes_read"]:
         assert 0.49 < slice_bytes / report["bytes"] < 0.52  # half, and the norms, which every worker needs
@@ -269,72 +250,63 @@ async def test_one_operation_at_a_time_and_only_in_its_state(engine_box, replica
     assert (await replica.status())["version"] == "a"
 
 
-async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, replicas):
+def stored(box, name, source, meta):
     """Published through the store in model order, so that q, k, v and gate, up lie side by side."""
+    store = WeightStore(box.root / "store", budget_bytes=None)
+    tensors = load_file(source / "model.safetensors")
+    order = sorted(tensors, key=lambda key: [key.rsplit(".", 2)[0], "qkvogud".find(key.rsplit(".", 2)[1][0])])
+    layout = Layout.plan([TensorSpec(key, "BF16", tuple(tensors[key].shape)) for key in order])
+    aux = {file.name: file.read_bytes() for file in source.iterdir() if file.suffix in (".json", ".jinja")}
+    draft = store.reserve(layout, kind="version", model="m", version=name, aux_files=aux)
+    for key, tensor in tensors.items():
+        draft.view(key)[:] = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return draft.commit(meta=meta, checksums=False, pinned=False)
+
+
+async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, replicas):
     store = WeightStore(engine_box.root / "store", budget_bytes=None)
-    stored = {}
-    for name, seed in (("a", 1), ("b", 2)):
-        source = engine_box.version(name, seed=seed)
-        tensors = load_file(source / "model.safetensors")
-        order = sorted(tensors, key=lambda key: [key.rsplit(".", 2)[0], "qkvogud".find(key.rsplit(".", 2)[1][0])])
-        layout = Layout.plan([TensorSpec(key, "BF16", tuple(tensors[key].shape)) for key in order])
-        aux = {file.name: file.read_bytes() for file in source.iterdir() if file.suffix in (".json", ".jinja")}
-        draft = store.reserve(layout, kind="version", model="m", version=name, aux_files=aux)
-        for key, tensor in tensors.items():
-            draft.view(key)[:] = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        stored[name] = draft.commit(meta={}, checksums=False, pinned=False)
-    spec = engine_box.spec("store", stored["a"].path, version="a")
+    a, b = (stored(engine_box, name, engine_box.version(name, seed=seed), {}) for name, seed in (("a", 1), ("b", 2)))
+    spec = engine_box.spec("store", a.path, version="a")
     plain = engine_box.spec("store-plain", engine_box.version("b", seed=2))
     replica, reference = replicas(), replicas()
     await replica.start(spec)
     with pytest.raises(VersionLeased):
-        store.remove(stored["a"])
-    for how in ("in-place", "layerwise"):
-        await replica.swap("m", "b", str(stored["b"].path), how=how)
-        if how == "in-place":
-            await reference.start(plain)
-            expected = await greedy(client(plain), "starter")
-            await reference.stop()
-        assert await greedy(client(spec), "m") == expected, how
-        if how != "layerwise":
-            await replica.swap("m", "a", str(stored["a"].path), how=how)
-    store.remove(stored["a"])
+        store.remove(a)
+    await replica.swap("m", "b", str(b.path))
+    await reference.start(plain)
+    expected = await greedy(client(plain), "starter")
+    await reference.stop()
+    assert await greedy(client(spec), "m") == expected
+    store.remove(a)
     with pytest.raises(VersionLeased):
-        store.remove(stored["b"])
+        store.remove(b)
     await replica.sleep()
-    store.seal(stored["b"])
-    assert (await replica.wake("m", "b", str(stored["b"].path)))["fingerprint"]["verdict"] == "verified"
+    store.seal(b)
+    await replica.wake("m", "b", str(b.path))
+    assert await greedy(client(spec), "m") == expected
     with pytest.raises(VersionLeased):
-        store.remove(stored["b"])
+        store.remove(b)
     await replica.stop()
-    store.remove(stored["b"])
+    store.remove(b)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(bool(HOST.lacks_for_quantised()), reason=HOST.lacks_for_quantised())
 @pytest.mark.parametrize("form", ["w4a16", "w8a8"])
-async def test_quantised_weights_are_loaded_again_or_refused_by_name(engine_box, replicas, form):
-    """vLLM's INT8 kernel for processors without AMX cannot load its weights a second time."""
-    a, b = engine_box.root / "versions" / f"{form}-a", engine_box.root / "versions" / f"{form}-b"
-    for seed, version in ((1, a), (2, b)):
-        plain = engine_box.version(f"plain-{version.name}", seed=seed)
-        quantised.write(plain, form, version, engine_box.root / "versions" / f"means-{version.name}")
+async def test_quantised_weights_keep_their_version_over_a_sleep_and_refuse_another(engine_box, replicas, form):
+    a = engine_box.root / "versions" / f"{form}-a"
+    quantised.write(engine_box.version("plain", seed=1), form, a, engine_box.root / "versions" / "means")
+    b = rewrite(a, a.parent / f"{form}-b", dict)
     spec = engine_box.spec(form, a)
     replica = replicas()
     await replica.start(spec)
     first = await greedy(client(spec), "starter")
-    try:
-        swapped = await replica.swap("starter", "b", str(b))
-    except NotReloadable as refused:
-        assert form == "w8a8" and "kernel for processors" in str(refused)
-        assert await greedy(client(spec), "starter") == first
-        await replica.sleep()
-        with pytest.raises(NotReloadable, match="kernel for processors"):
-            await replica.wake("starter", "a", str(a))
-        return
-    assert swapped["how"] == "layerwise" and await greedy(client(spec), "starter") != first
+    with pytest.raises(NotReloadable, match="quantised"):
+        await replica.swap("starter", "b", str(b))
     await replica.sleep()
-    assert (await replica.wake("starter", "a", str(a)))["fingerprint"]["verdict"] == "verified"
+    with pytest.raises(NotReloadable, match="quantised"):
+        await replica.wake("starter", "b", str(b))
+    assert (await replica.wake("starter", "a", str(a)))["how"] == "kept"
     assert await greedy(client(spec), "starter") == first
 
 
@@ -354,11 +326,10 @@ async def test_every_family_equals_a_fresh_engine(engine_box, replicas, family, 
     await replica.start(spec)
     first = await greedy(client(spec), "starter")
     assert first != want
-    for how in ("in-place", "layerwise", "in-place"):
-        assert (await replica.swap("starter", "b", str(b), how=how))["how"] == how
-        assert await greedy(client(spec), "starter") == want, how
-        await replica.swap("starter", "a", str(a), how=how)
-        assert await greedy(client(spec), "starter") == first, how
+    await replica.swap("starter", "b", str(b))
+    assert await greedy(client(spec), "starter") == want
+    await replica.swap("starter", "a", str(a))
+    assert await greedy(client(spec), "starter") == first
     await replica.sleep()
     await replica.wake("starter", "b", str(b))
     assert await greedy(client(spec), "starter") == want

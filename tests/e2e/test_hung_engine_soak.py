@@ -91,7 +91,7 @@ def test_an_engine_that_hangs_is_avoided_ended_and_replaced(tmp_path: Path) -> N
         assert hung in engines(box), "it was not ended before they were asked"
         assert max(late) < PROMPT_S and hung not in answered_by(box, mark), (late, answered_by(box, mark))
 
-        wait_for(lambda: engines(box).get(hung, "dead") == "dead", "the engine to be ended", 150)
+        wait_for(lambda: engines(box).get(hung, "dead") == "dead", "the engine to be ended", 400)
         ended_s = time.monotonic() - stopped_s
         wait_for(
             lambda: list(engines(box).values()).count("open") == 2 and not Path(f"/proc/{core}").exists(),

@@ -59,7 +59,8 @@ async def test_published_by_fragments_then_swapped_in_equals_a_plain_engine_from
 
     await shop.run(job, 2)
     (published,) = shop.store.list("version")
-    await replica.swap("tuned", published.version, str(published.path))
+    swapped = await replica.swap("tuned", published.version, str(published.path))
+    assert swapped["fingerprint"]["verdict"] == "verified"
     ids, logprobs = await greedy(client(base), "tuned")
     await replica.stop()
     assert (ids, logprobs) != before, "training must have changed the answer"

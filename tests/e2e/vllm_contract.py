@@ -31,16 +31,13 @@ def _claims(every: int):
 
     import torch
     from vllm.config import ModelConfig
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
     from vllm.parser import abstract_parser
     from vllm.tool_parsers import structural_tag_registry
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,12 +71,11 @@ def _claims(every: int):
     yield from has(CPUWorker, "init_device", "sleep", "wake_up")
     yield from has(_LazyRegisteredModel, "inspect_model_cls", "load_model_cls")
     yield from has(_ModelInfo, "from_model_cls")
-    yield from has(layerwise, "_place_kernel_tensors", "get_layerwise_info", "initialize_layerwise_reload")
     yield from has(
         AsyncLLM,
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
+        "add_request",
+        "is_paused",
+        "update_weight_version",
         "resume_generation",
         "collective_rpc",
         "sleep",
@@ -90,12 +86,7 @@ def _claims(every: int):
     pause = inspect.getsource(AsyncLLM.pause_generation)
     yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in pause
     yield "a full wake resumes by itself", "resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
-    yield (
-        "a fingerprint request can be described",
-        {"req_id", "prompt_token_ids", "block_ids"} <= set(inspect.signature(NewRequestData).parameters),
-    )
-    yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0
-    yield from has(Scheduler, "get_request_counts", "has_unfinished_requests")
+    yield from has(Scheduler, "has_unfinished_requests")
     yield from has(
         Scheduler,
         *("_preempt_request", "_free_request", "_is_blocked_waiting_status", "add_request", "schedule"),
@@ -152,13 +143,14 @@ def _claims(every: int):
         "load format shm is registered",
         type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == ("ShmModelLoader"),
     )
-    yield "transfer backend shm is registered", "shm" in WeightTransferEngineFactory._registry
     gpus = [kind for kind in kinds.KINDS.values() if not kind.on_host]
     yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
     yield (
         "the preload of GPUs leaves vLLM's stand-ins for streams and events alone",
         not any(
-            name.startswith(("serve.cpu.worker", "vllm.v1.worker.cpu")) for kind in gpus for name in preload.names(kind)
+            name.startswith(("serve.vllm.cpu_worker", "vllm.v1.worker.cpu"))
+            for kind in gpus
+            for name in preload.names(kind)
         ),
     )
     yield "the preload of GPUs can be found", all(find_spec(name) for kind in gpus for name in kind.engine_modules)

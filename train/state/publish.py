@@ -35,6 +35,8 @@ from weights.format.source import AUX_SUFFIXES
 from weights.format.torch_views import dtype_code
 from weights.memory.store import WeightStore
 
+FINGERPRINT_PROMPT = (3, 7, 11, 13)
+
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
     """Collective: `begin_publish` and its finish at once."""
@@ -94,6 +96,23 @@ def begin_publish(
         pace_s = None
     elements = sum(math.prod(placed.spec.shape) for placed in layout) // comm.get_world_size()
     return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
+
+
+@torch.no_grad()
+def fingerprint(engine: Any) -> dict[str, Any] | None:
+    """Collective: the likeliest token after a fixed prompt and its log-probability in nats, for the version's `meta`.
+    An engine that has loaded the version compares it (serve.core.fingerprint). None of a model without numbers."""
+    ids = torch.tensor([FINGERPRINT_PROMPT], device=engine.device)
+    positions = torch.arange(ids.shape[1], device=engine.device)[None]
+    trains = engine.module.training
+    engine.eval()
+    model = engine.module.model
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, segments=((0, ids.shape[1]),)).logits
+    engine.train(trains)
+    logprob, token = logits[0, -1].float().log_softmax(-1).max(-1)
+    if not logprob.isfinite():
+        return None
+    return {"prompt": list(FINGERPRINT_PROMPT), "token": int(token), "logprob": float(logprob)}
 
 
 def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:

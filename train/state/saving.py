@@ -25,7 +25,7 @@ from train.state import fragments, parking, snapshot
 from train.state.cadence import Cadence
 from train.state.copies import CopyPlan
 from train.state.prefault import prefault
-from train.state.publish import begin_publish, published_tensors
+from train.state.publish import begin_publish, fingerprint, published_tensors
 from train.state.snapshot_reservation import SnapshotReservation, draft_name
 from train.state.writing import Writing, Written
 from weights.format.errors import StoreFull
@@ -190,6 +190,8 @@ class Saving:
                 "base_version": self.spec.base_version,
                 "rank": self.spec.lora_rank,
             }
+        else:
+            meta["fingerprint"] = fingerprint(self.engine)
 
         def tell(written: Written) -> None:
             self._emit("published", version=version, adapter=adapter, step=step, epoch=epoch, **asdict(written))

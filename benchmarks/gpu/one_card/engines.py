@@ -89,12 +89,12 @@ async def turns(box: Box, name: str, family: str, entry: str | None = None, **fi
     """Loads in a pause, sleeps and wakes of two versions: each answers as the fresh engine of it did, and every
     fingerprint agrees. Right: all counts of equal tokens are 30."""
     a, b = (box.version(f"{family}-{v}", family, seed=seed, **SHAPE) for v, seed in (("a", 1), ("b", 2)))
-    await _turns(box, name, (a, b), ("in-place", "in-place", "layerwise", "auto"), entry, **fields)
+    await _turns(box, name, (a, b), entry, **fields)
 
 
 async def quantised(box: Box, form: str, size: int = formats.GROUP, family: str = "llama") -> None:
-    """The same of versions in a quantised form, however each is loaded; and how long a fresh engine of one says what
-    one of the plain weights that it means says (kernels for few bits round as they like)."""
+    """Sleep and wake of a version in a quantised form, whose engine takes no other; and how long a fresh engine of it
+    says what one of the plain weights that it means says (kernels for few bits round as they like)."""
     versions, means = [], []
     for which, seed in (("a", 1), ("b", 2)):
         plain = box.version(f"{form}-{size}-{family}-plain-{which}", family, seed=seed, **SHAPE)
@@ -109,12 +109,15 @@ async def quantised(box: Box, form: str, size: int = formats.GROUP, family: str 
     print(f"{form}: computed by {sorted(set(re.findall(r'[A-Za-z0-9]+Kernel', log)))}", flush=True)
     equal = [alike(*both) for both in zip(*said, strict=True)]
     print(f"{form}: of eight answers of 30 tokens equal to those of the weights that it means: {equal}", flush=True)
-    await _turns(box, form, (versions[0], versions[1]), ("auto",) * 4, None)
+    async with engine(box, spec_of(box, form, versions[0])) as (replica, sdk):
+        before = await greedy_ids(sdk, "starter", asked[0], 30)
+        await replica.sleep()
+        woken = await replica.wake("starter", versions[0].name, str(versions[0]))
+        equal = alike(await greedy_ids(sdk, "starter", asked[0], 30), before)
+        print(f"{form}: wake {woken['how']} in {1e3 * woken['seconds']:.0f} ms, {equal} of 30 tokens equal", flush=True)
 
 
-async def _turns(
-    box: Box, name: str, versions: tuple[Path, Path], ways: tuple[str, ...], entry: str | None, **fields
-) -> None:
+async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | None, **fields) -> None:
     a, b = versions
     ask = [10, 20, 30, 40]
     async with engine(box, spec_of(box, f"{name}-b", b, **fields), entry) as (_, sdk):
@@ -125,8 +128,8 @@ async def _turns(
         # Humming's kernels add in another order each time: the same engine's next answer may differ from its last.
         at_least = 28 if min(again) >= 28 else 1
         said = []
-        for version, how in zip((b, a, b, a), ways, strict=True):
-            report = await replica.swap("starter", version.name, str(version), how=how)
+        for version in (b, a, b, a):
+            report = await replica.swap("starter", version.name, str(version))
             equal = alike(await greedy_ids(sdk, "starter", ask, 30), own[version.name])
             said.append((report["how"], round(1e3 * report["pause_s"]), report["fingerprint"]["verdict"], equal))
         for version in (b, a):

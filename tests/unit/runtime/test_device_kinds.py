@@ -27,8 +27,8 @@ from serve.core.config import EngineConfig
 from serve.core.shape import ServedShape
 from serve.core.sizing import engine_size
 from serve.core.spec import ReplicaSpec
+from serve.load.loader import VersionLoader
 from serve.vllm.arguments import engine_arguments, engine_environment
-from serve.vllm.shm_transfer import ShmWeightTransferEngine
 from tests.devices_support.nvml import Machine, eight_h100
 from train.plan import auto
 from train.plan.errors import InvalidSpec
@@ -174,11 +174,11 @@ def test_a_version_for_a_third_kind_is_locked_by_its_own_driver(abacus, tmp_path
     kind = KINDS["abacus"]
     kind.pages = Pages()
     save_file({"w": torch.ones(4096, dtype=torch.float32)}, tmp_path / "model.safetensors")
-    worker = object.__new__(ShmWeightTransferEngine)
+    worker = object.__new__(VersionLoader)
     worker._kind = kinds.of_torch(torch.device("privateuseone"))
     everything = lambda source: {file.name: [(0, file.nbytes)] for file in source.layout.files}  # noqa: E731
     worker.plan = SimpleNamespace(check=lambda _: None, copied_spans=everything, read_spans=everything, complete=True)
-    source = worker._open(str(tmp_path), layerwise=False)
+    source = worker._open(str(tmp_path), lock=True)
     assert sum(kind.pages.locked.values()) == (tmp_path / "model.safetensors").stat().st_size
     source.close()
     assert not kind.pages.locked

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
-from vllm.v1.worker import gpu_worker
 
 from serve.vllm import patches
-from serve.vllm.worker_extension import ShmWorkerExtension
 
 SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 
@@ -97,48 +94,6 @@ def test_a_reply_that_comes_after_its_call_has_failed_is_nobodys(monkeypatch):
     workers.queues[1].append((SUCCESS, "loaded at last"))
     workers.lines[1].append((SUCCESS, "fine 1"))
     assert call(workers, executor, "start_weight_update") == ["fine 0", "fine 1"]
-
-
-class Transfers:
-    """An engine core over workers with vLLM's own methods of a transfer; the loads of `failing` fail once."""
-
-    def __init__(self, count, failing):
-        self.workers = []
-        for rank in range(count):
-            worker = type("Loading", (ShmWorkerExtension, gpu_worker.Worker), {"__init__": lambda _: None})()
-            worker.vllm_config, worker.rank, worker.model_runner = None, rank, SimpleNamespace(reset_lora_state=bool)
-            worker._weight_update_active = worker._weight_update_is_draft = False
-            failures = deque([RuntimeError(f"no memory on {rank}")] if rank in failing else [])
-            worker.weight_transfer_engine = SimpleNamespace(
-                start_weight_update=lambda: None,
-                update_weights=lambda info, failures=failures: _raise(failures.pop()) if failures else None,
-                finish_weight_update=lambda: None,
-                reset_weight_update_target=lambda: None,
-            )
-            self.workers.append(worker)
-
-    def collective_rpc(self, method, kwargs=None):
-        failed = None
-        for worker in self.workers:
-            try:
-                getattr(worker, method)(**(kwargs or {}))
-            except RuntimeError as error:
-                failed = failed or error
-        if failed:
-            raise failed
-
-
-def _raise(error):
-    raise error
-
-
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1, 2}])
-def test_a_load_that_failed_on_some_workers_can_be_followed_by_one_of_the_old_version(monkeypatch, failing):
-    monkeypatch.setattr(gpu_worker, "set_current_vllm_config", nullcontext)
-    core = Transfers(3, failing)
-    with pytest.raises(RuntimeError, match="no memory"):
-        patches._transfer(core, {"path": "new"})
-    patches._transfer(core, {"path": "old"})
 
 
 def test_a_call_in_time_one_too_late_and_one_of_a_single_worker_are_as_vllm_has_them():

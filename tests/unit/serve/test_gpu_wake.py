@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import cache, partial
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import pad
 from vllm import device_allocator
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import AllocationData
-from vllm.distributed import parallel_state
-from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
-from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearLayerConfig
 from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
 from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEKernelModularImpl
-from vllm.model_executor.layers.fused_moe.oracle import mxfp4
-from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, make_nvfp4_moe_quant_config
-from vllm.model_executor.layers.linear import QKVParallelLinear
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
-from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp8
-from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
-from vllm.scalar_type import scalar_types
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.worker import gpu_worker as gpu_worker_module
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
@@ -43,13 +31,11 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.workspace import WorkspaceManager
 
-from serve.load.layerwise_load import load_layerwise
-from serve.vllm import loose_tensors, shm_transfer
+from serve.load.loader import _where_it_was
+from serve.vllm import loose_tensors
 from serve.vllm.loose_tensors import MOST_BYTES, LooseTensors, spans_of_weights
 from serve.vllm.patches import forget_devices
-from serve.vllm.shm_loader import prefer_experts_in_parameters
-from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
-from serve.vllm.worker_extension import ShmWorkerExtension
+from serve.vllm.worker import ShmGPUWorker
 
 IDS = {
     "reasoning_start_token_ids": [5],
@@ -84,29 +70,30 @@ def slept(monkeypatch):
         monkeypatch.setattr(
             device_allocator, "get_mem_allocator_instance", lambda: SimpleNamespace(pointer_to_data=told)
         )
-        worker = ShmWorkerExtension()
-        worker.model_runner = SimpleNamespace(device=torch.device("cuda"), kv_caches=[], **of_runner)
-        engine = worker.weight_transfer_engine = object.__new__(ShmWeightTransferEngine)
-        engine._loose = LooseTensors(model)
-        worker.shm_sleeping()
+        worker = gpu_worker(monkeypatch, LooseTensors(model), **of_runner)
+        worker.sleep(level=2)
         for tensor in lost:
             tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
-        engine.start_weight_update()
+        worker.wake_up(["weights"])
 
     return sleep
 
 
-def test_a_woken_gpu_has_zeros_in_its_kv_cache():
-    worker = ShmWorkerExtension()
+def gpu_worker(monkeypatch, loose, **of_runner):
+    for method in ("sleep", "wake_up"):
+        monkeypatch.setattr(gpu_worker_module.Worker, method, lambda self, *_, **__: None)
+    worker = object.__new__(ShmGPUWorker)
+    worker.model_runner = SimpleNamespace(**{"kv_caches": [], **of_runner})
+    worker._loose = loose
+    return worker
+
+
+def test_gpu_wake_zeroes_the_kv_cache(monkeypatch):
     half = torch.full((2, 3, 16), float("nan"), dtype=torch.bfloat16)
     states = [torch.full((4,), float("nan")), torch.full((2, 8), 255, dtype=torch.uint8)]
-    worker.model_runner = SimpleNamespace(device=torch.device("cuda"), kv_caches=[half.permute(1, 0, 2), states])
-    worker.shm_woken()
-    attention, states = worker.model_runner.kv_caches
-    assert all(not tensor.float().any() and not tensor.float().isnan().any() for tensor in (attention, *states))
-    worker.model_runner = SimpleNamespace(device=torch.device("cpu"), kv_caches=[torch.ones(3)])
-    worker.shm_woken()
-    assert worker.model_runner.kv_caches[0].all(), "on processors memory that is not written takes none"
+    worker = gpu_worker(monkeypatch, None, kv_caches=[half.permute(1, 0, 2), states])
+    worker.wake_up(["kv_cache"])
+    assert all(not tensor.float().any() and not tensor.float().isnan().any() for tensor in (half, *states))
 
 
 def test_a_woken_gpu_knows_the_ids_that_end_thinking(slept, monkeypatch):
@@ -267,177 +254,12 @@ def test_strides_that_captured_graphs_read_come_back_after_every_sleep_whatever_
         layer.quant_method.moe_kernel = fp8_kernel()
 
 
-def test_captured_graphs_read_the_scales_of_the_version_that_was_loaded_last(monkeypatch):
-    """Those of activations before experts in NVFP4 were the first version's, those behind them the last one's."""
-
-    def made(scale):
-        scales = [torch.full((4,), scale) for _ in range(6)]
-        return make_nvfp4_moe_quant_config(NvFp4MoeBackend.VLLM_CUTLASS, *scales)
-
-    layer = torch.nn.Linear(4, 4)
-    layer.quant_method = object.__new__(ModelOptNvFp4FusedMoE)
-    layer.quant_method.moe_quant_config = made(2.0)
-    graphs_read, loose = layer.quant_method.moe_quant_config.a1_gscale, LooseTensors(layer)
-    assert graphs_read.tolist() == [0.5] * 4
-    engine = object.__new__(ShmWeightTransferEngine)
-    engine.model, engine.model_config, engine.device, engine._loose = layer, None, torch.device("cuda"), loose
-    engine._staging, engine.layerwise_reason = None, "its experts are in NVFP4"
-    engine._open, engine._bytes_read, engine.drop_staged = lambda *_, **__: None, lambda _: 0, lambda: None
-    for scale in (4.0, 8.0):
-        reloaded = partial(setattr, layer.quant_method, "moe_quant_config", made(scale))
-        monkeypatch.setattr(shm_transfer, "load_layerwise", lambda *_, reloaded=reloaded: reloaded())
-        engine.receive_weights(ShmUpdateInfo("a version"))
-        assert graphs_read.tolist() == [1 / scale] * 4
-    layer.quant_method.moe_quant_config._a1.alpha_or_gscale = torch.ones(5)
-    loose.follow(layer)
-    assert graphs_read.tolist() == [1 / 8] * 4, "of another shape it is something else"
-
-
-class LaidOut(QuantizeMethodBase):
-    """Makes a layer's weights anew after each load: as a parameter, as most kernels' are, or as Triton's in MXFP4."""
-
-    def __init__(self, *, wrapped):
-        self.wrapped = wrapped
-
-    def create_weights(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def apply(self, *args, **kwargs):
-        raise NotImplementedError
-
-    def process_weights_after_loading(self, layer):
-        made = 2 * layer.weight.data
-        del layer.weight
-        layer.weight = SimpleNamespace(data=made) if self.wrapped else torch.nn.Parameter(made, requires_grad=False)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_reload_writes_parameters_where_captured_graphs_read_them_and_nothing_else(wrapped):
-    layer = torch.nn.Linear(4, 4, bias=False)
-    layer.requires_grad_(False).weight.fill_(1)
-    record_metadata_for_reloading(layer)
-    layer.quant_method = LaidOut(wrapped=wrapped)
-    layer.quant_method.process_weights_after_loading(layer)
-    graphs_read = layer.weight.data
-    assert graphs_read.unique() == 2
-    layer.load_weights = lambda named: [
-        getattr(layer.weight, "weight_loader", default_weight_loader)(layer.weight, tensor) for _, tensor in named
-    ]
-    version = SimpleNamespace(tensors=lambda: iter([("weight", torch.full((4, 4), 3.0))]))
-    load_layerwise(layer, SimpleNamespace(dtype=torch.float32), version, torch.device("cuda"))
-    assert layer.weight.data.unique() == 6
-    assert graphs_read.unique() == (2 if wrapped else 6), "if vLLM follows these too, prefer_experts_in_parameters goes"
-
-
-class InFourBits(LaidOut):
-    """A layer in 4 bits of AWQ or GPTQ, of which vLLM's kernel for GPUs before Hopper lays out the bias here alone."""
-
-    def __init__(self, monkeypatch, out, into):
-        monkeypatch.setattr(MarlinLinearKernel, "_transform_param", lambda *_: None)
-        self.kernel = object.__new__(MarlinLinearKernel)
-        self.kernel.config = MPLinearLayerConfig((into, out), (into, out), scalar_types.uint4b8, None, -1, False)
-        self.kernel.w_q_name, self.kernel.w_s_name, self.kernel.w_zp_name = "weight", "weight", None
-
-    def process_weights_after_loading(self, layer):
-        self.kernel.process_weights_after_loading(layer)
-
-
-def test_a_bias_that_a_kernel_lays_out_elsewhere_is_where_captured_graphs_read_it(monkeypatch):
-    """Qwen2.5 in 4 bits: they went on reading the first one's memory, with the new bias in it as it is stored."""
-    layer = torch.nn.Linear(128, 64).requires_grad_(False)
-    record_metadata_for_reloading(layer)
-    layer.quant_method = InFourBits(monkeypatch, 64, 128)
-    layer.quant_method.process_weights_after_loading(layer)
-    graphs_read, parameter = layer.bias.data, layer.bias
-    layer.load_weights = lambda named: [
-        getattr(tensor_of, "weight_loader", default_weight_loader)(tensor_of, tensor)
-        for tensor_of, tensor in ((getattr(layer, name), tensor) for name, tensor in named)
-    ]
-    for _ in range(2):
-        weight, bias = torch.rand(64, 128), torch.rand(64)
-        version = SimpleNamespace(tensors=lambda weight=weight, bias=bias: iter([("weight", weight), ("bias", bias)]))
-        load_layerwise(layer, SimpleNamespace(dtype=torch.float32), version, torch.device("cuda"))
-        laid_out = marlin_utils.marlin_permute_bias(bias)
-        assert not torch.equal(laid_out, bias)
-        assert torch.equal(graphs_read, laid_out)
-        assert layer.bias is parameter and parameter.data_ptr() == graphs_read.data_ptr()
-        assert torch.equal(layer.weight, weight)
-
-
-class InEightBits(LaidOut):
-    """A layer in FP8 as vLLM's kernel for GPUs before Ada lays it out, its bias too; `in_four`: as in FP4."""
-
-    def __init__(self, monkeypatch, *, in_four):
-        self.in_four = in_four
-        monkeypatch.setattr(marlin_utils_fp8.ops, "gptq_marlin_repack", lambda b_q_weight, **_: b_q_weight)
-
-    def process_weights_after_loading(self, layer):
-        layer.orig_dtype, layer.weight_scale = torch.bfloat16, torch.nn.Parameter(torch.ones(1), requires_grad=False)
-        stored = layer.bias
-        marlin_utils_fp8.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
-        if self.in_four:  # as prepare_fp4_layer_for_marlin has it
-            layer.bias = torch.nn.Parameter(as_marlin_has_it(stored), requires_grad=False)
-
-
-def as_marlin_has_it(bias):
-    return marlin_utils.marlin_permute_bias(pad(bias, (0, -len(bias) % 64)))
-
-
-@pytest.mark.parametrize("head", [64, 24])  # 96 values are filled up to 128
-@pytest.mark.parametrize("in_four", [False, True])
-def test_a_version_is_loaded_where_a_kernel_replaced_the_bias_of_a_layer(monkeypatch, in_four, head):
-    """Qwen2.5 in FP8 on an A100, in NVFP4 on Hopper: a wake failed at the first stored bias."""
-    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=0, world_size=1))
-    with set_current_vllm_config(VllmConfig()):
-        layer = QKVParallelLinear(128, head, 2, 1, params_dtype=torch.bfloat16, disable_tp=True)
-    layer.weight.data = layer.weight.data.to(torch.float8_e4m3fn)
-    record_metadata_for_reloading(layer)
-    layer.quant_method = InEightBits(monkeypatch, in_four=in_four)
-    layer.quant_method.process_weights_after_loading(layer)
-    graphs_read = layer.bias.data
-    model = torch.nn.ModuleDict({"qkv": layer})
-    model.load_weights = lambda named: [
-        (tensor_of := getattr(layer, name)).weight_loader(tensor_of, tensor, shard) for name, shard, tensor in named
-    ]
-    for _ in range(2):
-        rows = {"q": 2 * head, "k": head, "v": head}
-        biases = {shard: torch.rand(size).bfloat16() for shard, size in rows.items()}
-        stored = [
-            *(("weight", shard, torch.rand(size, 128).to(torch.float8_e4m3fn)) for shard, size in rows.items()),
-            *(("bias", shard, bias) for shard, bias in biases.items()),
-        ]
-        version = SimpleNamespace(tensors=lambda stored=stored: iter(stored))
-        load_layerwise(model, SimpleNamespace(dtype=torch.bfloat16), version, torch.device("cuda"))
-        assert torch.equal(graphs_read, as_marlin_has_it(torch.cat([*biases.values()])))
-        assert layer.bias.data_ptr() == graphs_read.data_ptr()
-
-
-def test_what_a_model_makes_of_all_its_weights_is_made_again_after_each_load():
-    """DeepSeek V4's first layer reads a sum over a weight, which vLLM makes after the first load alone."""
-    model = torch.nn.Linear(4, 1, bias=False)
-    model.requires_grad_(False).weight.fill_(1)
-    record_metadata_for_reloading(model)
-    graphs_read = model.weight.sum(dim=1)
-    model.process_weights_after_loading = lambda: graphs_read.copy_(model.weight.sum(dim=1))
-    model.load_weights = lambda named: [model.weight.weight_loader(model.weight, tensor) for _, tensor in named]
-    version = SimpleNamespace(tensors=lambda: iter([("weight", torch.full((1, 4), 3.0))]))
-    for device in (torch.device("cuda"), torch.device("cpu")):
-        graphs_read.zero_()
-        load_layerwise(model, SimpleNamespace(dtype=torch.float32), version, device)
-        assert graphs_read.tolist() == [12]
-
-
-def test_experts_in_mxfp4_go_to_kernels_that_keep_parameters(monkeypatch):
-    """gpt-oss on Hopper and Blackwell: vLLM prefers Triton's there."""
-    before = mxfp4._get_priority_backends_for_gpt_oss
-    monkeypatch.setattr(mxfp4, "_get_priority_backends_for_gpt_oss", before)
-    triton, *others = mxfp4.Mxfp4MoeBackend.TRITON, mxfp4.Mxfp4MoeBackend.MARLIN, mxfp4.Mxfp4MoeBackend.HUMMING
-    assert all(before().index(triton) < before().index(other) for other in others), "else there is nothing to do"
-    for _ in range(2):
-        prefer_experts_in_parameters()
-    after = mxfp4._get_priority_backends_for_gpt_oss()
-    assert sorted(after, key=before().index) == before()
-    assert all(after.index(triton) > after.index(other) for other in others)
+def test_layerwise_reload_leaves_tensors_where_captured_graphs_read_them():
+    layer = torch.nn.Linear(4, 4).requires_grad_(False)
+    graphs_read, made = layer.weight.data, torch.rand(4, 4)
+    with _where_it_was(layer):
+        layer.weight.data = made
+    assert layer.weight.data_ptr() == graphs_read.data_ptr() and torch.equal(graphs_read, made)
 
 
 def test_what_is_discarded_with_the_weights_is_what_vllms_allocator_says(monkeypatch):

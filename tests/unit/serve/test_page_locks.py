@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from runtime.devices.kinds import kind_of
 from serve.load import shm_source
 from serve.load.host_ring import HostRing, _parts
 from serve.load.load_plan import LoadPlan, Piece, Region, Target
+from serve.load.loader import VersionLoader
 from serve.load.shm_source import Described, ToLock, VersionSource, lock_pieces
-from serve.vllm import shm_transfer
-from serve.vllm.shm_transfer import ShmUpdateInfo, ShmWeightTransferEngine
 
 PAGE = 4096
 ROWS, COLUMNS = 64, 1024  # of two bytes: 32 pages
@@ -50,21 +50,7 @@ class Gpu(type(kind_of("cpu"))):
         return self.driver
 
 
-class Replaying:
-    """A loader that replays a plan, as DirectLoader does on a device."""
-
-    refusal = None
-
-    def __init__(self, plan, flat):
-        self.plan, self.flat, self.calls = plan, flat, []
-
-    def load(self, source):
-        with HostRing(torch.device("cpu"), threads=2, buffer_bytes=3 * PAGE) as ring:
-            for target in self.plan.targets.values():
-                target.fill(self.flat, source, ring)
-
-
-def plan_of(rank, world, dtype=torch.bfloat16):
+def plan_of(rank, world, of=0, dtype=torch.bfloat16):
     """A worker's rows of `a`, and its columns of `b`."""
     rows, columns = ROWS // world, COLUMNS // world
     upper = Piece(
@@ -73,7 +59,7 @@ def plan_of(rank, world, dtype=torch.bfloat16):
     left = Region(rank * columns, (ROWS, columns), (COLUMNS, 1))
     lower = Piece(Region(rows * COLUMNS, (ROWS, columns), (columns, 1)), "b", left)
     target = Target((2 * rows * COLUMNS,), dtype, [upper, lower])
-    return LoadPlan({(0, "w"): target}, [], [], EXPECTED, frozenset(EXPECTED))
+    return LoadPlan({(of, "w"): target}, [], [], EXPECTED, frozenset(EXPECTED))
 
 
 @pytest.fixture
@@ -90,13 +76,12 @@ def worker():
     driver = Driver()
 
     def make(rank, world):
-        engine = object.__new__(ShmWeightTransferEngine)
-        engine.plan, engine.model = plan_of(rank, world), torch.nn.Module()
-        engine.device, engine._kind = torch.device("cpu"), Gpu(driver)
-        engine.layerwise_reason, engine.dirty, engine.report = None, False, {}
-        engine._staging = engine._loaded = engine._closing = None
-        engine._direct = Replaying(engine.plan, torch.empty(2 * ROWS * COLUMNS // world, dtype=torch.bfloat16))
-        return engine, driver
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.empty(2 * ROWS * COLUMNS // world, dtype=torch.bfloat16))
+        config = SimpleNamespace(quantization=None)
+        loader = VersionLoader(model, config, plan_of(rank, world, id(model)), torch.device("cpu"), None)
+        loader._kind = Gpu(driver)
+        return loader, driver
 
     return make
 
@@ -118,7 +103,7 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         engine, driver = worker(rank, world)
         driver.calls.clear()
         engine.stage(str(path))
-        engine._staging.thread.join()
+        engine._staging.join()
         assert engine.staged()
         locked = [size for name, _, size in driver.calls if name == "lock"]
         assert locked and max(locked) <= 4 * PAGE, "one call would hold up the engine's own calls"
@@ -126,36 +111,35 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         assert rows_bytes <= sum(locked) <= rows_bytes + 4 * PAGE, "each worker locks what it copies itself"
 
         before = len(driver.calls)
-        engine.receive_weights(ShmUpdateInfo(path=str(path)))
+        engine.load(str(path))
         assert len(driver.calls) == before, "within the pause"
-        assert torch.equal(engine._direct.flat, expected(content, rank, world))
+        assert torch.equal(engine.model.w, expected(content, rank, world))
 
         engine.unmap()
-        engine.shutdown()
+        engine.close()
         assert not driver.locked and len(driver.calls) == 2 * before
         assert {thread for name, thread, _ in driver.calls if name == "unlock"} == {"unmap"}
 
 
-def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker, monkeypatch):
+def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker):
     """They copy whole tensors, and CUDA refuses a copy that crosses from one locked piece into the next; and they may
     write into what they read, which a shared mapping would bring into the version."""
     path, content = version
     engine, driver = worker(0, 1)
-    engine._loose, seen = None, []
+    engine._own_layout, seen = "experts are laid out for the device's kernel", []
 
-    def load(model, config, source, device):
-        tensor = source.tensor("b")
+    def reload(weights_iterator):
+        tensor, source = dict(weights_iterator)["b"], engine._loaded
         seen.append((source.locked_runs("b", 0, ROWS * COLUMNS * 2), torch.equal(tensor, content["b"])))
         tensor.zero_()
 
-    engine.model_config = None
-    monkeypatch.setattr(shm_transfer, "load_layerwise", load)
+    engine._reload = reload
     engine.stage(str(path))
-    engine._staging.thread.join()
-    engine.receive_weights(ShmUpdateInfo(path=str(path), layerwise=True))
-    assert seen == [(None, True)] and engine.report["how"] == "layerwise" and not driver.locked
+    engine._staging.join()
+    assert engine.load(str(path))["how"] == "layerwise"
+    assert seen == [(None, True)] and not driver.locked
     engine.unmap()
-    engine.shutdown()
+    engine.close()
     again = VersionSource(path).map()
     assert torch.equal(again.tensor("b"), content["b"])
     again.close()
@@ -164,10 +148,10 @@ def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker, monkeypat
 def test_a_wake_locks_nothing(version, worker):
     path, content = version
     engine, driver = worker(1, 2)
-    engine.receive_weights(ShmUpdateInfo(path=str(path)))
-    assert driver.calls == [] and torch.equal(engine._direct.flat, expected(content, 1, 2))
+    engine.load(str(path))
+    assert driver.calls == [] and torch.equal(engine.model.w, expected(content, 1, 2))
     engine.unmap()
-    engine.shutdown()
+    engine.close()
 
 
 def test_only_what_a_worker_reads_becomes_present(version, worker, monkeypatch):

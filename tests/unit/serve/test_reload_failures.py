@@ -9,51 +9,65 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from serve.core.config import EngineConfig
-from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, SwapFailed, VersionBroken
+from serve.core.errors import EngineFailed, NotReloadable, ReloadFailed, VersionBroken, WrongState
 from serve.core.spec import ReplicaSpec
 from serve.engine.control import EngineControl
 
-GOOD = {"tokens": [1, 2], "logprobs": [-0.5, -0.25]}
-OTHER = {"tokens": [1, 2], "logprobs": [-9.5, -0.25]}
-NONE = {"tokens": [1, 2], "logprobs": [float("nan"), -0.25]}
+GOOD, NAN = -0.5, float("nan")
+RAISED = RuntimeError("ModelWeightParameter has no attribute output_dim")
+FULL = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 class Engine:
-    """vLLM as EngineControl knows it. `loads`: what each load answers or raises, in turn."""
+    """vLLM as EngineControl knows it. `load`: the log-probability that the loaded weights answer, or what the load
+    raises. `done`: the calls that change it, in order."""
 
-    model_config = SimpleNamespace(get_vocab_size=lambda: 100)
+    errored = False
 
-    def __init__(self, *loads, refusal=None):
-        self.loads, self.refusal, self.paused = list(loads), refusal, False
+    def __init__(self, load=GOOD, refusal=None):
+        self.load, self.refusal, self.done = load, refusal, []
         self.engine_core = self
         self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 0)
 
     async def collective_rpc(self, method, args=()):
         if method == "shm_check":
-            facts = {"layerwise_reason": "quantised", "bytes": 1, "alike": []}
-            return [{"refused": self.refusal} if self.refusal else facts]
+            return [{"refused": self.refusal} if self.refusal else {"how": "in-place", "bytes": 1, "alike": []}]
+        if method == "shm_refusal":
+            return [self.refusal and self.refusal[1]]
+        if method == "shm_load":
+            self.done.append("load")
+            if isinstance(self.load, Exception):
+                raise self.load
+            return [{"how": "in-place", "bytes_read": 1, "load_s": 0.1}]
         return [True]
 
-    async def call_utility_async(self, method, *args):
-        loaded = self.loads.pop(0)
-        if isinstance(loaded, Exception):
-            raise loaded
-        reports = [{"how": "layerwise", "bytes_read": 1, "load_s": 0.1}]
-        return {"answer": loaded, "fingerprint_s": 0.0, "reports": reports}
+    async def add_request(self, request_id, prompt, params, priority):
+        self.done.append("ask")
+        chosen = SimpleNamespace(logprobs=[{1: SimpleNamespace(logprob=self.load)}])
+        return SimpleNamespace(get=lambda: asyncio.sleep(0, SimpleNamespace(outputs=[chosen])))
 
-    async def wake_up(self, tags):
-        pass
+    async def update_weight_version(self, version):
+        self.done.append(f"name {version}")
+
+    async def sleep(self, level, mode):
+        self.done.append(f"sleep {level}")
+        if isinstance(self.load, Exception):
+            raise self.load
+
+    async def wake_up(self, tags=None):
+        self.done.append(f"wake {tags}")
 
     async def pause_scheduler_async(self, mode, clear_cache):
-        self.paused = True
+        self.done.append("pause")
 
     async def resume_generation(self):
-        self.paused = False
+        self.done.append("resume")
 
 
 @pytest.fixture
 def control(tmp_path):
-    """Makes the control of an engine that serves v1; v2 is another directory. Both have answered `GOOD` before."""
+    """Makes the control of an engine that serves v1; v2 is another directory."""
     for version in ("v1", "v2"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "config.json").write_text("{}")
@@ -75,84 +89,59 @@ def control(tmp_path):
         app_state = SimpleNamespace(openai_serving_models=SimpleNamespace(base_model_paths=[]), _state={})
         made = EngineControl(engine, app_state, spec, EngineConfig().model_dump(), 1)
         made.state = state
-        for version in ("v1", "v2"):
-            record = made._record_of(str(tmp_path / version))
-            record.keep(record.check(GOOD, "load"))
         return made
 
     make.path = str(tmp_path / "v2")
     return make
 
 
-RAISED = RuntimeError("ModelWeightParameter has no attribute output_dim")
-FULL = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-@pytest.mark.parametrize(
-    ("loads", "error"),
-    [
-        ((RAISED, GOOD), SwapFailed),
-        ((OTHER, GOOD), SwapFailed),
-        ((NONE, GOOD), VersionBroken),
-        ((RAISED, RAISED), ReloadFailed),
-        ((NONE, OTHER), ReloadFailed),
-        ((RAISED, FULL), EngineFailed),
-        ((RAISED, EngineDeadError()), EngineFailed),
-        ((EngineDeadError(),), EngineFailed),
-    ],
-)
-async def test_a_swap_that_fails_says_who_may_take_the_version(control, loads, error):
-    """Of the loads the first is the trial with the served version."""
-    engine = Engine(GOOD, *loads)
+async def test_swap_names_the_version_and_asks_before_scheduling_resumes(control):
+    engine = Engine()
     made = control(engine)
-    with pytest.raises(error) as failed:
-        await made.swap("m", "v2", control.path)
-    assert type(failed.value) is error and made.version == "v1"
-    assert (made.state, engine.paused) == (("ready", False) if loads[-1] is GOOD else ("failed", True))
-    assert not engine.loads
+    swapped = await made.swap("m2", "v2", control.path)
+    assert engine.done == ["pause", "load", "name v2", "ask", "resume"]
+    assert (made.model, made.version, made.state) == ("m2", "v2", "ready")
+    assert swapped["fingerprint"] == {"verdict": "unrecorded"}
 
 
-@pytest.mark.parametrize("again", [OTHER, RAISED])
-async def test_a_reload_that_does_not_answer_as_the_first_load_did_takes_no_other_version(control, again):
-    """vLLM's INT8 kernel for processors answered nonsense, without an error, and a new version has no record."""
-    made = control(Engine(again, GOOD))
-    with pytest.raises(ReloadFailed, match="v1, served before, cannot be loaded again"):
-        await made.swap("m", "v2", control.path)
+FAILURES = [(RAISED, ReloadFailed), (NAN, VersionBroken), (FULL, EngineFailed), (EngineDeadError(), EngineFailed)]
 
 
-async def test_a_reload_is_tried_once_and_not_after_a_wake_that_shows_the_same(control):
-    engine = Engine(GOOD, GOOD, GOOD)
-    made = control(engine)
-    await made.swap("m", "v2", control.path)
-    await made.swap("m", "v1", made.spec.version_path)
-    assert (made.version, engine.loads) == ("v1", [])
-    woken = control(engine, "asleep")
-    engine.loads = [GOOD, GOOD]
-    await woken.wake("m", "v1", woken.spec.version_path)
-    await woken.swap("m", "v2", control.path)
-    assert (woken.version, engine.loads) == ("v2", [])
-
-
-@pytest.mark.parametrize(
-    ("load", "error"),
-    [
-        (RAISED, ReloadFailed),
-        (OTHER, ReloadFailed),
-        (NONE, EngineFailed),
-        (FULL, EngineFailed),
-        (EngineDeadError(), EngineFailed),
-    ],
-)
-async def test_a_wake_that_fails_does_too(control, load, error):
-    made = control(Engine(load), "asleep")
+@pytest.mark.parametrize(("load", "error"), FAILURES)
+@pytest.mark.parametrize("state", ["ready", "asleep"])
+async def test_failed_load_says_who_may_take_the_version(control, state, load, error):
+    made = control(Engine(load), state)
     with pytest.raises(EngineFailed) as failed:
-        await made.wake("m", "v2", control.path)
+        await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
     assert type(failed.value) is error and made.state == "failed"
 
 
 @pytest.mark.parametrize("state", ["ready", "asleep"])
-async def test_what_no_running_engine_takes_is_refused_before_anything_is_touched(control, state):
-    made = control(Engine(refusal=["NotReloadable", "INT8 on processors"]), state)
-    with pytest.raises(NotReloadable, match="INT8"):
+async def test_refused_version_leaves_the_engine_as_it_was(control, state):
+    engine = Engine(refusal=["NotReloadable", "quantised"])
+    made = control(engine, state)
+    with pytest.raises(NotReloadable, match="quantised"):
         await (made.swap if state == "ready" else made.wake)("m", "v2", control.path)
-    assert made.state == state
+    assert (made.state, made.version, engine.done) == (state, "v1", [])
+
+
+async def test_engine_that_takes_no_other_version_keeps_its_weights_over_a_sleep(control):
+    engine = Engine(refusal=["NotReloadable", "quantised"])
+    made = control(engine)
+    await made.sleep()
+    assert (await made.wake("m", "v1", made.spec.version_path))["how"] == "kept"
+    assert engine.done == ["sleep 1", "wake None", "ask"] and made.state == "ready"
+
+
+async def test_failed_sleep_fails_the_engine(control):
+    made = control(Engine(RAISED))
+    with pytest.raises(EngineFailed, match="did not fall asleep"):
+        await made.sleep()
+    assert made.state == "failed"
+
+
+async def test_profile_during_another_operation_is_refused(control):
+    made = control(Engine())
+    async with made._lock:
+        with pytest.raises(WrongState, match="profile"):
+            await made.profile(1, 1.0, "/nowhere")

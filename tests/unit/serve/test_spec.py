@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from serve.core import segments
 from serve.core.parsers import NEEDED_TOKENS, PARSER_TOKENS, missing_tokens, reasoning_parser, tool_parser
 from serve.core.spec import ReplicaSpec
-from serve.vllm.arguments import engine_arguments, engine_environment
+from serve.vllm.arguments import GPU_WORKER, engine_arguments, engine_environment
 
 GOOD = {
     "replica_id": "r1",
@@ -89,9 +89,9 @@ def pairs(args):
 
 def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
     flags = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, None))
-    assert flags["--worker-cls"] == "serve.cpu.worker.ShmCPUWorker"
+    assert flags["--worker-cls"] == "serve.vllm.cpu_worker.ShmCPUWorker"
     assert flags["--kv-cache-memory-bytes"] == str(1 << 20)
-    assert flags["--load-format"] == "shm" and json.loads(flags["--weight-transfer-config"]) == {"backend": "shm"}
+    assert flags["--load-format"] == "shm"
     assert "--enforce-eager" in flags and "--enable-sleep-mode" not in flags
     assert "--max-model-len" not in flags and "--distributed-executor-backend" not in flags
 
@@ -99,7 +99,8 @@ def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
 def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
     spec = ReplicaSpec.from_json({**GOOD, "kind": "cuda", "devices": [2, 5], "tensor_parallel": 2})
     args = engine_arguments(spec, {}, None)
-    assert "--enable-sleep-mode" in args and "--worker-cls" not in args and "--enforce-eager" not in args
+    assert "--enable-sleep-mode" in args and "--enforce-eager" not in args
+    assert args[args.index("--worker-cls") + 1] == GPU_WORKER
     assert pairs(args)["--distributed-executor-backend"] == "mp"
     env = engine_environment(spec, 64)
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("2,5", "PCI_BUS_ID")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from serve.cpu.worker import untouched
+from serve.vllm.cpu_worker import untouched
 
 
 def runner(generators, unread):

@@ -12,72 +12,66 @@ import gc
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from runtime.libc import last_error, libc
-from serve.load.direct_load import drop_packed, drop_weights
-from serve.load.kernel_threads import renew_pool
+from serve.load.loader import drop_weights
+from serve.vllm.worker import ShmWorker, tensors_in
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _INT_MAX = 2**31 - 1
 
 
-class StagedTransfer(Protocol):
-    """What the worker needs of its weight-transfer engine (`serve.vllm.shm_transfer`)."""
-
-    layerwise_reason: str | None
-
-    def drop_staged(self) -> None: ...
-
-
-class ShmCPUWorker(CPUWorker):
+class ShmCPUWorker(ShmWorker, CPUWorker):
     """Set with `--worker-cls`, because vLLM lets an extension class add methods but not replace them."""
 
-    weight_transfer_engine: StagedTransfer
-
     def init_device(self) -> None:
-        renew_pool()
+        # Make torch 2.13 replace the pool of threads that this fork inherited. It does so without a lock, and a thread
+        # that computes meanwhile fails with "Invalid thread pool!" (caffe2/utils/threadpool/pthreadpool-cpp.cc).
+        torch._C.set_num_threads(torch.get_num_threads())
         _keep_freed_memory()
         super().init_device()
         self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        libc.malloc_trim(0)
+
+    def shm_load(self, path: str) -> dict[str, Any]:
+        """Packing holds a layer twice and a tied head three times: return that memory to the host."""
+        report = super().shm_load(path)
+        libc.malloc_trim(0)
+        return report
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with untouched(self.model_runner):
             return super().sample_tokens(grammar_output)
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights, adapter slots and KV cache. It ignores the level: the shared version directory already holds
-        what a level-1 sleep would keep in host memory."""
-        self.weight_transfer_engine.drop_staged()
-        # The layerwise reload writes into existing parameters, so they keep their shapes.
-        drop = drop_weights if self.weight_transfer_engine.layerwise_reason is None else drop_packed
-        for module in self.model_runner.model.modules():
-            drop(module)
-        for parameter in self.model_runner.model.parameters():
-            self._put_to_sleep(parameter, "weights")
+        """Free KV cache and adapter slots, at level 2 the weights too."""
+        self.shm_loader.drop_staged()
+        if level == 2:
+            for module in self.model_runner.model.modules():
+                drop_weights(module)
+            for parameter in self.model_runner.model.parameters():
+                self._put_to_sleep(parameter, "weights")
         for module in self.model_runner.model.modules():
             if isinstance(module, BaseLayerWithLoRA):
                 for name in ("lora_a_stacked", "lora_b_stacked"):
-                    for tensor in _tensors(module.__dict__.get(name)):
+                    for tensor in tensors_in(module.__dict__.get(name)):
                         self._put_to_sleep(tensor, "adapters")
         gc.collect()
         libc.malloc_trim(0)
         # Its addresses stay valid: the kernel maps each page again, zeroed, when a request first writes to it, not all
         # at wake.
-        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in self._kv_caches()}.values():
-            _drop_pages(storage)
-
-    def shm_give_back(self) -> None:
-        """Return the freed memory that malloc keeps to the host."""
-        libc.malloc_trim(0)
-
-    def _kv_caches(self) -> list[torch.Tensor]:
-        return _tensors(self.model_runner.kv_caches)
+        caches = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(self.model_runner.kv_caches)}
+        for cache in caches.values():
+            _drop_pages(cache.untyped_storage())
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Reallocate what the tags name. Weights are undefined until the next weight transfer; adapter slots are
@@ -122,15 +116,6 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
         raise last_error("cannot return the memory of the KV cache to the host")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    """All tensors in nested lists (hybrid models keep several per layer)."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _keep_freed_memory() -> None:

@@ -1,0 +1,299 @@
+"""Loads a version into a running model, at a swap or a wake, from one mapping of its files.
+
+Two ways, by what the model is made of (`how`):
+
+    in-place    the recorded first load again (serve.load.load_plan): on a GPU into the tensors where they are, so that
+                captured graphs stay valid; on the CPU layer by layer, each packed for its kernels again
+    layerwise   vLLM's own reload (vllm/model_executor/model_loader/reload), for unquantised experts and latent
+                attention on GPUs, whose kernels keep weights in a layout of their own
+
+`refusal` says why only a new engine takes another version. A load that fails leaves mixed weights: the engine ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+from runtime.devices.kinds import of_torch
+from serve.core.errors import NotReloadable, WrongState
+from serve.load.host_ring import HostRing
+from serve.load.load_plan import LoadPlan
+from serve.load.shm_source import ToLock, VersionSource
+
+NICENESS = 10  # of the threads that map and unmap, added to the engine's own
+COPY_THREADS = 8  # they share the memory's rate: more would add little
+DERIVED_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8")
+"""What layers compute from their weights once, at the first load or pass, and vLLM never computes again: convolutions
+and token choice of GLM 5 Next, gates of shared experts on AMD's GPUs, the experts with which dots3 reads images."""
+
+
+class VersionLoader:
+    """Loads versions into one worker's model. `reload`: vLLM's `reload_weights`. `workers`: that share the cores."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_config: ModelConfig,
+        plan: LoadPlan,
+        device: torch.device,
+        reload: Callable[..., None],
+        workers: int = 1,
+    ) -> None:
+        self.model, self.plan, self.device = model, plan, device
+        self._model_config, self._reload, self._kind = model_config, reload, of_torch(device)
+        self._threads = max(1, min(len(os.sched_getaffinity(0)) // workers, COPY_THREADS))
+        self._heads = _head_ids(model)
+        self._own_layout = self._kept_in_own_layout()
+        self._staged: VersionSource | Exception | None = None
+        self._staging: threading.Thread | None = None
+        self._loaded: VersionSource | None = None
+        self._unmapping: threading.Thread | None = None
+        plan.follow_first_load(model)
+
+    @property
+    def how(self) -> str:
+        return "layerwise" if self._own_layout else "in-place"
+
+    @property
+    def refusal(self) -> str:
+        """Why only a new engine takes another version, "" if this one does; known once the model has run."""
+        if self._model_config.quantization is not None:
+            return f"its weights are quantised ({self._model_config.quantization})"
+        if hasattr(self.model, "process_weights_after_loading"):
+            return f"{type(self.model).__name__} has a post-load step of its own"
+        for name, module in self.model.named_modules():
+            derived = [held for held in DERIVED_ONCE if isinstance(getattr(module, held, None), torch.Tensor)]
+            if derived:
+                return f"{name} derives {derived[0]} from its weights once"
+        return self._own_layout if self._kind.on_host else ""
+
+    # -- before a pause ------------------------------------------------------------------------------------
+
+    def check(self, path: str) -> dict[str, Any]:
+        """Compare a version with the model; changes nothing. Raises a VersionError."""
+        if self.refusal:
+            raise NotReloadable(f"a running engine cannot load another version: {self.refusal}")
+        source = VersionSource(path)
+        try:
+            self.plan.check(source)
+            return {"bytes": source.nbytes, "how": self.how, "alike": self.plan.alike}
+        finally:
+            source.close()
+
+    def stage(self, path: str) -> None:
+        """Begin to map `path` in the background, fault its pages in and on a GPU lock them; poll `staged`."""
+        self.drop_staged()
+        self._staging = threading.Thread(target=self._stage, args=(path,), name="stage", daemon=True)
+        self._staging.start()
+
+    def staged(self) -> bool:
+        """Whether the version is mapped. Re-raises an error of the thread."""
+        if self._staging is None:
+            raise WrongState("no version is being staged")
+        if isinstance(self._staged, Exception):
+            raise self._staged
+        return self._staged is not None
+
+    def drop_staged(self) -> None:
+        """Unmap a staged version that is not loaded, and what the last load read."""
+        self.unmap()
+        if self._staging is not None:
+            self._staging.join()
+        if isinstance(self._staged, VersionSource):
+            self._staged.close()
+        self._staging = self._staged = None
+
+    def _stage(self, path: str) -> None:
+        _yield_to_steps()
+        # A new thread uses the first GPU: locking pages from it would leave a context of every tensor parallel worker
+        # there, half a gigabyte each.
+        self._kind.use(self.device)
+        try:
+            self._staged = self._open(path, lock=self._kind.locks_pages and not self._own_layout)
+        except Exception as error:  # noqa: BLE001 - `staged` raises it
+            self._staged = error
+
+    def _open(self, path: str, *, lock: bool) -> VersionSource:
+        source = VersionSource(path)
+        try:
+            self.plan.check(source)
+            to_lock = ToLock(self.plan.copied_spans(source), self._kind.page_lock()) if lock else None
+            return source.map(to_lock, self.plan.read_spans(source) if self.plan.complete else None)
+        except BaseException:
+            source.close()
+            raise
+
+    # -- in a pause ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, path: str) -> dict[str, Any]:
+        """Load the version, from what is staged of it or else mapped now without locking its pages, which takes longer
+        than it saves. Returns how, the bytes that this worker read, and seconds."""
+        began_s = time.perf_counter()
+        source = self._staged
+        if isinstance(source, VersionSource) and str(source.path) == path:
+            self._staging = self._staged = None
+        else:
+            self.drop_staged()
+            source = self._open(path, lock=False)
+        self._loaded, mapped_s = source, time.perf_counter()
+        if self._own_layout:
+            with _where_it_was(self.model), disable_mtp_completeness_check():
+                self._reload(weights_iterator=source.tensors())
+        elif self._kind.on_host:
+            self._pack(source)
+        else:
+            self._copy(source)
+        return {
+            "how": self.how,
+            "bytes_read": self.plan.bytes_read(source) if self.plan.complete else source.nbytes,
+            "map_s": mapped_s - began_s,
+            "load_s": time.perf_counter() - mapped_s,
+        }
+
+    def _copy(self, source: VersionSource) -> None:
+        seen: set[int] = set()
+        with HostRing(self.device, self._threads) as ring:
+            for module in self.model.modules():
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    target = self.plan.targets.get((id(module), name))
+                    if target is None or tensor.data_ptr() in seen:
+                        continue
+                    seen.add(tensor.data_ptr())
+                    target.fill(tensor.data.view(-1), source, ring)
+        self._kind.synchronize(self.device)
+
+    def _pack(self, source: VersionSource) -> None:
+        """Load on the CPU. vLLM 0.32 packs linear layers, heads and experts and drops their plain form, so each gets a
+        plain one again. The experts' kernel packs every form after the first."""
+        filled: set[int] = set()  # a tied head shares its embedding's target
+        for module in self.model.modules():
+            tensors = {**module._parameters, **module._buffers}
+            names = [name for name in tensors if (id(module), name) in self.plan.targets]
+            method = getattr(module, "quant_method", None)
+            replaced = isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod)
+            if names:
+                drop_packed(module)
+            for name in names:
+                target, tensor = self.plan.targets[id(module), name], tensors[name]
+                if replaced:
+                    tensor = torch.empty(target.shape, dtype=target.dtype)
+                    module._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+                if replaced or id(target) not in filled:
+                    target.fill(tensor.data.view(-1), source)
+                    filled.add(id(target))
+            if not names:
+                continue
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            elif replaced or id(module) in self._heads:
+                method.process_weights_after_loading(module)
+
+    # -- after a pause -------------------------------------------------------------------------------------
+
+    def unmap(self) -> None:
+        """Unmap what a load read. Call it once the engine has resumed: a thread goes on with it, because unlocking
+        takes time."""
+        if self._unmapping is not None:
+            self._unmapping.join()
+        loaded, self._loaded, self._unmapping = self._loaded, None, None
+        if loaded is not None:
+            self._unmapping = threading.Thread(target=self._unmap, args=(loaded,), name="unmap", daemon=True)
+            self._unmapping.start()
+
+    def _unmap(self, source: VersionSource) -> None:
+        _yield_to_steps()
+        self._kind.use(self.device)
+        source.close()
+
+    def close(self) -> None:
+        self.drop_staged()
+        if self._unmapping is not None:
+            self._unmapping.join()
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def _kept_in_own_layout(self) -> str:
+        """Why parameters are not in the checkpoint's layout, "" if they are."""
+        if not self.plan.complete:
+            return f"not all parameters are filled by plain copies: {', '.join(self.plan.unplanned[:4])}"
+        for name, module in self.model.named_modules():
+            if is_deferred_attention_layer(module) and isinstance(module, MLAAttention):
+                return f"{name} absorbs projections into its attention"
+            method = getattr(module, "quant_method", None)
+            if not isinstance(method, QuantizeMethodBase) or is_deferred_attention_layer(module):
+                continue
+            experts = isinstance(method, UnquantizedFusedMoEMethod)
+            if experts and (not self._kind.on_host or hasattr(module, "w13_bias")):
+                return f"{name}: experts are laid out for the device's kernel"
+            if not experts and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+                return f"{name} is quantised ({type(method).__name__})"
+        return ""
+
+
+def skip_unused_packing(model: torch.nn.Module) -> None:
+    """Free packed copies of embeddings that no head uses, which vLLM makes on the CPU."""
+    heads = _head_ids(model)
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), UnquantizedEmbeddingMethod) and id(module) not in heads:
+            drop_packed(module)
+
+
+def drop_weights(module: torch.nn.Module) -> None:
+    """Free a module's packed weights. A forward pass before the next load fails on the empty shapes."""
+    drop_packed(module)
+    if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def drop_packed(module: torch.nn.Module) -> None:
+    """Free the packed copy of a linear or embedding layer."""
+    if "cpu_linear" in module.__dict__:
+        module.cpu_linear = torch.nn.functional.linear
+
+
+def _head_ids(model: torch.nn.Module) -> set[int]:
+    heads = set()
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            heads.add(id(module))
+        head = getattr(module, "lm_head", None)
+        if isinstance(head, torch.nn.Module):
+            heads.add(id(head))
+    return heads
+
+
+@contextmanager
+def _where_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """After it every parameter and buffer is where it was before, with its new content: captured graphs read it
+    there."""
+    before = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
+    yield
+    for tensor, first in before:
+        if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
+            first.copy_(tensor.data)
+            tensor.data = first
+
+
+def _yield_to_steps() -> None:
+    """Lower this thread's priority below the engine's steps."""
+    me = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + NICENESS, 19))

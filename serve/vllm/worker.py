@@ -1,0 +1,126 @@
+"""What the box adds to vLLM's workers: loads of versions from shared memory, called over `collective_rpc`, and what a
+sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`; serve.cpu.worker has the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.v1.worker.gpu_worker import Worker
+
+from serve.core.errors import VersionError
+from serve.load.loader import VersionLoader
+from serve.vllm.loose_tensors import LooseTensors, spans_of_weights
+from serve.vllm.profiled_steps import ProfiledSteps
+from serve.vllm.shm_loader import PLAN_ATTRIBUTE
+
+
+class ShmWorker(Worker):
+    """Methods of both kinds of workers. `shm_loader` exists once the first version is loaded."""
+
+    shm_loader: VersionLoader
+    shm_profile: ProfiledSteps | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        model = self.model_runner.get_model()
+        self.shm_loader = VersionLoader(
+            model,
+            self.model_config,
+            getattr(model, PLAN_ATTRIBUTE),
+            self.device,
+            self.model_runner.reload_weights,
+            self.parallel_config.world_size,
+        )
+
+    def shm_refusal(self) -> str:
+        """Why only a new engine takes another version than the served one, "" if this one does."""
+        return self.shm_loader.refusal
+
+    def shm_check(self, path: str) -> dict[str, Any]:
+        """Check whether and how a version can be loaded: see VersionLoader.check.
+
+        vLLM carries only the text of a worker's exception, so a refusal travels as `{"refused": [type, text]}`.
+        """
+        try:
+            return self.shm_loader.check(path)
+        except VersionError as error:
+            return {"refused": [type(error).__name__, str(error)]}
+
+    def shm_stage(self, path: str) -> None:
+        self.shm_loader.stage(path)
+
+    def shm_staged(self) -> bool:
+        return self.shm_loader.staged()
+
+    def shm_drop_staged(self) -> None:
+        self.shm_loader.drop_staged()
+
+    def shm_load(self, path: str) -> dict[str, Any]:
+        """Load a version into the paused model: see VersionLoader.load. After an error the weights are mixed."""
+        with set_current_vllm_config(self.vllm_config):
+            report = self.shm_loader.load(path)
+        self.model_runner.reset_lora_state()
+        return report
+
+    def shm_unmap(self) -> None:
+        self.shm_loader.unmap()
+
+    def shm_profile_begin(self) -> None:
+        """Only on the first worker, because all of them would write their traces into the same file."""
+        if self.rank == 0:
+            self.shm_profile = ProfiledSteps(self.model_runner)
+
+    def shm_profile_steps(self) -> int | None:
+        return None if self.shm_profile is None else self.shm_profile.done
+
+    def shm_profile_end(self, path: str | None) -> dict[str, Any] | None:
+        """What was measured; its trace goes to `path`, or nowhere. None of a worker that was not."""
+        profile, self.shm_profile = self.shm_profile, None
+        return None if profile is None else profile.end(path)
+
+    def shutdown(self) -> None:
+        if hasattr(self, "shm_loader"):
+            self.shm_loader.close()
+        super().shutdown()
+
+
+class ShmGPUWorker(ShmWorker):
+    """Keeps over a sleep of level 2 what is neither a weight nor a buffer."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._loose = LooseTensors(self.model_runner.get_model())
+
+    def shm_load(self, path: str) -> dict[str, Any]:
+        report = super().shm_load(path)
+        if report["how"] == "layerwise":
+            self._loose.follow(self.model_runner.get_model())
+        return report
+
+    def sleep(self, level: int = 1) -> None:
+        if level == 2:
+            self._loose.keep(spans_of_weights(), self.model_runner)
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Also zero the KV cache, which is mapped again unwritten: kernels read whole blocks and mask what no token
+        wrote, and a masked NaN stays one (vLLM itself writes zeros on ROCm only, vllm/device_allocator/cumem.py)."""
+        super().wake_up(tags)
+        if tags is None or "weights" in tags:
+            self._loose.put_back()
+        if tags is None or "kv_cache" in tags:
+            for cache in tensors_in(self.model_runner.kv_caches):
+                cache.zero_()
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists: vLLM keeps one for a layer, or several for layers with a state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from tensors_in(item)
