@@ -45,20 +45,11 @@ class Limits:
     stored_response_bytes: int = 4 * MIB
     # Copies of them that wait for an unreachable controller.
     response_copies_bytes: int = 64 * MIB
-    # The part of that which the copies of one owner may take.
-    owner_copies_bytes: int = 16 * MIB
     json_depth: int = 128
-    # Messages of one conversation, and the same number of parts; items of /v1/responses.
-    messages: int = 2048
-    input_items: int = 1024
     # Total of all schemas, regular expressions and tools in one request that an engine compiles to a grammar.
     schema_nodes: int = 2000
     schema_repeats: int = 2000
-    n: int = 64
     sequences: int = 256
-    max_tokens: int = 1 << 20
-    top_logprobs: int = 20
-    embedding_inputs: int = 2048
     replica_inflight: int = 1024
     head_timeout_s: float = 15.0
     keepalive_s: float = 75.0
