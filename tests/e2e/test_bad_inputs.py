@@ -291,7 +291,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
         "invalid_training_file",
         "bytes long",
     ),
-    ("8", "JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "too_many_values", "too many values"),
+    ("8", "JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "invalid_json", "parse"),
     (
         "8",
         "JSON 100k deep to a control route",
