@@ -48,20 +48,11 @@ class Limits:
     stored_response_bytes: Count = 4 * MIB
     # Copies of them that wait for an unreachable controller.
     response_copies_bytes: Count = 64 * MIB
-    # The part of that which the copies of one owner may take.
-    owner_copies_bytes: Count = 16 * MIB
     json_depth: Count = 128
-    # Messages of one conversation, and the same number of parts; items of /v1/responses.
-    messages: Count = 2048
-    input_items: Count = 1024
     # Total of all schemas, regular expressions and tools in one request that an engine compiles to a grammar.
     schema_nodes: Count = 2000
     schema_repeats: Count = 2000
-    n: Count = 64
     sequences: Count = 256
-    max_tokens: Count = 1 << 20
-    top_logprobs: Count = 20
-    embedding_inputs: Count = 2048
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0

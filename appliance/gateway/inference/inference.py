@@ -397,7 +397,7 @@ class Inference:
         transcript = self.checked.transcript
         assert transcript is not None
         size += len(transcript.input) + transcript.held
-        if transcript.stores and not self.copies.has_room(self.caller.owner, size):
+        if transcript.stores and not self.copies.has_room(size):
             transcript.forgo()
             self.state.metrics.events["responses_not_stored"] += 1
 
@@ -407,7 +407,7 @@ class Inference:
         if transcript.final and transcript.tells_usage:
             tokens.prompt, tokens.completion = transcript.prompt_tokens, transcript.completion_tokens
         if transcript.final and transcript.stores:
-            self.copies.add(self.caller.owner, transcript.copy(self.caller.id))
+            self.copies.add(transcript.copy(self.caller.id))
         transcript.final = b""
 
     # -- refusals and failures

@@ -1,288 +1,270 @@
-"""Defines the fields allowed in inference requests, by route, and their size limits. Pure.
+"""The fields that inference requests may have, by route: type and bounds of each, declared once. Pure.
 
-An allowlist: it refuses fields not named here, including engine fields not reviewed yet (a test compares these tables
-with the pinned vLLM's request models and with OpenAI's SDK). OpenAI refuses an unknown field in the same words; an
-engine would ignore it silently.
+An allowlist: engines ignore unknown fields silently, OpenAI refuses them, and so does this gateway. A test compares the
+tables with vLLM's request models and with OpenAI's SDK.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import re
+import reprlib
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct, ValidationError, convert, defstruct
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 
-
-class Rule:
-    """The check of a field. `PASSES` checks nothing: the engine does, or request_check.py elsewhere."""
-
-    def check(self, name: str, value: Any) -> None:
-        """Raises HttpError 400. value: not None."""
-
-
-class Items(Rule):
-    """A list or object of at most `most` items, or one text; texts in it of at most `chars` characters."""
-
-    def __init__(self, most: int, chars: int = 1024) -> None:
-        self.most = most
-        self.chars = chars
-
-    def check(self, name: str, value: Any) -> None:
-        if isinstance(value, str):
-            self._text(name, value)
-        elif isinstance(value, list | dict):
-            if len(value) > self.most:
-                raise _bad(name, f"{len(value)} items given, at most {self.most} are allowed.")
-            for item in value:
-                if isinstance(item, str):
-                    self._text(name, item)
-            if isinstance(value, dict):
-                for item in value.values():
-                    if isinstance(item, str):
-                        self._text(name, item)
-
-    def _text(self, name: str, text: str) -> None:
-        if len(text) > self.chars:
-            raise _bad(name, f"a text of {len(text)} characters given, at most {self.chars} are allowed.")
+MAX_MESSAGES: Final = 2048
+"""Of one conversation, and as many parts."""
+MAX_ITEMS: Final = 1024
+MAX_INPUTS: Final = 2048
+_MAX_TOKENS: Final = 1 << 20
+_INT64: Final = (1 << 63) - 1
 
 
-class Refused(Rule):
-    """Accepted only as null, false or 0, which ask for nothing."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def check(self, name: str, value: Any) -> None:
-        if value is not False and value != 0:
-            raise errors.bad_request(
-                f"The parameter `{name}` is not accepted by this server: {self.why}.",
-                param=name,
-                code="unsupported_parameter",
-            )
+def _int(low: int, high: int) -> Any:
+    return Annotated[int, Meta(ge=low, le=high)]
 
 
-class Unpadded(Rule):
-    """Padding to the model's length turns an input of one letter into a whole context of work."""
-
-    def check(self, name: str, value: Any) -> None:
-        if value != "do_not_pad":
-            raise errors.bad_request(
-                f"The parameter `{name}` is accepted by this server as 'do_not_pad' alone.",
-                param=name,
-                code="unsupported_parameter",
-            )
+def _float(low: float, high: float) -> Any:
+    return Annotated[float, Meta(ge=low, le=high)]
 
 
-class OneOf(Rule):
-    """Accepted as one of these words."""
-
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def check(self, name: str, value: Any) -> None:
-        if not isinstance(value, str) or value not in self.words:
-            shown = value[:64] if isinstance(value, str) else type(value).__name__
-            raise _bad(name, f"'{shown}' given, expected one of {', '.join(self.words)}.")
+def _text(most: int, least: int = 0) -> Any:
+    return Annotated[str, Meta(min_length=least, max_length=most)]
 
 
-class OwnTools(Items):
-    """Tools that the client runs; the reading of the request has left out all others. kinds: their types. named: the
-    type must be given, because the engine knows fifteen and would compare a tool without a type with all."""
-
-    def __init__(self, most: int, chars: int, kinds: tuple[str, ...], named: bool) -> None:
-        super().__init__(most, chars)
-        self.kinds = kinds
-        self.named = named
-
-    def check(self, name: str, value: Any) -> None:
-        super().check(name, value)
-        if not isinstance(value, list):
-            return
-        for place, tool in enumerate(value):
-            kind = tool.get("type") if isinstance(tool, dict) else None
-            if kind not in self.kinds and (self.named or kind is not None):
-                given = f"the type '{kind[:64]}'" if isinstance(kind, str) else "no type"
-                raise errors.bad_request(
-                    f"{name}[{place}] has {given}, expected '{self.kinds[0]}': a tool that your program runs.",
-                    param=f"{name}[{place}].type",
-                    code="unsupported_tool",
-                )
+def _one_of(*words: str) -> Any:
+    return Annotated[str, Meta(pattern=f"^({'|'.join(words)})$")]
 
 
-PASSES: Final = Rule()
-# The engine searches every sequence for each of these texts at every step.
-_WORDS: Final = Items(64, 256)
-# As many as OpenAI takes, and engines.
-_STOPS: Final = Items(4, 256)
-# One number per named token of the vocabulary, in a separate table for each request.
-_TOKENS: Final = Items(1024)
-_COUNTS: Final = "tokens are counted by the events of a stream, which this would change"
+def _array(item: Any, most: int, least: int = 0) -> Any:
+    return Annotated[list[item], Meta(min_length=least, max_length=most)]
+
+
+def _object(value: Any, most: int, key: Any = str) -> Any:
+    return Annotated[dict[key, value], Meta(max_length=most)]
+
+
+class _Message(Struct):
+    role: _one_of("system", "developer", "user", "assistant", "tool", "function")  # type: ignore[valid-type]
+    content: str | list[Any] | None = None
+
+
+class _AnthropicMessage(Struct):
+    role: _one_of("system", "user", "assistant")  # type: ignore[valid-type]
+    content: str | list[Any]
+
+
+class _StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+_TYPES: Final[dict[str, Any]] = {
+    "model": str,
+    "stream": bool,
+    "stream_options": _StreamOptions,
+    "store": bool,
+    "background": bool,
+    "n": _int(1, 64),
+    "best_of": _int(1, 64),
+    "max_tokens": _int(1, _MAX_TOKENS),
+    "max_completion_tokens": _int(1, _MAX_TOKENS),
+    "max_output_tokens": _int(1, _MAX_TOKENS),
+    "min_tokens": _int(0, _MAX_TOKENS),
+    "truncate_prompt_tokens": _int(-1, 1 << 31),
+    "dimensions": _int(1, 1 << 20),
+    "temperature": _float(0, 2),
+    "top_p": _float(0, 1),
+    "min_p": _float(0, 1),
+    "top_k": _int(-1, 1 << 31),
+    "frequency_penalty": _float(-2, 2),
+    "presence_penalty": _float(-2, 2),
+    "repetition_penalty": _float(0, 10),
+    "length_penalty": _float(-10, 10),
+    "seed": _int(-_INT64 - 1, _INT64),
+    "priority": _int(0, 0),
+    "logprobs": bool,
+    "top_logprobs": _int(0, 20),
+    "prompt_logprobs": _int(0, 20),
+    "logprob_token_ids": _array(Any, 20),
+    "logit_bias": _object(Any, 1024),
+    "allowed_token_ids": _array(Any, 1024),
+    "stop": _text(256) | _array(_text(256), 4),  # as many as OpenAI takes
+    "stop_sequences": _array(_text(256), 4),
+    "stop_token_ids": _array(Any, 64),
+    "bad_words": _array(_text(256), 64),  # an engine searches every sequence for each at every step
+    "suffix": _text(0),
+    "messages": _array(_Message, MAX_MESSAGES, 1),
+    "tools": _array(dict[str, Any], 128),
+    "functions": _array(dict[str, Any], 128),
+    "documents": _array(Any, 256),
+    "include": _array(_text(128), 32),
+    "metadata": _object(_text(512), 16, key=_text(64)),
+    "previous_response_id": _text(256, 1),
+    "cache_salt": _text(256, 1),
+    "chat_template_kwargs": _object(bool | _int(-131_072, 131_072) | float | _text(4096) | None, 64),
+    "encoding_format": _one_of("float", "base64"),
+    "padding": _one_of("do_not_pad"),  # otherwise an input of one letter would become a whole context of work
+}
+"""Field -> type; each may be null too. Fields without a type are passed on as they are."""
+
+_INNER: Final = "watermarking kv_transfer_params ec_transfer_params vllm_xargs mm_payload return_mm_kwargs "
+_OPENAI: Final = (
+    "safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention service_tier store metadata "
+    "moderation user "
+)
+_SAMPLING: Final = _INNER + (
+    "model stream stream_options temperature top_p top_k min_p seed frequency_penalty presence_penalty "
+    "repetition_penalty ignore_eos skip_special_tokens include_stop_str_in_output priority structured_outputs "
+    "cache_salt logit_bias stop stop_token_ids request_id session_id "
+)
+_TOKENWISE: Final = (
+    _SAMPLING
+    + _OPENAI
+    + (
+        "max_tokens n best_of logprobs length_penalty min_tokens spaces_between_special_tokens truncate_prompt_tokens "
+        "truncation_side prompt_logprobs add_special_tokens echo response_format return_tokens_as_token_ids "
+        "return_token_ids thinking_token_budget allowed_token_ids logprob_token_ids bad_words use_beam_search "
+        "stream_interval return_token_offsets return_prompt_text routed_experts_prompt_start repetition_detection "
+        "prompt_embeds "
+    )
+)
+_RENDERING: Final = "chat_template_kwargs chat_template media_io_kwargs mm_processor_kwargs request_id "
+_RESPONSES: Final = (
+    _SAMPLING
+    + _OPENAI
+    + _RENDERING
+    + (
+        "input instructions background conversation prompt previous_response_id max_output_tokens max_tool_calls tools "
+        "parallel_tool_calls reasoning include_reasoning text tool_choice top_logprobs truncation context_management "
+        "access_programs personality image verbosity logprobs include enable_response_messages previous_input_messages"
+    )
+)
+_COUNTED: Final = _INNER + (
+    "model messages output_config thinking system temperature tools tool_choice top_k top_p cache_salt cache_control "
+    "context_management inference_geo output_format service_tier speed betas user_profile_id metadata stop_sequences "
+    "chat_template_kwargs chat_template container mcp_servers "
+)
+
+
+def _fields(names: str, **types: Any) -> dict[str, Any]:
+    """Field -> type. types: those that are other ones on this route."""
+    return {name: types.get(name, _TYPES.get(name, Any)) for name in names.split()}
+
+
+_NULL: Final = type(None)
+_INPUT: Final = str | _array(dict[str, Any], MAX_ITEMS)
+_ANTHROPIC: Final = {"messages": _array(_AnthropicMessage, MAX_MESSAGES, 1), "metadata": _object(Any, 16)}
+FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "chat.completions": _fields(
+        _TOKENWISE + _RENDERING + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
+        "functions function_call reasoning_effort include_reasoning add_generation_prompt continue_final_message "
+        "documents audio modalities prediction verbosity web_search_options"
+    ),
+    # 0 tokens beside `echo`.
+    "completions": _fields(_TOKENWISE + "prompt suffix", max_tokens=_int(0, _MAX_TOKENS), logprobs=_int(0, 20)),
+    "responses": _fields(_RESPONSES, input=_INPUT, prompt=_NULL),
+    "responses.input_tokens": _fields(_RESPONSES, input=_INPUT, prompt=_NULL, stream=_NULL, background=_NULL),
+    "messages": _fields(_COUNTED + "max_tokens stream", **_ANTHROPIC),
+    "messages.count_tokens": _fields(_COUNTED, **_ANTHROPIC),
+    "embeddings": _fields(
+        _RENDERING + "model input messages user dimensions embed_dtype endianness use_activation add_special_tokens "
+        "add_generation_prompt continue_final_message truncate_prompt_tokens truncation_side priority cache_salt "
+        "stream padding encoding_format"
+    ),
+}
+
 _ENGINES: Final = "it tells engines of other engines or of other requests"
-_TEMPLATE: Final = "the model's own template is used"
 _MEDIA: Final = "media are handled as this server's settings say"
 _PROMPT: Final = "the prompt as the engine sees it is not shown"
 _UNUSED: Final = "this server does not offer it"
-
-
-def _passing(names: str) -> dict[str, Rule]:
-    """These fields, separated by spaces, are passed on as they are."""
-    return dict.fromkeys(names.split(), PASSES)
-
-
-_OPENAI_ONLY: Final[dict[str, Rule]] = _passing(
-    "safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention service_tier store metadata "
-    "moderation"
+_REFUSED: Final = {
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "request_id", "session_id"), _ENGINES),
+    **dict.fromkeys(("mm_payload", "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs"), _MEDIA),
+    **dict.fromkeys(("return_token_offsets", "return_prompt_text", "routed_experts_prompt_start"), _PROMPT),
+    **dict.fromkeys(("repetition_detection", "watermarking", "container"), _UNUSED),
+    "enable_response_messages": _PROMPT,
+    "chat_template": "the model's own template is used",
+    "prompt_embeds": "only text and tokens are",
+    "use_beam_search": "a search keeps many sequences, which are not counted",
+    "stream_interval": "tokens are counted by the events of a stream, which this would change",
+    "previous_input_messages": "go on from a response with `previous_response_id`",
+    "mcp_servers": "this server fetches nothing",
+    "conversation": "it keeps no conversations: go on from a response with `previous_response_id`",
+}
+"""Field -> why it is refused, unless it is null, false or 0, which ask for nothing."""
+NOT_FOR_TEMPLATES: Final = frozenset(
+    (
+        "add_generation_prompt chat_template continue_final_message conversation documents max_length messages "
+        "model_config padding return_assistant_tokens_mask return_dict return_tensors self tokenize tokenizer "
+        "tokenizer_kwargs tools truncation"
+    ).split()
 )
+"""Arguments of the function that renders and tokenizes, which an engine would take from `chat_template_kwargs`: with
+`padding` and `max_length` 200 bytes padded a prompt to 10 million tokens."""
 
-# What engines say to each other.
-_INNER: Final[dict[str, Rule]] = {
-    "watermarking": Refused(_UNUSED),
-    "kv_transfer_params": Refused(_ENGINES),
-    "ec_transfer_params": Refused(_ENGINES),
-    "vllm_xargs": Refused(_ENGINES),
-    "mm_payload": Refused(_MEDIA),
-    "return_mm_kwargs": Refused(_MEDIA),
+_STRUCTS: Final = {
+    route: defstruct(
+        "Request",
+        [(name, kind if kind is Any else kind | None, None) for name, kind in fields.items()],
+        forbid_unknown_fields=True,
+    )
+    for route, fields in FIELDS.items()
 }
-
-# Fields of all text routes of an engine.
-_SAMPLING: Final[dict[str, Rule]] = {
-    **_passing(
-        "model stream stream_options user temperature top_p top_k min_p seed frequency_penalty presence_penalty "
-        "repetition_penalty ignore_eos skip_special_tokens include_stop_str_in_output priority structured_outputs "
-        "cache_salt"
-    ),
-    "logit_bias": _TOKENS,
-    "stop": _STOPS,
-    "stop_token_ids": _WORDS,
-    "request_id": Refused(_ENGINES),
-    "session_id": Refused(_ENGINES),
-    **_INNER,
-}
-
-# Additional fields of chat and completions.
-_TOKENWISE: Final[dict[str, Rule]] = {
-    **_SAMPLING,
-    **_passing(
-        "max_tokens n logprobs length_penalty min_tokens spaces_between_special_tokens truncate_prompt_tokens "
-        "truncation_side prompt_logprobs add_special_tokens echo response_format return_tokens_as_token_ids "
-        "return_token_ids thinking_token_budget"
-    ),
-    "allowed_token_ids": _TOKENS,
-    "logprob_token_ids": Items(20),
-    "bad_words": _WORDS,
-    "use_beam_search": Refused("a search keeps many sequences, which are not counted"),
-    "stream_interval": Refused(_COUNTS),
-    "return_token_offsets": Refused(_PROMPT),
-    "return_prompt_text": Refused(_PROMPT),
-    "routed_experts_prompt_start": Refused(_PROMPT),
-    "repetition_detection": Refused(_UNUSED),
-}
-
-# OpenAI takes as many.
-_TOOLS: Final = Items(128, 512)
-_FUNCTION_TOOLS: Final = OwnTools(128, 512, ("function",), False)
-_NAMED_TOOLS: Final = OwnTools(128, 512, ("function", "namespace", "custom"), True)
-_CUSTOM_TOOLS: Final = OwnTools(128, 512, ("custom",), False)
-_KWARGS: Final = Items(64, 4096)
-_TEMPLATES: Final[dict[str, Rule]] = {
-    "chat_template_kwargs": _KWARGS,
-    "chat_template": Refused(_TEMPLATE),
-    "media_io_kwargs": Refused(_MEDIA),
-    "mm_processor_kwargs": Refused(_MEDIA),
-}
-
-FIELDS: Final[dict[str, dict[str, Rule]]] = {
-    "chat.completions": {
-        **_OPENAI_ONLY,
-        **_TOKENWISE,
-        **_passing(
-            "messages max_completion_tokens top_logprobs tool_choice parallel_tool_calls reasoning_effort "
-            "include_reasoning add_generation_prompt continue_final_message"
-        ),
-        # OpenAI's fields that an engine does not know.
-        **_passing("audio function_call modalities prediction verbosity web_search_options"),
-        "best_of": PASSES,
-        "tools": _FUNCTION_TOOLS,
-        "functions": _TOOLS,
-        "documents": Items(256, 1 << 16),
-        **_TEMPLATES,
-        "prompt_embeds": Refused("only text and tokens are"),
-    },
-    "completions": {
-        **_TOKENWISE,
-        "prompt": PASSES,
-        "best_of": PASSES,
-        "suffix": Items(0, 1 << 16),
-        "prompt_embeds": Refused("only text and tokens are"),
-        # The controller's batches and some clients send OpenAI's newer fields on every route.
-        **_OPENAI_ONLY,
-    },
-    "responses": {
-        **_OPENAI_ONLY,
-        **_SAMPLING,
-        **_passing(
-            "input instructions background conversation prompt previous_response_id max_output_tokens max_tool_calls "
-            "parallel_tool_calls reasoning include_reasoning text tool_choice top_logprobs truncation "
-            "context_management access_programs personality image verbosity"
-        ),
-        "logprobs": PASSES,
-        "metadata": PASSES,  # answers.kept_completion.check_metadata
-        "include": Items(32, 128),
-        "tools": _NAMED_TOOLS,
-        **_TEMPLATES,
-        "enable_response_messages": Refused(_PROMPT),
-        "previous_input_messages": Refused("go on from a response with `previous_response_id`"),
-    },
-    "messages": {
-        **_passing(
-            "model messages max_tokens output_config thinking stream system temperature tool_choice top_k top_p "
-            "cache_salt"
-        ),
-        # Anthropic's fields that an engine does not know.
-        **_passing(
-            "cache_control context_management inference_geo output_format service_tier speed betas user_profile_id"
-        ),
-        "metadata": Items(16, 512),
-        "stop_sequences": _STOPS,
-        "tools": _CUSTOM_TOOLS,
-        "chat_template_kwargs": _KWARGS,
-        "container": Refused(_UNUSED),
-        "mcp_servers": Refused("this server fetches nothing"),
-        **_INNER,
-        "chat_template": Refused(_TEMPLATE),
-    },
-    "embeddings": {
-        "padding": Unpadded(),
-        # OpenAI's. An engine's `bytes` has a header with 100 bytes for each input, and its `bytes_only` no JSON.
-        "encoding_format": OneOf("float", "base64"),
-        **_passing(
-            "model input messages user dimensions embed_dtype endianness use_activation add_special_tokens "
-            "add_generation_prompt continue_final_message truncate_prompt_tokens truncation_side priority cache_salt "
-            "stream"
-        ),
-        **_TEMPLATES,
-        "request_id": Refused(_ENGINES),
-    },
-}
-FIELDS["responses.input_tokens"] = FIELDS["responses"]
-FIELDS["messages.count_tokens"] = {
-    name: rule for name, rule in FIELDS["messages"].items() if name not in ("max_tokens", "stream")
-}
+_Tokens: Final = _array(_int(0, (1 << 32) - 1), 1 << 23)
+_PROMPTS: Final = {int: _Tokens, str: _array(str, MAX_INPUTS), list: _array(_Tokens, MAX_INPUTS)}
+"""Type of a prompt's first element -> type of the prompt."""
 
 
 def check_fields(route: str, data: dict[str, Any]) -> None:
-    """Raises HttpError 400 naming the first field that is unknown, refused or too large."""
-    rules = FIELDS[route]
-    for name, value in data.items():
-        rule = rules.get(name)
-        if rule is None:
-            shown = name if len(name) <= 80 else name[:80] + "…"
-            raise errors.bad_request(
-                f"Unrecognized request argument supplied: {shown}", param=shown, code="unknown_parameter"
-            )
-        if rule is not PASSES and value is not None:
-            rule.check(name, value)
+    """Raises HttpError 400 naming the first field that is unknown, refused, of another type or out of bounds."""
+    try:
+        convert(data, _STRUCTS[route])
+    except ValidationError as error:
+        raise _refusal(str(error), data) from None
+    for name in _REFUSED.keys() & data.keys():
+        if data[name] is not None and data[name] is not False and data[name] != 0:
+            raise refused(name, _REFUSED[name])
+    for name in NOT_FOR_TEMPLATES.intersection(data.get("chat_template_kwargs") or ()):
+        raise refused(f"chat_template_kwargs.{name}", "only variables of the model's own template can be given")
 
 
-def _bad(name: str, what: str) -> HttpError:
-    return errors.bad_request(f"Invalid value for `{name}`: {what}", param=name)
+def prompts_in(name: str, value: Any) -> int:
+    """The number of prompts in `prompt` or `input`: a text, texts, tokens, or lists of tokens. Raises HttpError 400."""
+    first = value[0] if isinstance(value, list) and value else None
+    try:
+        convert(value, str if first is None else _PROMPTS.get(type(first), list[str]))
+    except ValidationError as error:
+        raise _refusal(f"{error} - at `$.{name}`", {name: value}) from None
+    return 1 if first is None or isinstance(first, int) else len(value)
+
+
+def refused(param: str, why: str) -> HttpError:
+    return errors.bad_request(
+        f"The parameter `{param}` is not accepted by this server: {why}.", param=param, code="unsupported_parameter"
+    )
+
+
+_UNKNOWN: Final = "Object contains unknown field "
+_PLACE: Final = re.compile(r"(.*?) - at `(?:key` in `)?\$\.?([a-z_]+[^`]*?)(?:\[\.\.\.\])?`", re.DOTALL)
+_REPR: Final = reprlib.Repr()
+_REPR.maxstring = 60
+
+
+def _refusal(message: str, data: dict[str, Any]) -> HttpError:
+    """message: msgspec's, such as "Expected `int` <= 64 - at `$.n`"."""
+    if message.startswith(_UNKNOWN):
+        name = message.removeprefix(_UNKNOWN).strip("`")[:80]
+        return errors.bad_request(
+            f"Unrecognized request argument supplied: {name}", param=name, code="unknown_parameter"
+        )
+    found = _PLACE.search(message)
+    words, param = found.groups() if found is not None else (message, None)
+    if param is not None and words.startswith("Expected `null`"):
+        return refused(param, "it is not offered on this route")
+    value = None if param is None else data.get(param)
+    given = "" if value is None or isinstance(value, list | dict) else f"{_REPR.repr(value)} given. "
+    code = "invalid_type" if ", got `" in words or "missing" in words else "invalid_value"
+    return errors.bad_request(f"Invalid value for `{param}`: {given}{words}.", param=param, code=code)

@@ -1,5 +1,4 @@
-"""Checks a whole body for its depth, its number of lists and objects, and media that would have to be fetched. Pure:
-takes a parsed body, returns nothing or raises HttpError."""
+"""Checks a body for its depth, its number of lists and objects, and media that would have to be fetched. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +10,9 @@ import orjson
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 
-# Where a URL may stand in a message: OpenAI's, vLLM's short forms, Anthropic's `source.url`, tool servers.
-_MEDIA_KEYS = frozenset(
-    {"image_url", "video_url", "audio_url", "file_url", "server_url", "image_embeds", "audio_embeds", "image_pil"}
-)
-_DATA_IMAGE = re.compile(r"data:image/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
-_DATA_AUDIO = re.compile(r"data:audio/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
-
+# Where a URL may stand in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
+_MEDIA: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
+_INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 # Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
 
@@ -40,8 +35,8 @@ def check_depth(root: Any, most: int) -> None:
 
 
 def check_text_depth(name: str, text: Any, most: int) -> None:
-    """Raises HttpError 400 for JSON within a text, such as a call's arguments, that is nested deeper than `most`
-    levels: what parses it goes down by recursion. A text that is no JSON passes."""
+    """Raises HttpError 400 for JSON within a text that is nested deeper than `most` levels: what parses it goes down by
+    recursion. A text that is no JSON passes."""
     if not isinstance(text, str) or text.count("[") + text.count("{") <= most:
         return
     try:
@@ -57,18 +52,32 @@ def check_text_depth(name: str, text: Any, most: int) -> None:
     raise errors.bad_request(f"`{name}` holds JSON nested deeper than {most} levels.", param=name, code="invalid_json")
 
 
-def check_media(root: Any) -> None:
-    """Raises HttpError 400 for media that would have to be fetched, anywhere in a body."""
-    level: list[Any] = [root]
+def check_media(prompts: list[Any]) -> None:
+    """Raises HttpError 400 for media in messages, items or parts that would have to be fetched, and for parts that name
+    what an engine keeps of media."""
+    level = _inside([prompts])
     while level:
         for node in level:
             if isinstance(node, dict):
-                for key, value in node.items():
-                    if key in _MEDIA_KEYS:
-                        _media(key, value)
-                    elif key == "url" and node.get("type") == "url":
-                        raise _remote("source.url")
-        level = _inside(level)
+                _check_part(node)
+        level = _inside([node for node in level if not (isinstance(node, dict) and node.get("type") == "tool_use")])
+
+
+def _check_part(part: dict[str, Any]) -> None:
+    for name in _MEDIA & part.keys():
+        url = part[name].get("url") if isinstance(part[name], dict) else part[name]
+        inline = _INLINE.match(url) if isinstance(url, str) else None
+        if url is not None and not (inline and name.startswith(inline[1].lower())):
+            raise _remote(name)
+    if part.get("type") == "url" and "url" in part:
+        raise _remote("source.url")
+    if "uuid" in part:
+        # vLLM keeps what it made of an image or a sound under this name, whoever's it was.
+        raise errors.bad_request(
+            "A part has a `uuid`, which this server does not take: send the image or sound itself.",
+            param="uuid",
+            code="unsupported_parameter",
+        )
 
 
 def _inside(level: list[Any]) -> list[Any]:
@@ -79,21 +88,6 @@ def _inside(level: list[Any]) -> list[Any]:
         for value in (node.values() if isinstance(node, dict) else node)
         if isinstance(value, dict | list)
     ]
-
-
-def _media(key: str, value: Any) -> None:
-    url = value.get("url") if isinstance(value, dict) else value
-    if url is None:
-        return
-    # A JSON schema may well have a property called "image_url": its value is a schema, an object without "url".
-    if isinstance(value, dict) and not isinstance(url, str):
-        return
-    if isinstance(url, str):
-        if key == "image_url" and _DATA_IMAGE.match(url):
-            return
-        if key == "audio_url" and _DATA_AUDIO.match(url):
-            return
-    raise _remote(key)
 
 
 def _remote(param: str) -> HttpError:

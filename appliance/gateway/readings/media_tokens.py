@@ -7,19 +7,17 @@ the engine reports it.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from typing import Any, Final
 
-PATCH_PIXELS: Final = 28 * 28
-MOST_IMAGE_TOKENS: Final = 16_384
+_PATCH_PIXELS: Final = 28 * 28
+_MOST_IMAGE_TOKENS: Final = 16_384
 UNKNOWN_IMAGE_TOKENS: Final = 1_024
 """For an image of unreadable size."""
-SOUND_BYTES: Final = 1_280
-"""Per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
+_SOUND_CHARS: Final = 1_700
+"""Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _HEAD_CHARS: Final = 64 * 1024
-_BASE64_BYTES: Final = 3 / 4
 
 
 def media_in(root: Any) -> tuple[int, int]:
@@ -31,26 +29,25 @@ def media_in(root: Any) -> tuple[int, int]:
         if isinstance(node, list):
             stack.extend(one for one in node if isinstance(one, dict | list))
         elif isinstance(node, dict):
-            for name, value in node.items():
-                if isinstance(value, dict | list):
-                    stack.append(value)
-                elif isinstance(value, str) and (kind := _kind(node, name, value)):
-                    data = value.partition(",")[2] if value.startswith("data:") else value
-                    chars += len(data)
-                    tokens += image_tokens(data) if kind == "image" else int(len(data) * _BASE64_BYTES / SOUND_BYTES)
+            stack.extend(value for value in node.values() if isinstance(value, dict | list))
+            kind, data = _medium(node)
+            chars += len(data)
+            tokens += image_tokens(data) if kind == "image" else len(data) // _SOUND_CHARS
     return chars, tokens
 
 
-def _kind(node: dict[str, Any], name: str, value: str) -> str:
-    """ "image", "audio", or empty for a text."""
-    if name in ("url", "image_url", "audio_url") and value.startswith(("data:image/", "data:audio/")):
-        return value[5:10]
-    if name == "data":
-        kind = node.get("media_type", node.get("format"))  # Anthropic's source, OpenAI's input_audio
-        if node.get("type") == "base64" and isinstance(kind, str) and kind.startswith(("image/", "audio/")):
-            return kind[:5]
-        return "audio" if "type" not in node and isinstance(node.get("format"), str) else ""
-    return ""
+def _medium(node: dict[str, Any]) -> tuple[str, str]:
+    """The kind ("image", "audio") and base64 of the medium in a part, both empty without one."""
+    for name in ("url", "image_url", "audio_url"):
+        url = node.get(name)
+        if isinstance(url, str) and url.startswith(("data:image/", "data:audio/")):
+            return url[5:10], url.partition(",")[2]
+    data, media_type = node.get("data"), node.get("media_type")
+    if isinstance(data, str) and isinstance(media_type, str) and media_type[:6] in ("image/", "audio/"):
+        return media_type[:5], data  # Anthropic's source
+    if isinstance(data, str) and isinstance(node.get("format"), str) and "type" not in node:
+        return "audio", data  # OpenAI's input_audio
+    return "", ""
 
 
 def image_tokens(data: str) -> int:
@@ -61,6 +58,6 @@ def image_tokens(data: str) -> int:
     try:
         # Reads the head alone: nothing is decompressed.
         width, height = Image.open(io.BytesIO(base64.b64decode(head[: len(head) & ~3])), formats=_FORMATS).size
-    except (OSError, ValueError, SyntaxError, binascii.Error):
+    except (OSError, ValueError, SyntaxError):
         return UNKNOWN_IMAGE_TOKENS
-    return min(MOST_IMAGE_TOKENS, max(1, width * height // PATCH_PIXELS))
+    return min(_MOST_IMAGE_TOKENS, max(1, width * height // _PATCH_PIXELS))

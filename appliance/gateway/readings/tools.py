@@ -1,7 +1,7 @@
-"""Tools and `tool_choice`: leaves out tools that only their maker's own server runs, where functions remain. Pure.
+"""Tools and `tool_choice` as engines read them: those that only their maker's own server runs are left out. Pure.
 
-An engine runs functions (of namespaces too), and under /v1/responses free-form custom tools. Other tools (a
-search on the web, a sandbox, a tool of a grammar) are left out and named; the client's own go on working.
+An engine runs functions, and under /v1/responses those of namespaces and free-form custom tools. Others (a search on
+the web, a sandbox, a tool of a grammar) are left out and named, where functions remain.
 """
 
 from __future__ import annotations
@@ -10,174 +10,105 @@ from typing import Any, Final
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+from weights.format.legacy_functions import LegacyRefused, as_tools, is_legacy
 
 Object = dict[str, Any]
 
-RESPONSES: Final = "responses"
-MESSAGES: Final = "messages"
+_OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (None, "custom")}
+"""Types of tools that engines take, by route."""
+_CHOICES: Final = frozenset({"auto", "any", "custom", "none", "tool", "function", "allowed_tools"})
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Arguments of a tool that takes none: a call of it is `{}`, and ends there."""
-_NO_ARGUMENTS: Final = frozenset({"type", "properties", "required", "additionalProperties", "title", "description"})
-_FREE: Final = ("auto", "none")
-_CHOICES: Final = frozenset({"auto", "any", "custom", "none", "tool"})
-_SHOWN: Final = 64
+"""Parameters of a tool that takes none: a call of it is `{}`, and ends there."""
+_SAYS_NOTHING: Final = frozenset({"type", "properties", "required", "additionalProperties", "title", "description"})
+_FREE: Final = (None, "auto", "none")
 
 
 def tools_as_meant(route: str, data: Object, left_out: list[str]) -> None:
     """Rewrites `tools` and `tool_choice` of a body in place, and names what it leaves out. Raises HttpError 400."""
-    functions = data.get("functions")
-    if functions == []:
-        for name in ("functions", "function_call"):
-            data.pop(name, None)
-    elif isinstance(functions, list):
-        data["functions"] = [_with_arguments(one, "parameters") if isinstance(one, dict) else one for one in functions]
+    if data.get("functions") == []:
+        data.pop("functions")
+        data.pop("function_call", None)
+    elif route == "chat.completions" and is_legacy(data):
+        try:
+            data |= as_tools(data)  # `functions` stay: the answer is to have their form
+        except LegacyRefused as error:
+            raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
     tools = data.get("tools")
     if not isinstance(tools, list):
         return
-    if tools == []:
-        _without_tools(data)
-        return
     kept: list[Any] = []
-    gone: dict[str, int] = {}
-    for place, tool in enumerate(tools):
-        made, names = _kept(route, tool)
-        if made is not None:
-            kept.append(made)
-        for name in names:
-            gone.setdefault(name, place)
-    choice = data.get("tool_choice")
-    _check_choice(choice, gone)
-    if gone:
-        if not kept and not _is_none(choice):
-            name, place = next(iter(gone.items()))
-            raise _cannot_run(name, place)
-        left_out.extend(gone)
-    data["tools"] = kept
-    if not kept:
-        _without_tools(data)
-    elif (allowed := _allowed(choice)) is not None:
-        _only_allowed(data, tools, *allowed)
-
-
-def _without_tools(data: Object) -> None:
-    """An empty list of tools is none, and nothing can be chosen from it."""
-    del data["tools"]
-    choice = data.get("tool_choice")
-    if choice is None or choice in _FREE or (isinstance(choice, dict) and choice.get("type") in _FREE):
-        data.pop("tool_choice", None)
-        data.pop("parallel_tool_calls", None)
-
-
-def _kept(route: str, tool: Any) -> tuple[Any, list[str]]:
-    """The tool as an engine reads it, or None; and names of what is left out of it. A tool of the wrong type stays as
-    it is: the check that follows says what is wrong with it."""
-    if not isinstance(tool, dict):
-        return tool, []
-    kind = tool.get("type")
-    if kind is not None and not isinstance(kind, str):
-        return tool, []
-    if route == MESSAGES:
-        if kind in (None, "custom"):
-            return _with_arguments(tool, "input_schema"), []
-    elif kind == "function" or (kind is None and route != RESPONSES):
-        function = tool.get("function")
-        if route != RESPONSES and isinstance(function, dict):
-            made = _with_arguments(function, "parameters")
-            return (tool if made is function else {**tool, "function": made}), []
-        return _with_arguments(tool, "parameters"), []
-    elif kind is None:
-        return tool, []
-    elif route == RESPONSES and kind == "namespace":
-        return _namespace(tool)
-    elif route == RESPONSES and kind == "custom" and not _has_grammar(tool):
-        return tool, []
-    return None, [_name(tool)]
-
-
-def _namespace(tool: Object) -> tuple[Any, list[str]]:
-    inner = tool.get("tools")
-    if not isinstance(inner, list):
-        return tool, []
-    kept, names = [], []
-    for one in inner:
-        if isinstance(one, dict) and one.get("type") == "function":
-            kept.append(_with_arguments(one, "parameters"))
+    gone: dict[str, Any] = {}  # label -> own name
+    for tool in tools:
+        if not isinstance(tool, dict):
+            kept.append(tool)
+        elif not _is_own(route, tool):
+            gone[_label(tool)] = _own_name(tool)
+        elif tool.get("type") == "namespace":
+            kept.append(_functions_of(tool, gone))
+        elif route == "responses" and tool.get("type") == "custom":
+            kept.append(tool)
         else:
-            names.append(f"{tool.get('name')}.{_name(one) if isinstance(one, dict) else 'tool'}")
-    return ({**tool, "tools": kept} if kept else None), names or ([] if kept else [_name(tool)])
+            kept.append(_with_parameters(route, tool))
+    choice = data.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if isinstance(choice, dict) and isinstance(kind, str):
+        named = choice.get("server_label", _own_name(choice))
+        if kind not in _CHOICES or (named is not None and named in gone.values() and kind != "allowed_tools"):
+            raise _cannot_run("tool_choice", "`tool_choice` demands", kind)
+    if gone and not kept and kind != "none":
+        place = next(place for place, tool in enumerate(tools) if isinstance(tool, dict))
+        raise _cannot_run(f"tools[{place}]", f"`tools[{place}]` is", next(iter(gone)))
+    left_out.extend(gone)
+    data["tools"] = kept
+    if kind == "allowed_tools" and isinstance(choice, dict):
+        _only_allowed(data, choice)
+    if not data["tools"]:  # none, so nothing can be chosen
+        del data["tools"]
+        if kind in _FREE:
+            data.pop("tool_choice", None)
+            data.pop("parallel_tool_calls", None)
 
 
-def _has_grammar(tool: Object) -> bool:
+def _is_own(route: str, tool: Object) -> bool:
     form = tool.get("format")
-    return isinstance(form, dict) and form.get("type") != "text"
+    has_grammar = isinstance(form, dict) and form.get("type") != "text"
+    return tool.get("type") in _OWN.get(route, (None, "function")) and not has_grammar
 
 
-def _with_arguments(tool: Object, field: str) -> Object:
-    """The same with a schema that says that it takes nothing, if its own says nothing else."""
-    schema = tool.get(field)
-    if schema is None or (isinstance(schema, dict) and _takes_nothing(schema)):
-        return {**tool, field: _NOTHING}
-    return tool
+def _functions_of(namespace: Object, gone: dict[str, Any]) -> Object:
+    inner = namespace.get("tools")
+    if not isinstance(inner, list):
+        return namespace
+    tools = [tool for tool in inner if isinstance(tool, dict)]
+    functions = [_with_parameters("responses", tool) for tool in tools if tool.get("type") == "function"]
+    gone |= {f"{namespace.get('name')}.{_label(tool)}": None for tool in tools if tool.get("type") != "function"}
+    return {**namespace, "tools": functions}
 
 
-def _takes_nothing(schema: Object) -> bool:
-    return (
-        schema.get("type", "object") == "object"
-        and not schema.get("properties")
-        and not schema.get("required")
-        and not schema.get("additionalProperties")
-        and not schema.keys() - _NO_ARGUMENTS
-    )
+def _with_parameters(route: str, tool: Object) -> Object:
+    """The tool with a schema that takes nothing, if it has none or its own says nothing else."""
+    inner, name = tool, "input_schema" if route == "messages" else "parameters"
+    if route != "responses" and isinstance(tool.get("function"), dict):
+        inner = tool["function"]
+    schema = inner.get(name) or {}
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or schema.keys() - _SAYS_NOTHING:
+        return tool
+    if any(schema.get(key) for key in ("properties", "required", "additionalProperties")):
+        return tool
+    made = {**inner, name: _NOTHING}
+    return made if inner is tool else {**tool, "function": made}
 
 
-def _name(tool: Object) -> str:
-    """Its type, with its own name where it has one: `custom:apply_patch`."""
-    own = tool.get("name") or tool.get("server_label")
-    if own is None and isinstance(tool.get("custom"), dict):
-        own = tool["custom"].get("name")
-    kind = str(tool.get("type"))[:_SHOWN]
-    return f"{kind}:{str(own)[:_SHOWN]}" if isinstance(own, str) and own != kind else kind
-
-
-def _is_none(choice: Any) -> bool:
-    return choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
-
-
-def _check_choice(choice: Any, gone: dict[str, int]) -> None:
-    """Raises HttpError 400 if the choice demands a tool that no engine runs."""
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if not isinstance(choice, dict) or not isinstance(kind, str) or kind in ("function", "allowed_tools"):
-        return
-    inner = choice.get("custom")
-    wanted = inner.get("name") if isinstance(inner, dict) else choice.get("server_label") or choice.get("name")
-    for name, place in gone.items():
-        own_kind, _, own = name.partition(":")
-        if kind in (own_kind, "tool") and (wanted is None or wanted in (own, own_kind)):
-            raise _cannot_run(name, place, chosen=True)
-    if kind not in _CHOICES:
-        raise _cannot_run(kind[:_SHOWN], 0, chosen=True)
-
-
-def _allowed(choice: Any) -> tuple[Any, list[Any]] | None:
-    """The mode and the tools of a choice of the type `allowed_tools`."""
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return None
+def _only_allowed(data: Object, choice: Object) -> None:
+    """The model sees the allowed tools alone. Raises HttpError 400 where none of them is there."""
     inner = choice.get("allowed_tools", choice)
-    tools = inner.get("tools") if isinstance(inner, dict) else None
-    return (inner.get("mode", "auto"), tools) if isinstance(tools, list) else None
-
-
-def _only_allowed(data: Object, given: list[Any], mode: Any, allowed: list[Any]) -> None:
-    """The model sees the allowed tools alone. given: with those that are left out. Raises HttpError 400 for a name that
-    is not among them."""
-    names = [_own_name(one) for one in allowed if isinstance(one, dict)]
-    known = [_own_name(tool) for tool in given if isinstance(tool, dict)]
-    missing = [name for name in names if name not in known]
+    allowed = inner.get("tools") if isinstance(inner, dict) else None
+    names = [_own_name(tool) for tool in allowed if isinstance(tool, dict)] if isinstance(allowed, list) else []
     kept = [tool for tool in data["tools"] if isinstance(tool, dict) and _own_name(tool) in names]
-    if missing or not kept or mode not in ("auto", "required"):
-        shown = f"'{str(missing[0])[:_SHOWN]}' is not in `tools`" if missing else "none of these tools is run here"
+    mode = inner.get("mode", "auto") if isinstance(inner, dict) else None
+    if not kept or mode not in ("auto", "required"):
         raise errors.bad_request(
-            f"Invalid value for `tool_choice`: {shown}, expected a mode ('auto' or 'required') and tools of `tools`.",
+            "Invalid value for `tool_choice`: expected a mode ('auto' or 'required') and tools of `tools`.",
             param="tool_choice",
             code="invalid_value",
         )
@@ -186,15 +117,19 @@ def _only_allowed(data: Object, given: list[Any], mode: Any, allowed: list[Any])
 
 def _own_name(tool: Object) -> Any:
     inner = tool.get("function") or tool.get("custom")
-    return inner.get("name") if isinstance(inner, dict) else tool.get("name")
+    return inner.get("name") if isinstance(inner, dict) else tool.get("name", tool.get("server_label"))
 
 
-def _cannot_run(name: str, place: int, *, chosen: bool = False) -> HttpError:
-    where = "tool_choice" if chosen else f"tools[{place}]"
-    asks = "`tool_choice` demands" if chosen else f"`tools[{place}]` is"
+def _label(tool: Object) -> str:
+    """Its type, with its own name where it has one: `custom:apply_patch`."""
+    kind, own = str(tool.get("type"))[:64], _own_name(tool)
+    return f"{kind}:{own[:64]}" if isinstance(own, str) and own != kind else kind
+
+
+def _cannot_run(param: str, asks: str, name: str) -> HttpError:
     return errors.bad_request(
-        f"{asks} the tool '{name}', which only its maker's own server runs. This server calls functions that your "
+        f"{asks} the tool '{name[:64]}', which only its maker's own server runs. This server calls functions that your "
         "program runs: turn this tool off in your client's settings, or add a function.",
-        param=where,
+        param=param,
         code="unsupported_tool",
     )

@@ -105,9 +105,8 @@ def test_lists_have_bounds_and_say_them() -> None:
     long = "x" * 2000
     for given, param in (
         (chat(messages=[{"role": "user", "content": "x"}] * 2049), "messages"),
-        (chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 2049}]), "messages"),
         (chat(stop=["a"] * 65), "stop"),
-        (chat(stop=[long]), "stop"),
+        (chat(stop=[long]), "stop[0]"),
         (chat(bad_words=["a"] * 65), "bad_words"),
         (chat(stop_token_ids=[1] * 65), "stop_token_ids"),
         (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
@@ -121,7 +120,7 @@ def test_lists_have_bounds_and_say_them() -> None:
     assert refusal(RESPONSES, {"model": "m", "input": items}).param == "input"
     metadata = {str(i): "x" for i in range(17)}
     assert refusal(RESPONSES, {"model": "m", "input": "x", "metadata": metadata}).param == "metadata"
-    assert refusal(EMBEDDINGS, {"model": "m", "messages": ["x"]}).param == "messages"
+    assert refusal(EMBEDDINGS, {"model": "m", "messages": ["x"]}).param == "messages[0]"
 
 
 @pytest.mark.parametrize("item", ["x", 1, None, {}, {"role": ["user"], "content": "x"}])
@@ -585,18 +584,6 @@ def test_lists_and_ranges_that_engines_compile_for_ever_are_refused(schema: dict
     assert b"structure_too_complex" in refusal(CHAT, {**ASKED, **asked}).body()
 
 
-def test_parts_of_a_tools_result_count_as_parts_of_the_message() -> None:
-    def asked(inner: dict[str, Any], count: int) -> dict[str, Any]:
-        part = {"type": "tool_result", "tool_use_id": "t", "content": [inner] * count}
-        return {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}
-
-    reference = {"type": "tool_reference", "name": "a"}
-    assert b"parts of messages" in refusal(MESSAGES, asked(reference, 16_000)).body()
-    nested = {"type": "tool_result", "tool_use_id": "t", "content": [reference] * 40}
-    assert b"parts of messages" in refusal(MESSAGES, asked(nested, 70)).body()
-    check_body(MESSAGES, orjson.dumps(asked({"type": "text", "text": "42"}, 10)), LIMITS)
-
-
 def test_inputs_of_embeddings_are_not_padded() -> None:
     asked = {"model": "m", "input": ["a"] * 2048}
     assert refusal(EMBEDDINGS, {**asked, "padding": "max_length"}).param == "padding"
@@ -633,7 +620,7 @@ ASKED = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content":
                     "tools": [{"type": "function", "function": {"name": "f", "parameters": SLOW, "strict": strict}}],
                 },
             )
-            for strict in (True, 1, 1.0, "true", "yes", [], {})
+            for strict in (True, 1, 1.0, "true", "yes")
         ),
     ],
 )
@@ -642,142 +629,30 @@ def test_a_tools_schema_is_measured_wherever_an_engine_may_read_it(route: Any, b
     assert b'"param":"tools' in refusal(route, body).body() or b"`tools" in refusal(route, body).body()
 
 
-# --- JSON within texts, which an engine parses on its own loop
-
-
-def _called_with(route: Any, arguments: list[str]) -> dict[str, Any]:
-    if route is RESPONSES:
-        return {
-            "model": "m",
-            "input": [
-                {"type": "function_call", "call_id": str(place), "name": "f", "arguments": text}
-                for place, text in enumerate(arguments)
-            ],
-        }
-    calls = [
-        {"id": str(place), "type": "function", "function": {"name": "f", "arguments": text}}
-        for place, text in enumerate(arguments)
-    ]
-    return chat(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}])
-
-
-@pytest.mark.parametrize("route", [CHAT, RESPONSES])
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    {
-        "one": (['{"a":[' + "[]," * 200_000 + "1]}"], "too_many_values"),
-        "deeper than any parser goes": (["[" * 5000 + "]" * 5000], "invalid_json"),
-        "deep": (['{"a":' + "[" * 500 + "]" * 500 + "}"], "invalid_json"),
-    }.values(),
-)
-def test_the_arguments_of_earlier_calls_are_bounded_as_the_body_is(route: Any, arguments: list[str], code: str) -> None:
-    assert refusal(route, _called_with(route, arguments)).code == code
-
-
-def test_the_arguments_of_a_call_of_the_older_kind_are_bounded_too() -> None:
-    call = {"name": "f", "arguments": "[" * 5000 + "]" * 5000}
-    asked = chat()
-    asked["messages"] += [{"role": "assistant", "content": None, "function_call": call}]
-    assert refusal(CHAT, asked).status == 400
-    call["arguments"] = "{}"
-    assert check_body(CHAT, orjson.dumps(asked), LIMITS).model == "m"
-
-
-@pytest.mark.parametrize("route", [CHAT, RESPONSES])
-def test_arguments_that_hold_much_text_or_few_values_pass(route: Any) -> None:
-    code = orjson.dumps({"code": 'if (a["b"]) { f([1, 2], "c\\n") }\n' * 20_000, "at": {"x": [1, 2]}}).decode()
-    assert code.count("[") > 20_000
-    check_body(route, orjson.dumps(_called_with(route, [code, '{"a":' + "[" * 100 + "]" * 100 + "}"])), LIMITS)
-    check_body(route, orjson.dumps(_called_with(route, ['{"city":"Paris","days":[1,2]}'] * 1000)), LIMITS)
-
-
-# --- log-probabilities of prompts, of which an engine makes an object each
-
-
-TEXT = "The quick brown fox. " * 1000
-ASKED = {"model": "m", "max_tokens": 1}
+# --- log-probabilities, of which an engine makes an object each
 
 
 @pytest.mark.parametrize(
     ("route", "body", "param"),
     [
-        (COMPLETIONS, {**ASKED, "prompt": TEXT, "prompt_logprobs": 20}, "prompt_logprobs"),
-        (COMPLETIONS, {**ASKED, "prompt": [TEXT] * 8, "prompt_logprobs": 0}, "prompt_logprobs"),
-        (COMPLETIONS, {**ASKED, "prompt": TEXT, "echo": True, "logprobs": 20}, "logprobs"),
-        # An engine reads "yes" as true.
-        (COMPLETIONS, {**ASKED, "prompt": TEXT, "echo": "yes", "logprobs": 20}, "logprobs"),
-        (COMPLETIONS, {**ASKED, "prompt": [list(range(4096))] * 9, "echo": True, "logprobs": 1}, "logprobs"),
-        (COMPLETIONS, {**ASKED, "prompt": list(range(4096)), "prompt_logprobs": 20}, "prompt_logprobs"),
-        (CHAT, chat(messages=[{"role": "user", "content": TEXT}], prompt_logprobs=20), "prompt_logprobs"),
-        (
-            CHAT,
-            chat(messages=[{"role": "user", "content": TEXT}], echo=True, logprobs=True, top_logprobs=20),
-            "logprobs",
-        ),
+        (COMPLETIONS, {"prompt": "x" * 100_000, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "x" * 100_000, "echo": True, "logprobs": 20, "max_tokens": 0}, "logprobs"),
+        (COMPLETIONS, {"prompt": ["x"] * 64, "logprobs": 20, "max_tokens": 2000}, "logprobs"),
+        (CHAT, {**chat(), "logprobs": True, "top_logprobs": 20, "n": 64, "max_tokens": 8192}, "logprobs"),
+        (RESPONSES, {"input": "x", "top_logprobs": 20, "max_output_tokens": 99_999, "stream": True}, "logprobs"),
     ],
 )
-def test_log_probabilities_of_prompts_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:
-    error = refusal(route, body)
+def test_log_probabilities_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:
+    error = refusal(route, {"model": "m", **body})
     assert (error.param, error.code) == (param, "too_many_values")
 
 
 def test_log_probabilities_as_evaluations_ask_for_them_pass() -> None:
     for more in (
         {"prompt": [list(range(2048))] * 16, "echo": True, "logprobs": 1, "max_tokens": 0},
-        {"prompt": TEXT, "echo": True, "logprobs": 5},
-        {"prompt": TEXT * 20, "logprobs": 20},
-        {"prompt": TEXT * 20, "echo": True},
+        {"prompt": "x" * 400_000, "logprobs": 20},
         {"prompt": "x", "prompt_logprobs": 20},
     ):
-        check_body(COMPLETIONS, orjson.dumps({**ASKED, **more}), LIMITS)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": [list(range(2048))] * 16, "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2}, "logprobs"),
-        ({"prompt": [list(range(2048))] * 4, "prompt_logprobs": 0, "n": 64}, "prompt_logprobs"),
-        ({"prompt": TEXT * 40, "echo": True, "n": 64, "truncate_prompt_tokens": 1}, "echo"),
-        ({"prompt": TEXT * 40, "echo": True, "n": 64, "stream": True}, "echo"),
-        ({"prompt": TEXT * 40, "return_token_ids": True, "n": 64, "stream": True}, "return_token_ids"),
-    ],
-)
-def test_what_is_said_of_prompts_again_is_bounded_for_all_choices_together(body: dict[str, Any], param: str) -> None:
-    """An engine says it once for each of them: with `n` 64 that held its event loop for twenty seconds."""
-    error = refusal(COMPLETIONS, {**ASKED, **body})
-    assert (error.param, error.code) == (param, "too_many_values")
-    check_body(COMPLETIONS, orjson.dumps({**ASKED, **body, "n": 1}), LIMITS)
-
-
-PLAIN_CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": True}
-
-
-@pytest.mark.parametrize(
-    ("route", "body", "param"),
-    [
-        (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "n": 64, "max_tokens": 8192}, "max_completion_tokens"),
-        (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "n": 64}, "max_completion_tokens"),
-        (CHAT, {**PLAIN_CHAT, "top_logprobs": 20, "max_completion_tokens": 4000}, "max_completion_tokens"),
-        (COMPLETIONS, {"model": "m", "prompt": ["x"] * 64, "logprobs": 20, "max_tokens": 2000}, "max_tokens"),
-        (RESPONSES, {"model": "m", "input": "x", "top_logprobs": 20, "max_output_tokens": 9999}, "max_output_tokens"),
-        (
-            RESPONSES,
-            {"model": "m", "input": "x", "include": ["message.output_text.logprobs"], "max_output_tokens": 99_999},
-            "max_output_tokens",
-        ),
-    ],
-)
-def test_log_probabilities_of_answers_are_bounded_altogether(route: Any, body: dict[str, Any], param: str) -> None:
-    """An engine makes and writes those of a plain answer in one go: 200 bytes asked for ten million."""
-    error = refusal(route, body)
-    assert (error.param, error.code) == (param, "too_many_values")
-    if route != RESPONSES:
-        check_body(route, orjson.dumps({**body, "stream": True}), LIMITS)  # it has them event by event
-
-
-def test_so_are_those_of_a_stream_that_ends_with_all_of_them() -> None:
-    asked = {"model": "m", "input": "x", "stream": True, "include": ["message.output_text.logprobs"]}
-    error = refusal(RESPONSES, {**asked, "top_logprobs": 20, "max_output_tokens": 4000})
-    assert (error.param, error.code) == ("max_output_tokens", "too_many_values")
-    for more in ({"top_logprobs": 20}, {"max_output_tokens": 900}, {"include": []}):
-        check_body(RESPONSES, orjson.dumps({**asked, **more}), LIMITS)
+        check_body(COMPLETIONS, orjson.dumps({"model": "m", **more}), LIMITS)
+    asked = chat(logprobs=True, top_logprobs=20, max_tokens=99_999, stream=True)
+    check_body(CHAT, orjson.dumps(asked), LIMITS)  # a stream has them event by event

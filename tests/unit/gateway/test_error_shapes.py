@@ -177,7 +177,7 @@ def test_what_a_cache_had_is_part_of_the_prompt() -> None:
     [
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop_sequences"),
     ],
 )

@@ -329,7 +329,7 @@ SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
         ({**SOCKETS, "workers": 0}, "workers: 0 given"),
         ({**SOCKETS, "workers": True}, "workers: True given"),
         ({**SOCKETS, "workers": 2, "port": 0}, "port: 0 given"),
-        ({**SOCKETS, "limits": {"n": -1}}, r"limits\.n: -1 given"),
+        ({**SOCKETS, "limits": {"sequences": -1}}, r"limits\.sequences: -1 given"),
         ({**SOCKETS, "limits": {"m": 1}}, r"limits\.m: unknown key"),
         ({**SOCKETS, "holds": []}, r"holds: \[\] given"),
         ({**SOCKETS, "tls_cert_path": "x"}, "tls_cert_path and tls_key_path"),
@@ -342,11 +342,16 @@ def test_config_errors_name_the_key(data: dict[str, Any], where: str) -> None:
 
 
 def test_config_from_text_and_file(tmp_path: Path) -> None:
-    text = json.dumps({**SOCKETS, "port": 9, "limits": {"n": 3, "keepalive_s": 5}, "holds": {"hold_s": 1}})
+    text = json.dumps({**SOCKETS, "port": 9, "limits": {"sequences": 3, "keepalive_s": 5}, "holds": {"hold_s": 1}})
     (tmp_path / "c.json").write_text(text)
     for source in (text, str(tmp_path / "c.json")):
         config = load_config(source)
-        assert (config.port, config.limits.n, config.limits.keepalive_s, config.holds.hold_s) == (9, 3, 5.0, 1.0)
+        assert (config.port, config.limits.sequences, config.limits.keepalive_s, config.holds.hold_s) == (
+            9,
+            3,
+            5.0,
+            1.0,
+        )
     with pytest.raises(ConfigInvalid, match="cannot read"):
         load_config(str(tmp_path / "missing"))
     with pytest.raises(ConfigInvalid, match="not JSON"):

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from appliance.gateway.answers.transcript import Transcript, joined, transcript_of
+from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import check_body
 from appliance.gateway.routing.table import cache_salt
 
 from .conftest import Box, Start, request_bytes
@@ -180,20 +183,6 @@ async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Star
     assert len(await stored(box)) == 1
 
 
-async def test_copies_of_one_owner_that_wait_leave_the_others_room(start_box: Start) -> None:
-    box = await start_box(limits={"owner_copies_bytes": 700})
-    await box.engine("e0", answer_response)
-    box.serve("m", "e0")
-    copies, asked = box.gateway.controller.copies, {"model": "m", "input": "x"}
-    said = [json.loads((await box.ask("POST", URL, asked)).body)["store"] for _ in range(2)]
-    assert said == [True, False]
-    assert copies.has_room("another", 700) and not copies.has_room("another", 701)
-    await box.control(Controller())
-    assert len(await stored(box)) == 1
-    await box.until(lambda: not copies.delivering)
-    assert json.loads((await box.ask("POST", URL, asked)).body)["store"]  # there is room again once they are away
-
-
 async def test_an_answer_too_large_to_be_stored_passes_as_it_is(start_box: Start) -> None:
     box = await start_box(limits={"stored_response_bytes": 1000, "buffered_response_bytes": 1000})
     long = answer("x" * 500_000)
@@ -227,34 +216,6 @@ async def test_a_copy_that_the_controller_refuses_is_dropped_in_the_end(front: B
     script.status = 200  # type: ignore[attr-defined]
     await front.ask("POST", URL, {"model": "m", "input": "good"})
     assert [copy["input"] for copy in await stored(front)] == ["good"]
-
-
-@pytest.mark.parametrize(("refused", "left"), [("one", ["0", "2"]), ("many", ["0", "bad", "2"])])
-async def test_a_batch_that_is_refused_costs_no_copy_that_is_not(
-    start_box: Start, refused: str, left: list[str]
-) -> None:
-    """For one of its copies, or for what they weigh together: whoever's were among them lost theirs."""
-
-    class Refusing(Controller):
-        async def __call__(self, request: UpstreamRequest, reply: Reply) -> None:
-            inputs = [copy["input"] for copy in request.json]
-            self.status = 400 if ("bad" in inputs if refused == "one" else len(inputs) > 1) else 200
-            await super().__call__(request, reply)
-
-    box = await start_box()
-    await box.engine("e0", answer_response)
-    box.serve("m", "e0")
-    for text in ("0", "bad", "2"):
-        assert (await box.ask("POST", URL, {"model": "m", "input": text})).status == 200
-    controller = await box.control(Refusing())
-    assert [copy["input"] for copy in await stored(box, len(left))] == left
-    await box.until(lambda: not box.gateway.controller.copies.delivering)
-    assert box.state.metrics.events["responses_not_stored"] == 3 - len(left)
-    asked = len(controller.requests)
-    for text in ("3", "4"):
-        await box.ask("POST", URL, {"model": "m", "input": text})
-    await stored(box, len(left) + 2)
-    assert len(controller.requests) > asked
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -421,17 +382,19 @@ async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(fr
     [
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-        ({"store": "yes"}, "store", None),
-        ({"background": 1}, "background", None),
-        ({"background": True, "store": False}, "background", None),
-        ({"previous_response_id": 3}, "previous_response_id", None),
-        ({"previous_response_id": ""}, "previous_response_id", None),
-        ({"previous_response_id": "x" * 300}, "previous_response_id", None),
+        ({"store": "yes"}, "store", "invalid_type"),
+        ({"background": 1}, "background", "invalid_type"),
+        ({"background": True, "store": False}, "background", "invalid_value"),
+        ({"previous_response_id": 3}, "previous_response_id", "invalid_type"),
+        ({"previous_response_id": ""}, "previous_response_id", "invalid_value"),
+        ({"previous_response_id": "x" * 300}, "previous_response_id", "invalid_value"),
     ],
 )
 def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str | None) -> None:
     with pytest.raises(HttpError) as caught:
-        transcript_of({"model": "m", "input": "x", **more})
+        check_body(
+            resolve(b"POST", b"/v1/responses"), json.dumps({"model": "m", "input": "x", **more}).encode(), Limits()
+        )
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
