@@ -42,7 +42,6 @@ ENGINE_ARGUMENTS = frozenset(
         "max-num-batched-tokens",
         "optimization-level",
         "quantization",
-        "scheduling-policy",
         "stream-interval",
     )
 )
