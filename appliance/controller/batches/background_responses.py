@@ -390,7 +390,7 @@ class BackgroundResponses:
             key = keys.find(self._db, row.key_id) if row.key_id else None
             body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
             size = len(orjson.dumps(body))
-        sent = Sent(URL, body, size, time.monotonic())
+        sent = Sent(URL, body, size)
         self._sent[row.id] = row.key_id, sent
         try:
             alone = self._deaths.goes_alone(row.id)

@@ -38,25 +38,22 @@ _OF_NO_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One line that has its answer. estimated: tokens charged to its key's allowance when it was sent. took_s: 0 if
-    unknown. sequences: answers that it asked for at once. silent: the line, if its engine has not answered in time."""
+    """One line that has its answer. estimated: tokens charged to its key's allowance when it was sent.
+    silent: the line, if its engine has not answered in time."""
 
     custom_id: str
     answer: EngineAnswer
     estimated: int
-    took_s: float = 0.0
-    sequences: int = 1
     silent: Sent | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A line that an engine is processing. size: of its body, in bytes. at_s: monotonic."""
+    """A line that an engine is processing. size: of its body, in bytes."""
 
     url: str
     body: dict[str, Any]
     size: int
-    at_s: float
 
 
 class Metering:

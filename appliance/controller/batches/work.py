@@ -26,7 +26,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import Lines, digest_of
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, asked_of, most_of
+from appliance.controller.batches.metering import BYTES_PER_TOKEN, Charge, Metering, Sent, most_of
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.batches.retry import Deaths, last_words
 from appliance.controller.context.context import ControllerContext
@@ -333,7 +333,7 @@ class BatchWork:
         request_id = new_id("req_")
         try:
             size = len(orjson.dumps(request["body"]))
-            sent = self._sent[custom_id] = Sent(request["url"], request["body"], size, time.monotonic())
+            sent = self._sent[custom_id] = Sent(request["url"], request["body"], size)
             answer = await self._context.batch_engines.send(
                 self.model,
                 request["url"],
@@ -363,8 +363,7 @@ class BatchWork:
             self._runner.metering.returned(self.key_id, self.batch_id, str(number))
             self._runner.returned(self)
         estimated = self._lines[number].size // BYTES_PER_TOKEN
-        took_s, sequences = time.monotonic() - sent.at_s, asked_of(sent.url, sent.body, sent.size).sequences
-        self._charges.append(Charge(custom_id, answer, estimated, took_s, sequences, silent))
+        self._charges.append(Charge(custom_id, answer, estimated, silent))
         self._answered(custom_id, request_id, answer.status, answer.body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:

@@ -124,8 +124,8 @@ class ModelAnswers:
                 if error.yielded or deaths.counted(question):
                     continue
                 return last_words(str(error))
-            took_s, silent = time.monotonic() - sent.at_s, sent if answer.silent else None
-            self._metering.charge(key, model, [Charge("", answer, tokens, took_s, silent=silent)])
+            silent = sent if answer.silent else None
+            self._metering.charge(key, model, [Charge("", answer, tokens, silent=silent)])
             return answer
 
     async def _place(
@@ -210,7 +210,7 @@ class ModelAnswers:
         self, key: KeyRow | None, model: str, url: str, body: dict[str, Any], alone: bool
     ) -> tuple[EngineAnswer, Sent]:
         """Raises LineReturned."""
-        sent, engines = Sent(url, body, len(orjson.dumps(body)), time.monotonic()), self._context.batch_engines
+        sent, engines = Sent(url, body, len(orjson.dumps(body))), self._context.batch_engines
         owner = key.owner if key else ""
         try:
             return await engines.send(model, url, body, new_id("req_"), owner=owner, alone=alone), sent

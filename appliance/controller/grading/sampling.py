@@ -216,7 +216,7 @@ class RolloutSampling:
         # An answer that goes on has had its prompt paid for.
         prompt = 0 if line.spans else len(line.tokens)
         wanted = {"n": line.n, "max_tokens": body["sampling_params"]["max_tokens"]}
-        sent = Sent(sampling.URL, wanted, prompt * BYTES_PER_TOKEN, time.monotonic())
+        sent = Sent(sampling.URL, wanted, prompt * BYTES_PER_TOKEN)
         try:
             answer = await self._engines.sample(base["model"], base["version"], body, request_id)
         except asyncio.CancelledError:

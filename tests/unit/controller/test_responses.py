@@ -12,7 +12,6 @@ import httpx
 import openai
 import orjson
 import pytest
-from appliance.gateway.inference.copies import BATCH_BYTES
 
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
@@ -21,6 +20,7 @@ from appliance.controller.responses import items as response_items
 from appliance.controller.responses import stored as stored_responses
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
+from appliance.gateway.inference.copies import BATCH_BYTES
 from appliance.gateway.payload.request_check import check_body
 from appliance.store.database import Database
 from appliance.store.objects import responses
