@@ -31,7 +31,7 @@ from runtime.devices.kinds import kind_of  # noqa: E402
 from runtime.processes.kernel import group_pids, held_bytes  # noqa: E402
 from serve.core.config import EngineConfig  # noqa: E402
 from serve.core.shape import ServedShape  # noqa: E402
-from serve.core.sizing import CPU_MAX_NUM_SEQS, asleep_bytes, engine_settings, engine_size  # noqa: E402
+from serve.core.sizing import CPU_MAX_NUM_SEQS, asleep_bytes, engine_size  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
 from weights.format.layout import Layout  # noqa: E402
@@ -101,7 +101,7 @@ async def measure(box: Box, name: str, path: Path, seqs: int, dtype: str, host_b
         dtype=dtype,
         **kind,
     )
-    settings = engine_settings(config, size, **kind)
+    settings = {"task": kind["task"], **size.spec_fields()}
     replica = Replica(str(box.warm_socket), str(box.logs))
     started = await replica.start(box.spec(f"{name}-{dtype}", path, **settings))
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.models.errors import MissingTokenizer
-from serve.core.parsers import PARSER_TOKENS, missing_tokens, reasoning_parser, tool_parser
+from serve.core.parsers import PARSER_TOKENS, missing_tokens, parser_of_calls, reasoning_parser
 from weights.checkpoint import processor_settings
 from weights.checkpoint.errors import NotACheckpoint, PickleRefused, UnsafeLink, UnsupportedModel
 from weights.checkpoint.folder import (
@@ -215,10 +215,11 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "tokenizer_config.json is not. If the other one is meant, remove chat_template.jinja and import again"
         )
     shown, tokens = with_tools(template), tokens_of(directory, PARSER_TOKENS)
-    if task == "generate" and (lacking := missing_tokens(family, shown, tokens)) is not None:
+    calls = parser_of_calls(family, shown)
+    if missing := missing_tokens(calls, tokens) if task == "generate" else ():
         warnings.append(
             f"calls of tools are read only where a request requires or names them, not with tool_choice auto: the "
-            f"tokenizer lacks {' and '.join(map(repr, lacking[1]))}, which vLLM's parser {lacking[0]} for this model "
+            f"tokenizer lacks {' and '.join(map(repr, missing))}, which vLLM's parser {calls} for this model "
             "needs. Add that to tokenizer and embedding and import again, or choose another parser: `appliance model "
             "deploy NAME --tool-parser PARSER`"
         )
@@ -240,7 +241,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
             "dtypes": sorted({placed.spec.dtype for placed in layout}),
             "chat_template": template is not None,
-            "tool_parser": tool_parser(family, shown, tokens),
+            "tool_parser": None if missing_tokens(calls, tokens) else calls,
             "reasoning_parser": reasoning_parser(family, shown),
             "quantized": bool(quantization),
         },

@@ -19,6 +19,8 @@ ServeError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class ServeError(Exception):
     """Base of all errors raised by `serve`."""
@@ -85,20 +87,11 @@ class NotFinite(FingerprintMismatch):
     """The answer to the fingerprint prompt is not all finite numbers."""
 
 
-BY_NAME: dict[str, type[ServeError]] = {
-    error.__name__: error
-    for error in (
-        EngineStartFailed,
-        EngineOutOfMemory,
-        CoreDied,
-        CoreKilled,
-        EngineFailed,
-        ReloadFailed,
-        WrongState,
-        VersionUnreadable,
-        VersionMismatch,
-        NotReloadable,
-        VersionBroken,
-        FingerprintMismatch,
-    )
-}
+def _kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds(narrower)
+
+
+BY_NAME = {kind.__name__: kind for kind in _kinds(ServeError)}
+"""As errors of another process are named."""

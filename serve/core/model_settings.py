@@ -41,10 +41,7 @@ ENGINE_ARGUMENTS = frozenset(
         "max-cudagraph-capture-size",
         "max-num-batched-tokens",
         "optimization-level",
-        "prefix-caching-hash-algo",
         "quantization",
-        "scheduling-policy",
-        "seed",
         "stream-interval",
     )
 )

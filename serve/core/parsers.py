@@ -71,34 +71,27 @@ _THINK, _ANSWER_BEGINS = "<think>", "add_generation_prompt"
 _CLOSED_THOUGHT = re.compile(r"<think>(\\n|\s)*</think>")
 
 
-def tool_parser(model_type: str | None, chat_template: str | None, tokens: Collection[str]) -> str | None:
-    """vLLM's tool parser for a model, None without one that can read its tokenizer.
+def parser_of_calls(model_type: str | None, chat_template: str | None) -> str | None:
+    """vLLM's tool parser for a model of this family (`model_type` of config.json), None if none is known.
 
-    Args:
-        model_type: the family, `model_type` of config.json.
-        chat_template: its text. A family's own parser is used only with one that mentions tools, otherwise text that
-            merely looks like a call would be taken for one. A template that does not mention them has been given a way
-            to show them, with Hermes' tags (weights.format.tool_template).
-        tokens: those of PARSER_TOKENS that the tokenizer has.
+    A family's own parser is used only with a template that mentions tools, otherwise text that merely looks like a call
+    would be taken for one. A template that does not mention them has been given a way to show them, with Hermes' tags
+    (weights.format.tool_template).
     """
-    parser = _parser_of_syntax(model_type, chat_template or "")
-    return None if set(NEEDED_TOKENS.get(parser or "", ())) - set(tokens) else parser
+    template = chat_template or ""
+    own = TOOL_PARSERS.get(model_type or "") if "tools" in template else None
+    return next((parser for mark, parser in CALL_SYNTAX if mark in template), own)
 
 
-def missing_tokens(
-    model_type: str | None, chat_template: str | None, tokens: Collection[str]
-) -> tuple[str, tuple[str, ...]] | None:
-    """The tool parser that `tool_parser` rejects, with the tokens that the tokenizer lacks; None if it rejects none."""
-    parser = _parser_of_syntax(model_type, chat_template or "") or ""
-    missing = tuple(token for token in NEEDED_TOKENS.get(parser, ()) if token not in tokens)
-    return (parser, missing) if missing else None
+def missing_tokens(parser: str | None, tokens: Collection[str]) -> tuple[str, ...]:
+    """Tokens without which the tool parser refuses the tokenizer. tokens: those of PARSER_TOKENS that this has."""
+    return tuple(token for token in NEEDED_TOKENS.get(parser or "", ()) if token not in tokens)
 
 
-def _parser_of_syntax(model_type: str | None, template: str) -> str | None:
-    for mark, parser in CALL_SYNTAX:
-        if mark in template:
-            return parser
-    return TOOL_PARSERS.get(model_type or "") if "tools" in template else None
+def tool_parser(model_type: str | None, chat_template: str | None, tokens: Collection[str]) -> str | None:
+    """`parser_of_calls` if it can read a tokenizer with these tokens."""
+    parser = parser_of_calls(model_type, chat_template)
+    return None if missing_tokens(parser, tokens) else parser
 
 
 def reasoning_parser(model_type: str | None, chat_template: str | None) -> str | None:

@@ -79,8 +79,9 @@ class EngineSize:
 
     max_model_len: its context in tokens, None where the model does not say. kv_tokens: tokens that the KV cache holds,
     None if unknown. max_num_seqs: requests at once. gpu_memory_fraction: of a GPU that must be free after the engine's
-    own context. room_bytes: what it may take of each device. shortened: why the context is shorter than set or the
-    model's own, "" if it is not. problem: why it cannot be started, "" if it can.
+    own context. room_bytes: what it may take of each device. adapters: fields of the spec about them, empty if it takes
+    none. shortened: why the context is shorter than set or the model's own, "" if it is not. problem: why it cannot be
+    started, "" if it can.
     """
 
     memory: EngineMemory
@@ -90,8 +91,22 @@ class EngineSize:
     max_num_seqs: int
     gpu_memory_fraction: float
     room_bytes: int
+    adapters: dict[str, int]
     shortened: str = ""
     problem: str = ""
+
+    def spec_fields(self) -> dict[str, Any]:
+        """Fields of a ReplicaSpec. Raises NotServable."""
+        if self.problem:
+            raise NotServable(self.problem)
+        return {
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "kv_cache_bytes": self.memory.kv_cache_bytes,
+            "gpu_memory_fraction": self.gpu_memory_fraction,
+            **self.adapters,
+        }
 
 
 def lora_rank_bound(rank: int) -> int:
@@ -156,7 +171,12 @@ def engine_size(
         activations += 4 * (min(seqs * draft_tokens, tokens) * shape.vocab + seqs * (context or 0))
     # Without fully_sharded_loras a worker keeps the hidden side of each layer whole, which is less than half of all.
     sides = shape.lora_sides * (shards + 1) // (2 * shards)
-    adapters = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
+    adapter_bytes = config.adapter_slots * lora_rank_bound(rank) * sides * element if rank else 0
+    adapters = {
+        "adapter_slots": config.adapter_slots,
+        "adapter_max_rank": rank,
+        "adapters_resident": max(config.adapters_resident, config.adapter_slots),
+    }
 
     # vLLM refuses to start if less is free, when its context is there already (vllm/v1/worker/utils.request_memory).
     # Rounded down, so that what the command line shows is never more.
@@ -175,7 +195,7 @@ def engine_size(
     elif kind.on_host:
         kv = max(CPU_KV_BYTES, min(whole, device_memory_bytes))
     else:
-        others = adapters + activations + engine
+        others = adapter_bytes + activations + engine
         left = room - weights - others
         kv = max(left, LEAST_KV_BYTES)
         if left < kv:
@@ -188,18 +208,26 @@ def engine_size(
     kv_tokens = (kv // block_bytes - 1) * BLOCK_TOKENS if block_bytes else None
     length, shortened, too_short = context, "", ""
     if context and kv_tokens is not None and kv_tokens < context:
-        length, shortened = (
-            kv_tokens,
-            (
-                f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {context:,} tokens, "
-                f"{whole / 1e6:,.0f} MB would hold all"
-            ),
+        length = kv_tokens
+        shortened = (
+            f"its KV cache of {kv / 1e6:,.0f} MB holds {max(0, kv_tokens):,} of {context:,} tokens, "
+            f"{whole / 1e6:,.0f} MB would hold all"
         )
         if kv_tokens < BLOCK_TOKENS:
             length, too_short = None, f"{shortened}: raise kv_cache_bytes or the number of devices"
     problem = _not_computed(kind, shape, dtype, kv_cache_dtype, rank) or too_little or too_short
-    memory = EngineMemory(weights, adapters, kv, activations, engine)
-    return EngineSize(memory, dtype, length, kv_tokens, seqs, fraction, room, shortened, problem)
+    return EngineSize(
+        EngineMemory(weights, adapter_bytes, kv, activations, engine),
+        dtype,
+        length,
+        kv_tokens,
+        seqs,
+        fraction,
+        room,
+        adapters if rank else {},
+        shortened,
+        problem,
+    )
 
 
 def _not_computed(
@@ -229,27 +257,6 @@ def _not_computed(
         f"its attention heads have {shape.head_dim} elements, and {where} compute heads of "
         f"{', '.join(map(str, sorted(sizes)))}"
     )
-
-
-def engine_settings(config: EngineConfig, size: EngineSize, *, task: str, arch: str) -> dict[str, Any]:
-    """Return the fields of a ReplicaSpec that follow from an engine's size. Raises NotServable."""
-    if size.problem:
-        raise NotServable(size.problem)
-    rank = adapter_rank_limit(config, task=task, arch=arch)
-    adapters = {
-        "adapter_slots": config.adapter_slots,
-        "adapter_max_rank": rank,
-        "adapters_resident": max(config.adapters_resident, config.adapter_slots),
-    }
-    return {
-        "task": task,
-        "dtype": size.dtype,
-        "max_model_len": size.max_model_len,
-        "max_num_seqs": size.max_num_seqs,
-        "kv_cache_bytes": size.memory.kv_cache_bytes,
-        "gpu_memory_fraction": size.gpu_memory_fraction,
-        **(adapters if rank else {}),
-    }
 
 
 def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:

@@ -17,7 +17,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
-from vllm.utils.hashing import get_hash_fn_by_name
 
 from runtime.devices.kinds import kind_of
 from runtime.logs import configure_logging
@@ -33,7 +32,6 @@ from weights.checkpoint.folder import may_open
 from weights.checkpoint.vocabulary import tokens_of
 from weights.format.errors import WeightsError
 
-SEEDS = 1 << 32  # of numpy's generator, which a worker sets first
 BLOCK_STEP, BLOCK_STEP_ON_HOST = 16, 32  # get_supported_kernel_block_sizes in vllm/v1/attention/backends
 
 
@@ -94,16 +92,10 @@ def in_words(error: ValidationError) -> str:
 def refused_later(config: Any, *, on_host: bool) -> str:
     """Why an engine with this VllmConfig would not start, or would end at its first prompt; "" if it would do."""
     model, cache = config.model_config, config.cache_config
-    if not 0 <= model.seed < SEEDS:
-        return f"the seed is {model.seed}, and has to be from 0 to {SEEDS - 1}"
     # vLLM itself sets it for latent attention.
     step = BLOCK_STEP_ON_HOST if on_host and not model.use_mla else BLOCK_STEP
     if cache.user_specified_block_size and cache.block_size % step:
         return f"no kernel computes blocks of {cache.block_size} tokens: block-size has to be a multiple of {step}"
-    try:
-        get_hash_fn_by_name(cache.prefix_caching_hash_algo)(0)
-    except ImportError:
-        return f"{cache.prefix_caching_hash_algo} needs the package xxhash, which is not installed: take sha256"
     # Of a checkpoint that has it, the look at the checkpoint has said whether engines here compute it.
     of_checkpoint = getattr(model.hf_config, "quantization_config", None)
     if on_host and "fp8" in (model.quantization or "") and not of_checkpoint:

@@ -9,7 +9,7 @@ from appliance.controller.models.capacity import BoxFacts, serve
 from runtime.devices.kinds import KINDS, kind_of
 from serve.core.config import EngineConfig
 from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, engine_settings, engine_size
+from serve.core.sizing import EngineSize, engine_size
 
 GIB = 2**30
 GPUS = sorted(name for name, kind in KINDS.items() if not kind.on_host)
@@ -70,7 +70,7 @@ def test_an_engine_that_is_not_refused_starts_beside_all_that_may_sleep_there(
         return
     assert vllm_starts(size, kind, memory, asleep)
     assert size.gpu_memory_fraction <= fraction and size.memory.device_bytes <= memory * fraction
-    assert engine_settings(config, size, **MODEL)["gpu_memory_fraction"] == size.gpu_memory_fraction
+    assert size.spec_fields()["gpu_memory_fraction"] == size.gpu_memory_fraction
     fewer = sized(kind, memory, shape, 0, shards, config)
     assert fewer.memory.kv_cache_bytes >= size.memory.kv_cache_bytes, "what sleeps takes from the KV cache"
     assert not fewer.problem

@@ -14,7 +14,7 @@ from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig
 from serve.core.model_settings import ModelSettings
 from serve.core.shape import ServedShape
-from serve.core.sizing import EngineSize, asleep_bytes, engine_settings, engine_size
+from serve.core.sizing import EngineSize, asleep_bytes, engine_size
 from weights.format.foreign_json import config_in
 
 
@@ -75,8 +75,7 @@ class EngineSizes:
     ) -> dict[str, Any]:
         """The same with other settings than those in force."""
         size = self.sized(model, version, tensor_parallel, settings)
-        fields = engine_settings(settings.config(self._engine), size, task=model.task, arch=model.arch)
-        return fields | settings.spec_fields()
+        return {"task": model.task} | size.spec_fields() | settings.spec_fields()
 
     def asleep_bytes(self, model: ModelRow, version: VersionRow | None) -> int:
         return asleep_bytes(self._shape(*self._served(model, version)))

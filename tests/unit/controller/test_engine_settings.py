@@ -14,9 +14,9 @@ async def patch(control, code=200, **body):
 
 
 async def test_settings_are_kept_in_versions_and_one_can_go_back(control):
-    first = await patch(control, set={"max_num_seqs": 4, "engine_args": {"block_size": "32", "seed": "1"}})
-    assert (first["number"], first["settings"]["engine_args"]) == (1, {"block-size": "32", "seed": "1"})
-    second = await patch(control, set={"max_num_seqs": None, "engine_args": {"seed": None}})
+    first = await patch(control, set={"max_num_seqs": 4, "engine_args": {"block_size": "32", "stream-interval": "1"}})
+    assert (first["number"], first["settings"]["engine_args"]) == (1, {"block-size": "32", "stream-interval": "1"})
+    second = await patch(control, set={"max_num_seqs": None, "engine_args": {"stream-interval": None}})
     assert second["settings"] == {"engine_args": {"block-size": "32"}}
     again = await patch(control, set={"engine_args": {"block-size": "32"}})
     assert again["number"] == 2, "nothing changed"
@@ -30,7 +30,7 @@ async def test_settings_are_kept_in_versions_and_one_can_go_back(control):
 
 async def test_what_is_refused_changes_nothing(control):
     control.context.settings_check.refuses = "no such attention"
-    told = await patch(control, 400, set={"engine_args": {"seed": "1"}})
+    told = await patch(control, 400, set={"engine_args": {"stream-interval": "1"}})
     assert "no such attention" in told["error"]["message"]
     for body in (
         {"set": {"nosuch": 1}},

@@ -5,18 +5,16 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 from vllm.config import CacheConfig, SchedulerConfig
-from vllm.utils import hashing
 
 from serve.engine.check_settings import in_words, refused_later
 
 
-def config(*, seed=0, block_size=None, algorithm="sha256", quantization=None, latent=False):
+def config(*, block_size=None, quantization=None, latent=False):
     cache = SimpleNamespace(
         block_size=block_size or 1000,  # of a model that keeps states alone, as vLLM sets it
         user_specified_block_size=block_size is not None,
-        prefix_caching_hash_algo=algorithm,
     )
-    model = SimpleNamespace(seed=seed, use_mla=latent, quantization=quantization, hf_config=SimpleNamespace())
+    model = SimpleNamespace(use_mla=latent, quantization=quantization, hf_config=SimpleNamespace())
     return SimpleNamespace(model_config=model, cache_config=cache)
 
 
@@ -24,7 +22,7 @@ def test_what_an_engine_starts_with_is_not_refused():
     assert refused_later(config(), on_host=True) == refused_later(config(), on_host=False) == ""
     assert refused_later(config(block_size=16, quantization="fp8"), on_host=False) == ""
     assert refused_later(config(block_size=16, latent=True), on_host=True) == ""
-    assert refused_later(config(seed=(1 << 32) - 1, quantization="awq"), on_host=True) == ""
+    assert refused_later(config(quantization="awq"), on_host=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -32,19 +30,11 @@ def test_what_an_engine_starts_with_is_not_refused():
     [
         ({"block_size": 16}, True, "blocks of 16 tokens: block-size has to be a multiple of 32"),
         ({"block_size": 7}, False, "has to be a multiple of 16"),
-        ({"seed": -1}, False, "from 0 to 4294967295"),
-        ({"seed": 1 << 32}, True, "from 0 to 4294967295"),
         ({"quantization": "fp8_per_tensor"}, True, "no layers in fp8_per_tensor"),
     ],
 )
 def test_what_no_engine_starts_with_is_refused_before_anything_restarts(given, on_host, reason):
     assert reason in refused_later(config(**given), on_host=on_host)
-
-
-@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
-def test_a_hash_of_prompts_whose_package_is_missing_is_refused(monkeypatch, algorithm):
-    monkeypatch.setattr(hashing, "_xxhash", None)
-    assert "take sha256" in refused_later(config(algorithm=algorithm), on_host=False)
 
 
 def test_what_vllm_refuses_is_told_without_its_classes_and_arguments():

@@ -61,9 +61,9 @@ def test_a_value_cannot_become_an_argument():
     assert args[-3:] == ["--block-size=32 --api-key=x", "--enforce-eager", "--no-enable-dbo"]
     for bad in ("a\nb", "x" * 2001, "\x00"):
         with pytest.raises(ValidationError, match="printable"):
-            ModelSettings(engine_args={"seed": bad})
+            ModelSettings(engine_args={"block-size": bad})
     with pytest.raises(ValidationError, match="may not be set"):
-        ModelSettings(engine_args={"seed=1 --api-key": "x"})
+        ModelSettings(engine_args={"block-size=1 --api-key": "x"})
     assert not ENGINE_ARGUMENTS & set(ELSEWHERE)
 
 

@@ -15,7 +15,6 @@ from serve.core.sizing import (
     LEAST_ACTIVATIONS_BYTES,
     NotServable,
     asleep_bytes,
-    engine_settings,
     engine_size,
 )
 
@@ -56,7 +55,7 @@ def on_cpu(config=None, shape=None, **kw):
 
 
 def settings(config=None, task="generate", arch="LlamaForCausalLM", **kw):
-    return engine_settings(config or EngineConfig(), size(config, task=task, arch=arch, **kw), task=task, arch=arch)
+    return size(config, task=task, arch=arch, **kw).spec_fields()
 
 
 def test_a_gpu_engine_gets_what_all_else_leaves():
@@ -115,7 +114,7 @@ def test_adapters_are_not_computed_in_float32_on_a_gpu():
     found = size(dtype="float32")
     assert "[serve] adapter_slots to 0" in found.problem
     with pytest.raises(NotServable, match="compute no adapters"):
-        engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
+        found.spec_fields()
     for computed in (
         size(),
         size(dtype="float16"),
@@ -196,7 +195,7 @@ def test_quantised_layers_are_refused_where_the_processor_computes_none(monkeypa
         assert ("only on a processor with AVX-512" in found.problem) == bool(lacks)
         assert not on_cpu().problem and not size(shape=quantised).problem
     with pytest.raises(NotServable, match=r"quantised.*import the model as its publisher trained it"):
-        engine_settings(EngineConfig(), found, task="generate", arch="LlamaForCausalLM")
+        found.spec_fields()
 
 
 @pytest.mark.parametrize(

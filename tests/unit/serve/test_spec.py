@@ -158,16 +158,16 @@ def test_tool_parser_follows_the_template_then_the_family(family, template, pars
 )
 def test_tool_parser_without_a_token_that_it_needs_is_not_chosen(family, template, parser):
     needed = NEEDED_TOKENS[parser]
-    assert tool_parser(family, template, needed) == parser and missing_tokens(family, template, needed) is None
+    assert tool_parser(family, template, needed) == parser and not missing_tokens(parser, needed)
     assert tool_parser(family, template, needed[1:]) is None
-    assert missing_tokens(family, template, needed[1:]) == (parser, needed[:1])
+    assert missing_tokens(parser, needed[1:]) == needed[:1]
     spec, config = ReplicaSpec.from_json(GOOD), {"model_type": family}
     assert pairs(engine_arguments(spec, config, template, needed))["--tool-call-parser"] == parser
     assert "--tool-call-parser" not in engine_arguments(spec, config, template, needed[1:])
 
 
 def test_tool_parser_that_needs_no_token_is_chosen_without_any():
-    assert tool_parser("qwen3", "<tool_call>", ()) == "hermes" and missing_tokens("qwen3", "<tool_call>", ()) is None
+    assert tool_parser("qwen3", "<tool_call>", ()) == "hermes"
 
 
 def test_engine_arguments_keep_a_parser_that_the_settings_name():
