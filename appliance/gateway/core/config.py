@@ -64,11 +64,9 @@ class Limits:
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0
     keepalive_s: Seconds = 75.0
-    # A client that sends nothing of its body for so long is cut off.
-    body_window_s: Seconds = 30.0
-    # And one that sends less per second over the whole body, after an initial period, so that every body ends.
+    # A body must come at this rate on average, after an initial period, so that every body ends.
     body_bytes_per_s: Count = 32 * 1024
-    body_grace_s: Seconds = 60.0
+    body_grace_s: Seconds = 30.0
     write_stall_s: Seconds = 60.0
     # Over a whole answer a client may hold the gateway up for an initial period and for as long as this rate needs, so
     # that every download ends.

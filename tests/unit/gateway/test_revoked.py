@@ -188,7 +188,7 @@ async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start
 async def test_body_waiting_for_the_controller_is_not_slow(start_box: Start) -> None:
     """The limit is far above the time that the body takes itself, which this loop sends, relays and reads."""
     limit_s, size = 0.5, 2_000_000
-    box = await start_box(limits={"body_grace_s": limit_s, "body_window_s": limit_s, "body_bytes_per_s": 1 << 30})
+    box = await start_box(limits={"body_grace_s": limit_s, "body_bytes_per_s": 1 << 30})
     reads = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
