@@ -1,4 +1,4 @@
-"""Starts the gateway process: `python -m appliance.gateway.main --config-json PATH_OR_JSON`."""
+"""Starts the gateway process: `python -m appliance.gateway.main --config-json JSON`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import orjson
 import uvloop
 
 from appliance.gateway.bus import BusClient
-from appliance.gateway.core.config import GatewayConfig, load_config
+from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.workers import EXIT_USAGE, Siblings, keep_workers
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Each worker prints one line {"event": "listening", "host", "port", …} on stdout once it accepts connections.
     """
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
-    parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
+    parser.add_argument("--config-json", required=True, metavar="JSON", help="a resolved GatewayConfig")
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
     dies_as(DiesAs.GATEWAY)
     try:
-        config = load_config(arguments.config_json)
+        config = GatewayConfig.from_json(arguments.config_json)
         site()  # compressing its files takes 20 ms, which no stream shall wait for
         _raise_file_limit(config.limits.max_connections)
         if config.workers == 1:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -116,8 +115,16 @@ class GatewayConfig:
     holds: HoldLimits = field(default_factory=HoldLimits)
 
     @classmethod
+    def from_json(cls, text: str) -> GatewayConfig:
+        """Raises ConfigInvalid."""
+        try:
+            return cls.from_mapping(msgspec.json.decode(text))
+        except msgspec.DecodeError as error:
+            raise ConfigInvalid(f"--config-json: not JSON ({error})") from error
+
+    @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> GatewayConfig:
-        """Build from plain JSON data. Raises ConfigInvalid naming the key and what is expected."""
+        """Build from plain data. Raises ConfigInvalid naming the key and what is expected."""
         try:
             _check_names(cls, data)
             config = msgspec.convert(data, cls)
@@ -132,21 +139,6 @@ class GatewayConfig:
             if len(os.fsencode(getattr(config, name))) > 107:
                 raise ConfigInvalid(f"{name}: path longer than 107 bytes, use a shorter run directory")
         return config
-
-
-def load_config(path_or_json: str) -> GatewayConfig:
-    """Read a config from a JSON object or from the path of a file with one. Raises ConfigInvalid."""
-    text = path_or_json
-    if not text.lstrip().startswith("{"):
-        try:
-            text = Path(path_or_json).read_text()
-        except OSError as error:
-            raise ConfigInvalid(f"--config-json: cannot read {path_or_json!r} ({error.strerror})") from error
-    try:
-        data = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ConfigInvalid(f"--config-json: not JSON ({error})") from error
-    return GatewayConfig.from_mapping(data)
 
 
 def _check_names(cls: type, data: Any, prefix: str = "") -> None:

@@ -1,9 +1,5 @@
 """Defines the gateway's errors, and formats each for clients as OpenAI's error object.
 
-    GatewayError
-    ├── ConfigInvalid    the process was started with unusable settings
-    └── HttpError         an answer to a client: status and {"error": {"message", "type", "param", "code"}}
-
 Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
 it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`.
 """
@@ -13,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import orjson
@@ -32,51 +29,37 @@ JSON_TYPES: Final = {
 }
 
 
-class GatewayError(Exception):
-    """Base of all errors of this package."""
-
-
-class ConfigInvalid(GatewayError):
+class ConfigInvalid(Exception):
     """Settings the gateway cannot start with; the message names the key, the value and what is expected."""
 
 
-class HttpError(GatewayError):
-    """An error sent to a client.
+@dataclass(eq=False)
+class HttpError(Exception):
+    """An error sent to a client, in OpenAI's shape {"error": {"message", "type", "param", "code"}}.
 
-    status: HTTP status. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
+    status: HTTP status. kind: the `type`. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
     `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the connection is unusable afterwards.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-        should_retry: bool | None = None,
-        allow: str | None = None,
-        close: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.retry_after_s = None if retry_after_s is None else min(max(retry_after_s, 1), MAX_RETRY_AFTER_S)
-        self.should_retry = should_retry
-        self.allow = allow
-        self.close = close
+    status: int
+    message: str
+    _: KW_ONLY
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+    should_retry: bool | None = None
+    allow: str | None = None
+    close: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        if self.retry_after_s is not None:
+            self.retry_after_s = min(max(self.retry_after_s, 1), MAX_RETRY_AFTER_S)
 
     def body(self) -> bytes:
-        return error_object(self.message, self.kind, self.param, self.code)
-
-
-def error_object(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> HttpError:

@@ -34,6 +34,8 @@ class Sessions:
                 max_field_size=32 * 1024,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                # Asked to close, a server that refuses a body unread cuts off its own answer.
+                headers=None if lasting else {"Connection": "keep-alive"},
             )
         return session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
@@ -27,6 +27,16 @@ _LABELS: Final = ("model", "version", "key_class")
 disable_created_metrics()
 
 
+class _Series(NamedTuple):
+    """Counters of one triple: looking them up by their labels costs more than counting."""
+
+    ttft: Histogram
+    duration: Histogram
+    prompt: prometheus_client.Counter
+    completion: prometheus_client.Counter
+    cached: prometheus_client.Counter
+
+
 class Metrics:
     """All counts of one process. Times in seconds.
 
@@ -38,7 +48,7 @@ class Metrics:
         self.events: defaultdict[str, int] = defaultdict(int)
         self.requests: Counter[tuple[str, int]] = Counter()
         self.rows: defaultdict[str, RowLoad] = defaultdict(RowLoad)
-        self.series: dict[SeriesKey, None] = {}
+        self.series: dict[SeriesKey, _Series] = {}
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
         self._bytes = counter("response_bytes", "Body bytes relayed to clients.")
@@ -80,7 +90,7 @@ class Metrics:
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
-        self.ttft.labels(*self._key(request)).observe(seconds)
+        self._series(request)[1].ttft.observe(seconds)
         self.rows[request.model].first_byte(seconds, now_s)
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -89,12 +99,12 @@ class Metrics:
         self._bytes.inc(request.sent_bytes)
         if not request.model:
             return
-        key, tokens, token_s = self._key(request), request.tokens, None
+        (key, series), tokens, token_s = self._series(request), request.tokens, None
         self.answered.labels(*key, request.status).inc()
-        self.duration.labels(*key).observe(now_s - request.received_s)
-        self.tokens.labels(*key, "input").inc(tokens.prompt)
-        self.tokens.labels(*key, "output").inc(tokens.completion)
-        self.cached.labels(*key).inc(tokens.found)
+        series.duration.observe(now_s - request.received_s)
+        series.prompt.inc(tokens.prompt)
+        series.completion.inc(tokens.completion)
+        series.cached.inc(tokens.found)
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion - request.refused_completion or request.stream_events
         if request.stream_events and written > 1:
@@ -104,15 +114,22 @@ class Metrics:
 
     # -- bounds
 
-    def _key(self, request: Request) -> SeriesKey:
-        """Return the labels of this request's series; drop the oldest series if there are too many."""
+    def _series(self, request: Request) -> tuple[SeriesKey, _Series]:
+        """Return the labels of this request's series and the series; drop the oldest if there are too many."""
         scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
         key = request.model, request.model_version, key_class(scopes)
-        if key not in self.series:
+        series = self.series.get(key)
+        if series is None:
             if len(self.series) >= MOST_SERIES:
                 self._drop(next(iter(self.series)))
-            self.series[key] = None
-        return key
+            series = self.series[key] = _Series(
+                self.ttft.labels(*key),
+                self.duration.labels(*key),
+                self.tokens.labels(*key, "input"),
+                self.tokens.labels(*key, "output"),
+                self.cached.labels(*key),
+            )
+        return key, series
 
     def _drop(self, key: SeriesKey) -> None:
         del self.series[key]
