@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 import os
 import pkgutil
 import tempfile
@@ -35,7 +34,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
 from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -48,8 +46,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
-from runtime.processes import numa
-from runtime.processes.kernel import die_with_parent
 from serve.api import (
     adapter_steps,
     answer_shapes,
@@ -91,7 +87,7 @@ def apply(
     numa_nodes: Sequence[int | None] = (),
 ) -> None:
     """Idempotent. `kind`: of device; `eager`: the engine runs without compiled graphs; `core_death`: is to follow the
-    core; `numa_nodes`: that of each worker's device."""
+    core; `numa_nodes`: of each worker's device."""
     if _applied:
         return
     _applied.append(True)
@@ -111,38 +107,21 @@ def apply(
 
 def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nodes: Sequence[int | None]) -> None:
     """How the frontend, the core and its workers start, end, and hear of each other's errors."""
-    # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s), without these
-    # patches. This process was forked from a parent without threads or CUDA, so forking again is safe.
-    engine_utils.get_mp_context = _fork_context
-    multiproc_executor.get_mp_context = _fork_context
-
-    # A process learns that its child ended by a pipe that the child's own children hold too: workers that outlive their
-    # core would hide its end, and a start would wait for it.
-    worker = multiproc_executor.WorkerProc
-    EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
-    # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.processes.numa), each worker on its own
-    # device's node. vLLM's --numa-bind starts processes through numactl, but these are forked.
-    worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
+    # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s). This process
+    # was forked from a parent without threads or CUDA, so forking again is safe. Removed by: an option for the method.
+    engine_utils.get_mp_context = deaths.forking(core_death.process())
+    multiproc_executor.get_mp_context = deaths.forking(deaths.worker_process(numa_nodes))
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
-    # later call takes them for its own. The load that brings an old version back then failed at once, and a sleep ended
-    # while a worker was still awake.
+    # later call takes them for its own. Removed by: a reply queue per call in vLLM's MultiprocExecutor.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
 
-    # Only one worker replies to a step, and vLLM just logged the error of another one: the one that replies waited for
-    # it in a collective, until vLLM gave up after five minutes. Now a worker with an error exits, which is noticed at
-    # once.
+    # Only one worker replies to a step, and vLLM just logs the error of another one: the one that replies waits for it
+    # in a collective, until vLLM gives up after five minutes (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends a long step too).
+    # Removed by: a WorkerProc that ends after such an error.
+    worker = multiproc_executor.WorkerProc
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
-
-    # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
-    EngineCoreProc.__init__ = deaths.leaves_word(EngineCoreProc.__init__)
-    worker.__init__ = deaths.leaves_word(worker.__init__)
-
-    # vLLM's monitor of workers begins after some of the start, and a call of all workers waits on for a dead one.
-    worker.wait_for_ready = staticmethod(deaths.follow_workers(worker.wait_for_ready))
-    executor.start_worker_monitor = lambda self, inline=False: None
-    core_death.follow(engine_utils.CoreEngineProcManager)
 
     # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
     # here let the supervisor remove them after a crash.
@@ -303,19 +282,6 @@ def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:
     return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
-def _fork_context() -> multiprocessing.context.BaseContext:
-    return multiprocessing.get_context("fork")
-
-
-def _dies_with_parent(function):
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any):
-        die_with_parent()
-        return function(*args, **kwargs)
-
-    return run
-
-
 def with_every_reply(rpc):
     """rpc: vLLM's MultiprocExecutor.collective_rpc, a call of every worker."""
 
@@ -383,15 +349,6 @@ def ends_out_of_step(execute):
             log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
             logging.shutdown()
             os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
-
-    return run
-
-
-def _beside(numa_nodes: Sequence[int | None], worker_main):
-    @functools.wraps(worker_main)
-    def run(*args: Any, **kwargs: Any):
-        numa.bind(numa_nodes[kwargs["local_rank"] :][:1])
-        return worker_main(*args, **kwargs)
 
     return run
 
