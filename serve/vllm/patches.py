@@ -1,4 +1,4 @@
-"""Applies every change this project makes inside vLLM 0.32, each with its reason.
+"""Applies every change this project makes inside vLLM 0.32, each with its reason and what would remove it.
 
 The forked engine process applies them once, before it forks its engine core; the core and its workers inherit the
 patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails if an upgrade moves patched
@@ -124,7 +124,8 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
     # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
-    # here let the supervisor remove them after a crash.
+    # here let the supervisor remove them after a crash; the CPU's collectives take theirs from the name of a file.
+    # Removed by: an option for the prefix of these names.
     shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
@@ -176,31 +177,35 @@ def _patch_requests() -> None:
 
 
 def _patch_adapters() -> None:
+    # Removed by: an option that leaves vLLM's lora_requests_info out.
     PrometheusStatLogger.__init__ = _then(PrometheusStatLogger.__init__, no_series_of_adapters)
 
 
 def _patch_on_device(kind: str) -> None:
     """kind: of device, on which torch computes and which has memory of its own."""
     # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-    # would compile each new one again, for 30 s and more, into the same code.
+    # would compile each new one again, for 30 s and more, into the same code. Removed by: a hash of the configuration
+    # without the path.
     ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
     forget_devices(type(current_platform))
     if kind_of(kind).compiled_attention:
         prefer_ready_made(type(current_platform), kind_of(kind))
     # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
+    # Removed by: kernels of gated delta nets that do not ask for the device when they are imported.
     load = _LazyRegisteredModel.load_model_cls
     _LazyRegisteredModel.load_model_cls = with_device_at_import(load, current_platform, kind_of(kind))
 
 
 def _patch_on_host(kind: str, eager: bool) -> None:
+    # It applies the last slot's adapter to tokens without one (see there). Removed by: a mend of that in vLLM.
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
     # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
-    # away by then.
+    # away by then. Removed by: a device of the layer in vLLM's BaseLinearLayerWithLoRA.
     host = torch.device(kind_of(kind).torch_type)
     base_linear._get_lora_device = lambda layer: host
     # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
-    # process has already done.
+    # process has already done. Removed by: an inspection in the process on the CPU, which has no CUDA.
     _LazyRegisteredModel.inspect_model_cls = _inspect_here
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
@@ -251,7 +256,9 @@ def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
 
     Triton's count as valid for keys and values in FP8 on every GPU, but before Ada their layers raise
     (TritonAttentionImpl in vllm/v1/attention/backends/triton_attn.py). There the compiled one is taken if a compiler is
-    there; else Triton's, which says what is wrong."""
+    there; else Triton's, which says what is wrong.
+
+    Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
