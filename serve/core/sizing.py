@@ -294,7 +294,11 @@ def engine_settings(
 
 
 def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
-    """Host memory of an engine on the CPU that sleeps: its processes without weights and KV cache."""
+    """Host memory of an engine on the CPU that sleeps: its processes, and quantised weights, which it keeps."""
+    return _process_bytes(shape, tensor_parallel) + (shape.stored_bytes if shape.quantized else 0)
+
+
+def _process_bytes(shape: ServedShape, tensor_parallel: int) -> int:
     further = WORKER_BYTES * tensor_parallel if tensor_parallel > 1 else 0
     return PROCESS_BYTES + further + TOKENIZER_BYTES * shape.vocab
 
@@ -323,8 +327,8 @@ def _without_kv(
         weights += shape.vocab * shape.hidden * element
     batch = tokens * (hidden + ffn) * element
     rows = _sampling(config, shape, task, SAMPLING_BYTES)
-    asleep = -(-asleep_bytes(shape, shards) // shards)
-    return EngineMemory(-(-weights // shards), adapters, 0, batch // shards + rows // shards, asleep)
+    processes = -(-_process_bytes(shape, shards) // shards)
+    return EngineMemory(-(-weights // shards), adapters, 0, batch // shards + rows // shards, processes)
 
 
 def _adapters(config: EngineConfig, shape: ServedShape, task: str, arch: str, shards: int) -> int:
