@@ -260,7 +260,11 @@ def _not_computed(
 
 
 def asleep_bytes(shape: ServedShape, tensor_parallel: int = 1) -> int:
-    """Host memory of an engine on the CPU that sleeps: its processes without weights and KV cache."""
+    """Host memory of an engine on the CPU that sleeps: its processes, and quantised weights, which it keeps."""
+    return _process_bytes(shape, tensor_parallel) + (shape.stored_bytes if shape.quantized else 0)
+
+
+def _process_bytes(shape: ServedShape, tensor_parallel: int) -> int:
     further = WORKER_BYTES * tensor_parallel if tensor_parallel > 1 else 0
     return PROCESS_BYTES + further + TOKENIZER_BYTES * shape.vocab
 
@@ -275,7 +279,7 @@ def _parts(
         if shape.tied:
             weights += shape.vocab * shape.hidden * element
         activations = tokens * (hidden + ffn) * element + rows * shape.vocab * SAMPLING_BYTES
-        return -(-weights // shards), activations // shards, -(-asleep_bytes(shape, shards) // shards)
+        return -(-weights // shards), activations // shards, -(-_process_bytes(shape, shards) // shards)
     if 2 * shape.stored_bytes < 3 * shape.n_parameters:
         weights = shape.stored_bytes  # narrower than any dtype: quantised, and another file says how (ModelOpt)
     # Tensor parallelism divides only the MLP.

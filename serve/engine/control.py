@@ -117,7 +117,7 @@ class EngineControl:
         """Where the time of the engine's next steps goes, on its first worker; requests go on, somewhat slower. It ends
         with fewer steps after `limit_s`. The trace goes to `path`."""
         if self._lock.locked():
-            raise WrongState("profile: the engine is swapping, falling asleep, waking or being profiled")
+            raise WrongState("profile: the engine is being profiled already, or swaps, wakes or falls asleep")
         async with self._lock:
             self._require("ready", "profile")
             until_s = time.monotonic() + limit_s

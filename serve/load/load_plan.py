@@ -12,6 +12,7 @@ A plan covers only what the recorder saw. It lists a parameter written from anyt
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -223,7 +224,8 @@ class LoadRecorder(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module, source: VersionSource):
         super().__init__()
-        self._source, self._locator = source, source.locator()
+        self._source = source
+        self._starts = sorted((tensor.data_ptr(), name) for name, tensor in source.tensors() if tensor.numel())
         self._owners: dict[int, list[tuple[int, str, str, torch.Tensor]]] = {}
         self._targets: dict[int, Target] = {}
         self._odd: set[int] = set()
@@ -287,8 +289,13 @@ class LoadRecorder(TorchDispatchMode):
         ones of a model that embeds (vllm/model_executor/models/adapters.py)."""
         if not in_host_memory(tensor.device) or not tensor.numel():
             return None
-        clone = self._clones.get(tensor.untyped_storage().data_ptr())
-        return (clone[0], clone[1] + tensor.storage_offset()) if clone else self._locator.find(tensor.data_ptr())
+        if clone := self._clones.get(tensor.untyped_storage().data_ptr()):
+            return clone[0], clone[1] + tensor.storage_offset()
+        address = tensor.data_ptr()
+        start, name = self._starts[bisect(self._starts, address, key=lambda pair: pair[0]) - 1]
+        described = self._source.described[name]
+        offset = (address - start) // described.dtype.itemsize
+        return (name, offset) if 0 <= offset < math.prod(described.shape) else None
 
     def _note_copy(self, into: torch.Tensor, origin: torch.Tensor) -> None:
         found = self._stored(origin)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import mmap
 import os
 from bisect import bisect_right
@@ -139,41 +138,12 @@ class VersionSource:
         for name in self.described:
             yield name, self.tensor(name)
 
-    def locator(self) -> Locator:
-        """Finds the stored tensor that contains an address."""
-        starts, names = [], []
-        for name in self.described:
-            tensor = self.tensor(name)
-            if tensor.numel():
-                starts.append(tensor.data_ptr())
-                names.append(name)
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        return Locator([starts[i] for i in order], [names[i] for i in order], self)
-
     def close(self) -> None:
         """Unmap. Views in use keep their file mapped until they are freed."""
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
         self._lease.close()
-
-
-class Locator:
-    """From an address inside the mappings to (tensor name, element offset)."""
-
-    def __init__(self, starts: list[int], names: list[str], source: VersionSource):
-        self._starts, self._names, self._source = starts, names, source
-
-    def find(self, address: int) -> tuple[str, int] | None:
-        """The tensor holding `address` and the offset into it in elements; None when no tensor holds it."""
-        index = bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        described = self._source.described[self._names[index]]
-        offset_bytes = address - self._starts[index]
-        if offset_bytes >= math.prod(described.shape) * described.dtype.itemsize:
-            return None
-        return described.name, offset_bytes // described.dtype.itemsize
 
 
 def _dtype(path: Path, placed: Placed) -> torch.dtype:

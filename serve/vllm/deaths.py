@@ -1,26 +1,27 @@
-"""Notices how the engine's core and its workers end, at once and in every phase of a start.
+"""Forks the engine's core and its workers, and notices how each ends, at once and in every phase of a start.
 
-vLLM reports that a core is dead, not why. It waits for ten minutes for one that dies between its first message and
-vLLM's own monitor, and for ever for a worker that dies during a call of all workers. `CoreDeath` is in the frontend,
-`follow_workers` in the core. Both are threads that begin once the last process is forked.
+vLLM reports that a core is dead, not why. It waits ten minutes for a core that dies between its first message and
+vLLM's own monitor, and for ever for a worker that dies during a call of all workers. So each of these processes is
+followed by a thread of its parent from its fork on; the first cause of a death is left in a file for the frontend.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
-from typing import Any, Protocol
 
+from runtime.processes import numa
 from runtime.processes.ended import how_it_ended, status_of
+from runtime.processes.kernel import die_with_parent
 from serve.core.errors import BY_NAME, CoreDied, CoreKilled, EngineStartFailed, ServeError
 
 log = logging.getLogger(__name__)
@@ -29,95 +30,125 @@ WORKER_DIED = 70
 """Exit code of a core one of whose workers died."""
 CAUSE_WITHIN_S = 2.0
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
+_children: list[Followed] = []
 
 
-class _Handle(Protocol):
-    """vLLM's UnreadyWorkerProcHandle."""
+class Followed(ForkProcess):
+    """A process whose parent hears of its end, unless it ended it itself or it ended without a fault."""
 
-    proc: Any
-    death_writer: Any
+    _ended = False
+
+    def start(self) -> None:
+        super().start()
+        self.follower = threading.Thread(target=self._follow, daemon=True, name=f"end of {self.name}")
+        self.follower.start()
+        _children.append(self)
+
+    def run(self) -> None:
+        _children.clear()
+        # A process learns that its child ended by a pipe that the child's own children hold too: workers that outlive
+        # their core would hide its end.
+        die_with_parent()
+        super().run()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, which is so a moment before it can be reaped."""
+        return bool(wait([self.sentinel], 0))
+
+    def terminate(self) -> None:
+        self._ended = self._ended or not self.is_over
+        super().terminate()
+
+    def kill(self) -> None:
+        self._ended = self._ended or not self.is_over
+        super().kill()
+
+    def _follow(self) -> None:
+        wait([self.sentinel])
+        status = status_of(self)
+        if status and not self._ended:
+            self.died(status)
+
+    def died(self, status: int) -> None:
+        raise NotImplementedError
+
+
+def forking(process: type[Followed]) -> Callable[[], ForkContext]:
+    """Stands in for vLLM's get_mp_context."""
+    context = ForkContext()
+    context.Process = process  # type: ignore[misc, assignment]
+    return lambda: context
 
 
 class CoreDeath:
-    """Follows the core from its fork on. Tells `on_death` of its end, on a thread, unless the frontend ends it."""
+    """In the frontend. Tells `on_death` of the core's end, on a thread, unless the frontend ends it."""
 
     def __init__(self, on_death: Callable[[ServeError], None]):
         self._on_death = on_death
         self._cause: ServeError | None = None
-        self._known, self._ordered = threading.Event(), False
+        self._known = threading.Event()
 
-    def follow(self, manager: Any) -> None:
-        """manager: the class of vLLM's that forks the core, CoreEngineProcManager."""
-        constructor, shutdown = manager.__init__, manager.shutdown
+    def process(self) -> type[Followed]:
+        """The class of the core's process."""
+        death = self
 
-        @functools.wraps(constructor)
-        def construct(made: Any, *args: Any, **kwargs: Any) -> None:
-            constructor(made, *args, **kwargs)
-            threading.Thread(target=self._wait, args=(made.processes,), daemon=True, name="death of the core").start()
+        class Core(Followed):
+            def run(self) -> None:
+                with leaving_word():
+                    super().run()
 
-        @functools.wraps(shutdown)
-        def end(made: Any, *args: Any, **kwargs: Any) -> None:
-            self._ordered = self._ordered or not wait(made.sentinels(), 0)
-            shutdown(made, *args, **kwargs)
+            def died(self, status: int) -> None:
+                death._note(status)
 
-        manager.__init__, manager.shutdown = construct, end
+        return Core
 
     def cause(self) -> ServeError | None:
         """Why the core ended, for whoever hears from vLLM that it has; None if it has not, or was ended in order."""
         self._known.wait(CAUSE_WITHIN_S)
         return self._cause
 
-    def _wait(self, processes: Sequence[Any]) -> None:
-        died = wait([process.sentinel for process in processes])
-        if not self._ordered:
-            process = next(process for process in processes if process.sentinel in died)
-            self._cause = _left() or _death("its core", status_of(process))
-            self._known.set()
-            self._on_death(self._cause)
+    def _note(self, status: int) -> None:
+        self._cause = _left() or _death("its core", status)
+        self._known.set()
+        self._on_death(self._cause)
 
 
-def follow_workers(wait_for_ready: Callable[..., Any]) -> Callable[..., Any]:
-    """wait_for_ready: vLLM's WorkerProc.wait_for_ready, which the core calls once it has forked every worker."""
+def worker_process(numa_nodes: Sequence[int | None]) -> type[Followed]:
+    """The class of a worker's process, with which the core ends too: the other workers would wait for it.
 
-    @functools.wraps(wait_for_ready)
-    def run(handles: Sequence[_Handle]) -> Any:
-        follower = threading.Thread(target=_end_with, args=(handles,), daemon=True, name="death of a worker")
-        follower.start()
-        try:
-            return wait_for_ready(handles)
-        except Exception:
-            # It has read that a worker ended, and not how: the follower ends this process once it knows.
-            follower.join(CAUSE_WITHIN_S)
-            raise
+    numa_nodes: of each worker's device, where it runs (runtime.processes.numa). vLLM's --numa-bind starts processes
+    through numactl, but these are forked.
+    """
 
-    return run
+    class Worker(Followed):
+        def run(self) -> None:
+            rank = self._kwargs.get("local_rank", 0)  # type: ignore[attr-defined]
+            numa.bind(numa_nodes[rank:][:1])
+            super().run()
 
+        def died(self, status: int) -> None:
+            cause = _death(f"its worker {self.name}", status)
+            leave_word(cause)
+            log.error("%s; the core ends too: the others would wait for it", cause)
+            logging.shutdown()
+            os._exit(WORKER_DIED)
 
-def _end_with(workers: Sequence[_Handle]) -> None:
-    died = wait([worker.proc.sentinel for worker in workers])
-    if any(worker.death_writer.closed for worker in workers):
-        return  # the executor ends them
-    process = next(worker.proc for worker in workers if worker.proc.sentinel in died)
-    cause = _death(f"its worker {process.name}", status_of(process))
-    leave_word(cause)
-    log.error("%s; the core ends too: the others would wait for it", cause)
-    logging.shutdown()
-    os._exit(WORKER_DIED)
+    return Worker
 
 
-def leaves_word(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Keep the error with which a core or worker does not start. vLLM reports any as "Engine core initialization
-    failed"."""
-
-    @functools.wraps(constructor)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            constructor(*args, **kwargs)
-        except Exception as error:
-            leave_word(EngineStartFailed(f"{type(error).__name__}: {error}"))
-            raise
-
-    return run
+@contextlib.contextmanager
+def leaving_word() -> Iterator[None]:
+    """Keep the error with which a core or worker ends. vLLM reports any as "Engine core initialization failed"."""
+    try:
+        yield
+    except Exception as error:
+        # vLLM has read that a worker ended, and not how: its follower ends this process once it knows.
+        for child in _children:
+            if child.is_over:
+                child.follower.join(CAUSE_WITHIN_S)
+        leave_word(EngineStartFailed(f"{type(error).__name__}: {error}"))
+        raise
 
 
 def leave_word(cause: ServeError) -> None:

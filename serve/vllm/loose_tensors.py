@@ -1,28 +1,21 @@
 """Keeps a model's loose tensors over a sleep: tensors that are not weights but lie in the GPU memory of the weights.
 
-A sleep discards all of that memory. vLLM itself keeps a model's buffers (vllm/v1/worker/gpu_worker.py, sleep). It does
-not keep what a layer computes from the model's configuration and holds as a plain attribute. No version contains such a
-tensor, so after the sleep it has whatever was in the memory. These objects hold such tensors:
-- layers: ALiBi's slopes (vllm/v1/attention/backends/flash_attn.py), without which BLOOM and Falcon-RW never woke again;
-- kernels that a layer's method holds: the strides of experts in FP8 (vllm/model_executor/layers/fused_moe/experts,
-  cutlass_moe.py);
+A sleep of level 2 discards all of that memory. vLLM itself keeps a model's buffers (vllm/v1/worker/gpu_worker.py,
+sleep). It does not keep what a layer computes from the model's configuration and holds as a plain attribute. No version
+contains such a tensor, so after the sleep it has whatever was in the memory. These objects hold such tensors:
+- layers: ALiBi's slopes (vllm/v1/attention/backends/flash_attn.py);
 - modules of vLLM, for all layers: those of MiniMax-M2's norms, by which the workers of a tensor-parallel engine find
   each other's sums (vllm/model_executor/layers/minimax_rms_norm/lamport_workspace.py);
-- vLLM's model runner, from which the sampler and the model's state are made while it loads the weights: how far back
-  a token's neighbours stand (Qwen4Exp, vllm/models/qwen4_exp/nvidia/model_state.py), and which tokens limit thinking.
+- vLLM's model runner, from which the sampler and the model's state are made while it loads the weights: which tokens
+  limit thinking, and how far back a token's neighbours stand (vllm/models/qwen4_exp/nvidia/model_state.py).
 
 Two kinds of tensors are not kept: large ones, and those in lists and tables. They are filled with zeros, which is what
 they began as. One example is deepstack_input_embeds, the list from which Qwen3-VL adds to its first layers what
-pictures left there. The model writes nothing there for a text, but a captured graph reads a row of a whole batch of its
-size, which is more than a step may write, and a NaN in it would spread. The other example is a table of numbers by
-which Marlin's kernels wait for each other. They leave zeros in it, and it lies in this memory if a load multiplied by
-them (DeepSeek in 4 bits; get_marlin_workspace in vllm/model_executor/layers/quantization/utils/marlin_utils.py).
+images left there: for a text the model writes nothing there, but a captured graph reads more rows than a step may
+write, and a NaN in them would spread.
 
-vLLM's own reload makes such a kernel again and writes the layers' parameters where they were, but captured graphs still
-read the tensors of the first kernel. So this module finds the tensors once, before any other load, and keeps them. It
-copies what the new kernel holds in their place into them, because some of it follows from the weights: for example the
-scales of activations before experts in NVFP4 (make_nvfp4_moe_quant_config in
-vllm/model_executor/layers/fused_moe/oracle/nvfp4.py).
+vLLM's own reload may make a layer's kernel again, but captured graphs still read the tensors of the first one. So this
+module finds the tensors once, before any other load, keeps them, and copies what the new kernel holds into them.
 """
 
 from __future__ import annotations

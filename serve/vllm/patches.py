@@ -1,4 +1,4 @@
-"""Applies every change this project makes inside vLLM 0.32, each with its reason.
+"""Applies every change this project makes inside vLLM 0.32, each with its reason and what would remove it.
 
 The forked engine process applies them once, before it forks its engine core; the core and its workers inherit the
 patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails if an upgrade moves patched
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 import os
 import pkgutil
 import tempfile
@@ -35,7 +34,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
 from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -48,8 +46,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
-from runtime.processes import numa
-from runtime.processes.kernel import die_with_parent
 from serve.api import (
     adapter_steps,
     answer_shapes,
@@ -91,7 +87,7 @@ def apply(
     numa_nodes: Sequence[int | None] = (),
 ) -> None:
     """Idempotent. `kind`: of device; `eager`: the engine runs without compiled graphs; `core_death`: is to follow the
-    core; `numa_nodes`: that of each worker's device."""
+    core; `numa_nodes`: of each worker's device."""
     if _applied:
         return
     _applied.append(True)
@@ -111,41 +107,25 @@ def apply(
 
 def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nodes: Sequence[int | None]) -> None:
     """How the frontend, the core and its workers start, end, and hear of each other's errors."""
-    # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s), without these
-    # patches. This process was forked from a parent without threads or CUDA, so forking again is safe.
-    engine_utils.get_mp_context = _fork_context
-    multiproc_executor.get_mp_context = _fork_context
-
-    # A process learns that its child ended by a pipe that the child's own children hold too: workers that outlive their
-    # core would hide its end, and a start would wait for it.
-    worker = multiproc_executor.WorkerProc
-    EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
-    # A tensor-parallel engine runs on the NUMA nodes of its devices (runtime.processes.numa), each worker on its own
-    # device's node. vLLM's --numa-bind starts processes through numactl, but these are forked.
-    worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
+    # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s). This process
+    # was forked from a parent without threads or CUDA, so forking again is safe. Removed by: an option for the method.
+    engine_utils.get_mp_context = deaths.forking(core_death.process())
+    multiproc_executor.get_mp_context = deaths.forking(deaths.worker_process(numa_nodes))
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
-    # later call takes them for its own. The load that brings an old version back then failed at once, and a sleep ended
-    # while a worker was still awake.
+    # later call takes them for its own. Removed by: a reply queue per call in vLLM's MultiprocExecutor.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
 
-    # Only one worker replies to a step, and vLLM just logged the error of another one: the one that replies waited for
-    # it in a collective, until vLLM gave up after five minutes. Now a worker with an error exits, which is noticed at
-    # once.
+    # Only one worker replies to a step, and vLLM just logs the error of another one: the one that replies waits for it
+    # in a collective, until vLLM gives up after five minutes (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends a long step too).
+    # Removed by: a WorkerProc that ends after such an error.
+    worker = multiproc_executor.WorkerProc
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
-    # vLLM reports any error of the core or a worker to the frontend only as "Engine core initialization failed".
-    EngineCoreProc.__init__ = deaths.leaves_word(EngineCoreProc.__init__)
-    worker.__init__ = deaths.leaves_word(worker.__init__)
-
-    # vLLM's monitor of workers begins after some of the start, and a call of all workers waits on for a dead one.
-    worker.wait_for_ready = staticmethod(deaths.follow_workers(worker.wait_for_ready))
-    executor.start_worker_monitor = lambda self, inline=False: None
-    core_death.follow(engine_utils.CoreEngineProcManager)
-
     # Tensor-parallel workers communicate through segments in /dev/shm that only an orderly exit removes. Names chosen
-    # here let the supervisor remove them after a crash.
+    # here let the supervisor remove them after a crash; the CPU's collectives take theirs from the name of a file.
+    # Removed by: an option for the prefix of these names.
     shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
@@ -197,31 +177,35 @@ def _patch_requests() -> None:
 
 
 def _patch_adapters() -> None:
+    # Removed by: an option that leaves vLLM's lora_requests_info out.
     PrometheusStatLogger.__init__ = _then(PrometheusStatLogger.__init__, no_series_of_adapters)
 
 
 def _patch_on_device(kind: str) -> None:
     """kind: of device, on which torch computes and which has memory of its own."""
     # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-    # would compile each new one again, for 30 s and more, into the same code.
+    # would compile each new one again, for 30 s and more, into the same code. Removed by: a hash of the configuration
+    # without the path.
     ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
     forget_devices(type(current_platform))
     if kind_of(kind).compiled_attention:
         prefer_ready_made(type(current_platform), kind_of(kind))
     # The front end imports classes of models too, and the core that it then forks has to find the devices unused.
+    # Removed by: kernels of gated delta nets that do not ask for the device when they are imported.
     load = _LazyRegisteredModel.load_model_cls
     _LazyRegisteredModel.load_model_cls = with_device_at_import(load, current_platform, kind_of(kind))
 
 
 def _patch_on_host(kind: str, eager: bool) -> None:
+    # It applies the last slot's adapter to tokens without one (see there). Removed by: a mend of that in vLLM.
     punica_cpu.PunicaWrapperCPU = GroupedLoRA
     # vLLM asks a layer's weight where it lies, and the CPU's int8 kernel (compressed-tensors W8A8) has packed it
-    # away by then.
+    # away by then. Removed by: a device of the layer in vLLM's BaseLinearLayerWithLoRA.
     host = torch.device(kind_of(kind).torch_type)
     base_linear._get_lora_device = lambda layer: host
     # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
-    # process has already done.
+    # process has already done. Removed by: an inspection in the process on the CPU, which has no CUDA.
     _LazyRegisteredModel.inspect_model_cls = _inspect_here
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
@@ -272,7 +256,9 @@ def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
 
     Triton's count as valid for keys and values in FP8 on every GPU, but before Ada their layers raise
     (TritonAttentionImpl in vllm/v1/attention/backends/triton_attn.py). There the compiled one is taken if a compiler is
-    there; else Triton's, which says what is wrong."""
+    there; else Triton's, which says what is wrong.
+
+    Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
@@ -301,19 +287,6 @@ def _of_any_path(compute_hash):
 
 def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:
     return _ModelInfo.from_model_cls(model.load_model_cls())
-
-
-def _fork_context() -> multiprocessing.context.BaseContext:
-    return multiprocessing.get_context("fork")
-
-
-def _dies_with_parent(function):
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any):
-        die_with_parent()
-        return function(*args, **kwargs)
-
-    return run
 
 
 def with_every_reply(rpc):
@@ -383,15 +356,6 @@ def ends_out_of_step(execute):
             log.exception("worker %d fails in %s (%s), and ends: others would wait for it", self.rank, method, error)
             logging.shutdown()
             os._exit(OUT_OF_STEP)  # an orderly end would wait for the others too
-
-    return run
-
-
-def _beside(numa_nodes: Sequence[int | None], worker_main):
-    @functools.wraps(worker_main)
-    def run(*args: Any, **kwargs: Any):
-        numa.bind(numa_nodes[kwargs["local_rank"] :][:1])
-        return worker_main(*args, **kwargs)
 
     return run
 

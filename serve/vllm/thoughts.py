@@ -7,12 +7,9 @@ and the answer; vLLM makes them part of the answer.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from vllm.parser.abstract_parser import DelegatingParser
 from vllm.parser.engine.adapters import make_adapters
 from vllm.parser.engine.events import EventType
 from vllm.parser.engine.parser_engine_config import ParserState, Transition
@@ -22,7 +19,34 @@ from vllm.reasoning import ReasoningParserManager
 from serve.core.parsers import BEGUN_THOUGHT_PARSER, THINK_PARSER
 
 
-class ThoughtParser(Qwen3Parser):
+class _StrippingParser(Qwen3Parser):
+    """The empty lines before an answer are no part of it. The thought counts as ended once they are over, because vLLM
+    hands on what comes after its end unread (as vllm/parser/granite_thinking.py)."""
+
+    _answer_begun = False
+
+    @property
+    def reasoning_ended(self) -> bool:
+        return self._reasoning_ended and self._answer_begun
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        reasoning, content = super().extract_reasoning(model_output, request)
+        return reasoning, (content or "").lstrip("\n") or None
+
+    def _reset(self, initial_state: Any = None) -> None:
+        super()._reset(initial_state=initial_state)
+        self._answer_begun = False
+
+    def _events_to_delta(self, events: Any, finished: bool = False) -> Any:
+        delta = super()._events_to_delta(events, finished=finished)
+        if delta is None or not delta.content or self._answer_begun:
+            return delta
+        delta.content = delta.content.lstrip("\n") or None
+        self._answer_begun = bool(delta.content)
+        return delta if delta.content or delta.reasoning or delta.tool_calls else None
+
+
+class ThoughtParser(_StrippingParser):
     """For a template whose generation prompt begins no thought: one begins with `<think>`, all else is the answer."""
 
     def __init__(self, tokenizer: Any, tools: Any = None, **kwargs: Any) -> None:
@@ -34,7 +58,7 @@ class ThoughtParser(Qwen3Parser):
         super().__init__(tokenizer, tools, **kwargs)
 
 
-class BegunThoughtParser(Qwen3Parser):
+class BegunThoughtParser(_StrippingParser):
     """For a template whose generation prompt begins a thought: what ended without `</think>` is the answer."""
 
     _streamed = ""
@@ -42,7 +66,7 @@ class BegunThoughtParser(Qwen3Parser):
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         reasoning, content = super().extract_reasoning(model_output, request)
         if reasoning and not (content or "").strip() and self._ended(reasoning, request):
-            return None, reasoning
+            return None, reasoning.lstrip("\n")
         return reasoning, content
 
     def extract_reasoning_streaming(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +76,7 @@ class BegunThoughtParser(Qwen3Parser):
 
     def get_streaming_fallback_content(self, text: str, request: Any) -> str | None:
         """What the stream sent as reasoning, when it turns out to be the answer."""
-        return self._streamed if self._ended(self._streamed, request) else None
+        return self._streamed.lstrip("\n") if self._ended(self._streamed, request) else None
 
     def _ended(self, text: str, request: Any) -> bool:
         """Whether the model ended by itself: vLLM does not tell parsers."""
@@ -63,34 +87,5 @@ class BegunThoughtParser(Qwen3Parser):
 
 def register() -> None:
     """Make the parsers known to vLLM. It may be called several times."""
-    if not hasattr(DelegatingParser.parse, "strips"):
-        DelegatingParser.parse = _stripped(DelegatingParser.parse)
-        DelegatingParser.parse_delta = _stripped_delta(DelegatingParser.parse_delta)
     for name, parser in ((THINK_PARSER, ThoughtParser), (BEGUN_THOUGHT_PARSER, BegunThoughtParser)):
         ReasoningParserManager.register_module(name, module=make_adapters(parser)[0])
-
-
-def _stripped(parse: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(parse)
-    def run(self: DelegatingParser, *args: Any, **kwargs: Any) -> Any:
-        reasoning, content, calls = parse(self, *args, **kwargs)
-        if self._reasoning_parser is not None and content:
-            content = content.lstrip("\n") or None
-        return reasoning, content, calls
-
-    run.strips = True  # type: ignore[attr-defined]
-    return run
-
-
-def _stripped_delta(parse_delta: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(parse_delta)
-    def run(self: DelegatingParser, *args: Any, **kwargs: Any) -> Any:
-        delta = parse_delta(self, *args, **kwargs)
-        if self._reasoning_parser is None or delta is None or not delta.content or hasattr(self, "answer_begun"):
-            return delta
-        delta.content = delta.content.lstrip("\n") or None
-        if delta.content:
-            self.answer_begun = True  # type: ignore[attr-defined]
-        return delta if delta.content or delta.reasoning or delta.tool_calls else None
-
-    return run

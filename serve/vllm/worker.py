@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from serve.core.errors import VersionError
 from serve.load.loader import VersionLoader
+from serve.vllm.deaths import leaving_word
 from serve.vllm.loose_tensors import LooseTensors, spans_of_weights
 from serve.vllm.profiled_steps import ProfiledSteps
 from serve.vllm.shm_loader import PLAN_ATTRIBUTE
@@ -24,8 +25,13 @@ class ShmWorker(Worker):
     shm_loader: VersionLoader
     shm_profile: ProfiledSteps | None = None
 
+    def init_device(self) -> None:
+        with leaving_word():
+            super().init_device()
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
+        with leaving_word():
+            super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         self.shm_loader = VersionLoader(
             model,

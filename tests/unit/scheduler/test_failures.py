@@ -109,6 +109,12 @@ def test_another_version_begins_anew(failures: Failures) -> None:
     assert failures.model_failed("m", "v2", "y", 100.1).count == 1
 
 
+def test_death_of_the_engine_that_another_version_ended_is_an_echo(failures: Failures) -> None:
+    failures.model_failed("m", "v2", "no numbers", 100.0, blame="input")
+    assert failures.is_echo("m", "v1", 100.5)
+    assert not failures.is_echo("m", "v2", 100.5) and not failures.is_echo("m", "v1", 102.0)
+
+
 def test_what_left_the_workload_is_forgotten(failures: Failures) -> None:
     for name in ("kept", "gone"):
         failures.job_failed(name, 0, "x", 1.0)

@@ -12,26 +12,10 @@ import time
 
 import pytest
 
-from runtime.processes.kernel import die_with_parent
 from serve.core.errors import CoreDied, CoreKilled, EngineStartFailed
 from serve.vllm import deaths
 
-FORK = multiprocessing.get_context("fork")
 WITHIN_S = 60.0
-
-
-class Manager:
-    """Forks one core, as vLLM's CoreEngineProcManager does."""
-
-    def __init__(self, body):
-        self.processes = [FORK.Process(target=body, name="EngineCore")]
-        self.processes[0].start()
-
-    def sentinels(self):
-        return [process.sentinel for process in self.processes]
-
-    def shutdown(self):
-        self.processes[0].terminate()
 
 
 def end(by):
@@ -44,15 +28,15 @@ def end(by):
 
 @pytest.fixture
 def followed(monkeypatch, tmp_path):
-    """Returns CoreDeath, the manager that forks this core, and what was told of its end."""
+    """Returns CoreDeath, the core that it follows and that runs this, and what was told of its end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def fork(body):
         told, happened = [], threading.Event()
         death = deaths.CoreDeath(lambda cause: (told.append(cause), happened.set()))
-        manager = type("Followed", (Manager,), {})
-        death.follow(manager)
-        return death, manager(body), told, happened
+        core = deaths.forking(death.process())().Process(target=body, name="EngineCore")
+        core.start()
+        return death, core, told, happened
 
     return fork
 
@@ -68,63 +52,68 @@ def test_core_death_by_a_crash_is_told_with_signal_or_code(followed, by):
 
 
 def test_core_death_by_an_error_is_told_with_the_error(followed):
-    def fails():
-        deaths.leaves_word(lambda: json.loads("{"))()
-
-    _, _, told, happened = followed(fails)
+    _, _, told, happened = followed(lambda: json.loads("{"))
     assert happened.wait(WITHIN_S)
     assert type(told[0]) is EngineStartFailed and str(told[0]).startswith("JSONDecodeError: ")
 
 
 def test_core_death_in_order_is_not_told(followed, monkeypatch):
     monkeypatch.setattr(deaths, "CAUSE_WITHIN_S", 0.05)
-    death, manager, told, _ = followed(lambda: time.sleep(WITHIN_S))
-    manager.shutdown()
-    manager.processes[0].join(WITHIN_S)
+    death, core, told, _ = followed(lambda: time.sleep(WITHIN_S))
+    core.terminate()
+    core.join(WITHIN_S)
     assert death.cause() is None and told == []
 
 
 def test_core_death_before_vllm_ends_it_is_told(followed):
     """vLLM ends what is left of an engine whose core has died, which is not in order."""
-    death, manager, told, happened = followed(lambda: end(3))
-    multiprocessing.connection.wait(manager.sentinels())
-    manager.shutdown()
+    death, core, told, happened = followed(lambda: end(3))
+    multiprocessing.connection.wait([core.sentinel])
+    core.terminate()
     assert happened.wait(WITHIN_S) and [death.cause()] == told
 
 
-def core_with_workers(bodies, close):
-    """A core that forks these workers; close: whether it ends them in order first."""
-
-    class Handle:
-        def __init__(self, number, body):
-            self.proc = FORK.Process(target=body, name=f"VllmWorker-{number}")
-            self.proc.start()
-            _, self.death_writer = FORK.Pipe(duplex=False)
-
-    def ready(handles):
-        if close:
-            for handle in handles:
-                handle.death_writer.close()
-                handle.proc.kill()
-                handle.proc.join()
-            os._exit(0)
-        time.sleep(WITHIN_S)  # as a call of all workers, one of whom is dead
-
-    deaths.follow_workers(ready)([Handle(*pair) for pair in enumerate(bodies)])
+def core_with_workers(*bodies):
+    """A core that forks these workers, and waits as in a call of all of them."""
+    context = deaths.forking(deaths.worker_process(()))()
+    workers = [context.Process(target=body, name=f"VllmWorker-{number}") for number, body in enumerate(bodies)]
+    for worker in workers:
+        worker.start()
+    return workers
 
 
 def test_core_ends_with_a_worker_that_dies(followed):
-    def lives():
-        die_with_parent()  # as each process of an engine: it holds the sentinel of its parent open
+    def core():
+        core_with_workers(lambda: time.sleep(WITHIN_S), lambda: end(signal.SIGSEGV))
         time.sleep(WITHIN_S)
 
-    _, manager, told, happened = followed(lambda: core_with_workers([lives, lambda: end(signal.SIGSEGV)], close=False))
+    _, process, told, happened = followed(core)
     assert happened.wait(WITHIN_S)
     assert str(told[0]) == "its worker VllmWorker-1 was ended by SIGSEGV" and type(told[0]) is CoreDied
-    assert manager.processes[0].exitcode == deaths.WORKER_DIED
+    assert process.exitcode == deaths.WORKER_DIED
 
 
-def test_core_that_ends_its_workers_in_order_ends_by_itself(followed):
-    _, manager, _, happened = followed(lambda: core_with_workers([lambda: time.sleep(WITHIN_S)], close=True))
+def test_core_error_from_a_dead_worker_names_the_worker(followed):
+    def core():
+        (worker,) = core_with_workers(lambda: end(3))
+        multiprocessing.connection.wait([worker.sentinel])
+        raise RuntimeError("WorkerProc initialization failed")
+
+    _, _, told, happened = followed(core)
     assert happened.wait(WITHIN_S)
-    assert manager.processes[0].exitcode == 0
+    assert str(told[0]) == "its worker VllmWorker-0 ended with exit code 3"
+
+
+@pytest.mark.parametrize("ended", ["kill", "by itself"])
+def test_core_that_ends_its_workers_in_order_is_not_told(followed, monkeypatch, ended):
+    monkeypatch.setattr(deaths, "CAUSE_WITHIN_S", 0.05)
+
+    def core():
+        (worker,) = core_with_workers(lambda: time.sleep(WITHIN_S if ended == "kill" else 0))
+        if ended == "kill":
+            worker.kill()
+        worker.join()
+
+    death, process, told, _ = followed(core)
+    process.join(WITHIN_S)
+    assert process.exitcode == 0 and death.cause() is None and told == []

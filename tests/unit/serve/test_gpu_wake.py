@@ -12,15 +12,9 @@ import pytest
 import torch
 from vllm import device_allocator
 from vllm.device_allocator import AllocationData
-from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
-from vllm.model_executor.layers.fused_moe.experts.triton_cutlass_moe import TritonOrCutlassExperts
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel, FusedMoEKernelModularImpl
-from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.model_executor.layers.quantization.utils import marlin_utils
 from vllm.models.qwen4_exp.nvidia.model_state import Qwen4ExpModelState
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker import gpu_worker as gpu_worker_module
-from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 from vllm.v1.worker.gpu.mm.rope import RopeState
@@ -29,7 +23,6 @@ from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 from vllm.v1.worker.gpu.sample import thinking_budget
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
-from vllm.v1.worker.workspace import WorkspaceManager
 
 from serve.load.loader import _where_it_was
 from serve.vllm import loose_tensors
@@ -153,16 +146,6 @@ def test_a_woken_qwen3_vl_adds_no_picture_to_a_text(slept):
     assert model.frequencies.all() and model.weight.isnan().all(), "vLLM writes the one and the load the other"
 
 
-def test_marlins_kernels_find_their_locks_open_after_a_sleep(slept, monkeypatch):
-    """DeepSeek in 4 bits multiplies by them while it loads, so that the locks of all layers lie among the weights."""
-    monkeypatch.setattr(workspace, "_manager", WorkspaceManager(torch.device("cpu")))
-    monkeypatch.setattr(marlin_utils, "num_compute_units", lambda _: 4)
-    locks = marlin_utils.get_marlin_workspace(torch.device("cpu"))
-    assert locks.any() == 0 and marlin_utils.get_marlin_workspace(torch.device("cpu")) is locks
-    slept(torch.nn.Linear(4, 4), [locks])
-    assert not locks.any()
-
-
 def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written(monkeypatch):
     """The GPU's attention makes them as the processor's does. A version has no such tensor, and vLLM keeps buffers."""
     layer, slopes = torch.nn.Linear(4, 4), [0.5, 0.25, 0.125, 0.0625]
@@ -217,41 +200,17 @@ def test_what_vllm_keeps_for_all_layers_comes_back_too(lamport):
     assert {tensor: tensor.tolist() for tensor in lost} == lost
 
 
-class Said(SimpleNamespace):
-    """A configuration of vLLM's, of which the rest is not said."""
-
-    def __getattr__(self, name):
-        return None
-
-
-def fp8_kernel():
-    """Of vLLM's for experts in FP8 on Hopper, which every load makes anew."""
-    config = Said(num_local_experts=4, intermediate_size_per_partition=96, hidden_dim=64, device="cpu")
-    experts = object.__new__(TritonOrCutlassExperts)
-    experts.experts = CutlassExpertsFp8(config, Said(use_fp8_w8a8=True))
-    kernel = object.__new__(FusedMoEKernel)
-    kernel.impl = object.__new__(FusedMoEKernelModularImpl)
-    kernel.impl.fused_experts = experts
-    return kernel
-
-
-def strides(kernel):
-    experts = kernel.impl.fused_experts.experts
-    return [experts.ab_strides1, experts.ab_strides2, experts.c_strides1]
-
-
-def test_strides_that_captured_graphs_read_come_back_after_every_sleep_whatever_was_loaded_between():
+def test_what_a_reload_makes_again_is_copied_where_captured_graphs_read_it():
     layer = torch.nn.Linear(4, 4)
-    layer.quant_method = object.__new__(Fp8MoEMethod)
-    layer.quant_method.moe_kernel = fp8_kernel()
-    loose, graphs_read = LooseTensors(layer), strides(layer.quant_method.moe_kernel)
-    for _ in range(2):
-        loose.keep([span(tensor) for tensor in graphs_read], None)
-        for tensor in graphs_read:
-            tensor.fill_(-1)
-        loose.put_back()
-        assert [tensor.unique().tolist() for tensor in graphs_read] == [[64], [96], [192]]
-        layer.quant_method.moe_kernel = fp8_kernel()
+    layer.impl = cpu_attn.CPUAttentionBackendImpl.__new__(cpu_attn.CPUAttentionBackendImpl)
+    layer.impl.scales = graphs_read = torch.ones(4)
+    loose = LooseTensors(layer)
+    layer.impl.scales = torch.full((4,), 2.0)
+    loose.follow(layer)
+    assert graphs_read.tolist() == [2.0] * 4
+    layer.impl.scales = torch.ones(5)
+    loose.follow(layer)
+    assert graphs_read.tolist() == [2.0] * 4, "of another shape it is something else"
 
 
 def test_layerwise_reload_leaves_tensors_where_captured_graphs_read_them():

@@ -254,13 +254,6 @@ def test_unreadable_directories_are_named(tmp_path):
         VersionSource(tmp_path / "a")
 
 
-def test_a_plain_address_is_found_back(tmp_path):
-    source = write(tmp_path / "a", tensors(1))
-    locator, tensor = source.locator(), source.tensor("down")
-    assert locator.find(tensor.data_ptr() + 6) == ("down", 3)
-    assert locator.find(tensor.data_ptr() - 10**9) is None
-
-
 def test_what_is_locked_is_whole_pages_and_none_of_them_twice():
     spans = [(10, 4096), (4096, 5000), (9000, 9100), (20_000, 30_000), (25_000, 26_000), (7, 7)]
     assert page_runs(spans, 4096) == [(0, 12_288), (16_384, 32_768)]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied
+from runtime.errors import ChildDied, ChildError
 from serve.core import errors
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineRefused, EngineStartFailed
@@ -107,6 +107,30 @@ async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeyp
     async with asyncio.timeout(60):
         assert "it hung" in (await supervisor.wait_dead())["exit"]
     assert (await supervisor.status())["state"] == "dead"
+
+
+@pytest.mark.parametrize(("error", "killed"), [("VersionBroken", True), ("VersionMismatch", False)])
+async def test_supervisor_kills_an_engine_whose_load_failed(monkeypatch, tmp_path, error, killed):
+    child = StuckChild()
+
+    async def spawn(*_, **__):
+        return child
+
+    async def call(method, **_):
+        raise ChildError(error, "v2 failed to load")
+
+    child.call = call
+    monkeypatch.setattr(replica.Child, "spawn", spawn)
+    monkeypatch.setattr(replica, "group_dies_as", lambda *_: None)
+    monkeypatch.setattr(replica, "_remove_leftovers", lambda spec: None)
+    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig())
+    await supervisor.start(ReplicaSpec("r", "m", "v1", "/v", "/s", (0,), "cpu", "/shm", 1 << 30))
+    with pytest.raises(getattr(errors, error)):
+        await supervisor.swap("m", "v2", "/v2")
+    assert child.alive is not killed
+    if killed:
+        ended = await supervisor.wait_dead()
+        assert ended["load_failed"] and "v2 failed to load" in ended["exit"]
 
 
 async def test_an_engine_that_starts_is_seen_at_once_and_asked_nothing(monkeypatch, tmp_path):
