@@ -38,7 +38,14 @@ from appliance.controller.grading.sampling import WANTS_EVERY_S, RolloutSampling
 from appliance.controller.grading.saying import Saying
 from appliance.controller.grading.teaching import Teaching
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import BodyLimits, InFlight, KnownAtGateways, ReadsInTurns, RequestIds
+from appliance.controller.http.middleware import (
+    BodyLimits,
+    InFlight,
+    KnownAtGateways,
+    ReadsInTurns,
+    ReadsWholeBodies,
+    RequestIds,
+)
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -151,6 +158,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
+            Middleware(ReadsWholeBodies),
             Middleware(RequestIds),
             Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
             Middleware(InFlight, owner_of=owner_of),

@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[Attacked]:
-    limits = {"head_timeout_s": 3.0, "body_window_s": 3.0, "keepalive_s": 5.0}
+    limits = {"head_timeout_s": 3.0, "body_grace_s": 3.0, "keepalive_s": 5.0}
     with running_front(limits=limits, sweep_s=0.1) as front:
         one = Attacked(front)
         with Neighbour(front, one.honest) as neighbour:

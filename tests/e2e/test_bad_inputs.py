@@ -47,7 +47,7 @@ Send = Callable[[httpx.Client, Path], Answer]
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
     # A window much shorter would cut off neighbours, too, where the machine lets their client wait.
-    limits = {"upload_body_bytes": UPLOAD_BYTES, "body_window_s": 3.0}
+    limits = {"upload_body_bytes": UPLOAD_BYTES, "body_grace_s": 3.0}
     with running_front(controller={"upload_bytes": UPLOAD_BYTES - MIB}, limits=limits, sweep_s=0.1) as running:
         yield running
 

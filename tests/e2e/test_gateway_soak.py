@@ -19,7 +19,7 @@ HELD = 2000
 # One owner has all streams here, who may else have 1024 at each worker.
 LIMITS = {
     "head_timeout_s": 5.0,
-    "body_window_s": 5.0,
+    "body_grace_s": 5.0,
     "write_stall_s": 2.0,
     "keepalive_s": 5.0,
     "owner_streams": 2 * HELD,

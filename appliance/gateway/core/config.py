@@ -53,12 +53,9 @@ class Limits:
     replica_inflight: int = 1024
     head_timeout_s: float = 15.0
     keepalive_s: float = 75.0
-    # A client must deliver this many bytes of body in every such window, or it is cut off (slow-loris).
-    body_window_s: float = 30.0
-    body_window_bytes: int = 16 * 1024
-    # And on average this many per second over the whole body, after an initial period, so that every body ends.
+    # A body must come at this rate on average, after an initial period, so that every body ends.
     body_bytes_per_s: int = 32 * 1024
-    body_grace_s: float = 60.0
+    body_grace_s: float = 30.0
     write_stall_s: float = 60.0
     # Over a whole answer a client may hold the gateway up for an initial period and for as long as this rate needs, so
     # that every download ends.

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import aiohttp
 
-_KEEPALIVE_S: Final = 600.0
-"""Engines keep idle connections for an hour, so that none is used that its engine is just closing."""
+_KEEPALIVE_S: Final = 10.0
+"""Engines keep idle connections for an hour, so none is used that its engine is just closing. After a crowd of requests
+the gateway keeps as many descriptors for this long."""
 _READ_BYTES: Final = 256 * 1024
 
 

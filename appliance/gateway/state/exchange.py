@@ -73,7 +73,7 @@ class Exchange:
             began_s = time.monotonic()
             left_s = limits.body_grace_s + request.body_bytes / limits.body_bytes_per_s - waited_s
             try:
-                async with asyncio.timeout(min(left_s, limits.body_window_s)):
+                async with asyncio.timeout(left_s):
                     message = await self._receive()
             except TimeoutError:
                 self.state.metrics.events["slow_body"] += 1

@@ -232,7 +232,7 @@ async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
 
 
 async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(start_box: Start) -> None:
-    limits = {"head_timeout_s": 0.1, "body_window_s": 0.1, "keepalive_s": 0.1}
+    limits = {"head_timeout_s": 0.1, "body_grace_s": 0.1, "keepalive_s": 0.1}
     box = await start_box(limits=limits)
     head, body, silent, kept = [await box.connect() for _ in range(4)]
     await head.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX")

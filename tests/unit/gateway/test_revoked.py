@@ -196,7 +196,7 @@ async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start
 
 
 async def test_a_body_that_waits_for_the_controller_is_not_slow(start_box: Start) -> None:
-    box = await start_box(limits={"body_grace_s": 0.05, "body_window_s": 0.05, "body_bytes_per_s": 1 << 30})
+    box = await start_box(limits={"body_grace_s": 0.4, "body_bytes_per_s": 1 << 30})
     reads = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -212,7 +212,7 @@ async def test_a_body_that_waits_for_the_controller_is_not_slow(start_box: Start
     await wire.send(_head("/v1/files", OTHER, 8_000_000))
     wire.writer.write(b"x" * 8_000_000)
     await box.until(lambda: any(conn.flow.read_paused for conn in box.state.connections))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.6)
     reads.set()
     assert (await wire.response()).status == 200
     server.close()
