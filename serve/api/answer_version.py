@@ -1,5 +1,4 @@
-"""Makes each answer name the version whose steps computed it (`system_fingerprint`, a header), and a refusal what was
-computed before it (a header): a form that could not be followed after a minute of steps cost nothing.
+"""Makes each answer name the version whose steps computed it (`system_fingerprint`, a header).
 
 vLLM gives a serving class one fingerprint for its lifetime and reads it when an answer ends. Here versions change
 during open answers. The engine core labels its outputs with the version of their step; this module records the label
@@ -18,8 +17,6 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 # The gateway reads it (appliance/gateway/http/wire.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
-# Of a refusal: tokens of the prompt and of the answer that were computed.
-COMPUTED_HEADER = b"x-appliance-computed"
 # Written by the gateway (appliance/gateway/http/wire.py); nobody else reaches an engine's socket.
 OWNER_HEADER = b"x-appliance-owner"
 
@@ -28,16 +25,13 @@ OWNER_HEADER = b"x-appliance-owner"
 class Answer:
     """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
     key that asks, empty where only the box itself knows. place: among the requests of its owner that are read (Taken),
-    None where nobody waits; waits: which counts it until it has begun (serve.api.fair_order). read, written: tokens
-    of its prompts that were computed, and of its choices."""
+    None where nobody waits; waits: which counts it until it has begun (serve.api.fair_order)."""
 
     version: str | None = None
     begun: bool = False
     owner: str = ""
     place: Any = None
     waits: Any = None
-    read: int = 0
-    written: int = 0
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
@@ -89,11 +83,9 @@ class AnswerVersions:
                 return
             if head:
                 start = head.pop()
-                named = [] if answer.version is None else [(VERSION_HEADER, answer.version.encode())]
-                if start["status"] >= 400 and answer.written:
-                    named.append((COMPUTED_HEADER, b"%d %d" % (answer.read, answer.written)))
-                if named:
-                    start = {**start, "headers": [*start.get("headers", ()), *named]}
+                if answer.version is not None:
+                    named = (VERSION_HEADER, answer.version.encode())
+                    start = {**start, "headers": [*start.get("headers", ()), named]}
                 await send(start)
             await send(message)
 
@@ -109,7 +101,6 @@ def apply() -> None:
     """Patch vLLM 0.32's frontend. Called once (serve.vllm.patches)."""
     GenerateBaseServing.system_fingerprint = property(_fingerprint, _set_fingerprint)
     OutputProcessor.add_request = _for_this_answer(OutputProcessor.add_request)
-    OutputProcessor.process_outputs = _counted(OutputProcessor.process_outputs)
     RequestState.shm_answer = None
     RequestState.track_weight_version = _noted(RequestState.track_weight_version)
 
@@ -132,21 +123,6 @@ def _for_this_answer(add_request):
             answer.begun = True
             if answer.waits is not None:
                 answer.waits.end()
-
-    return run
-
-
-def _counted(process):
-    @functools.wraps(process)
-    def run(processor: OutputProcessor, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for output in outputs:
-            state = processor.request_states.get(output.request_id)
-            if state is None or (answer := state.shm_answer) is None or not output.new_token_ids:
-                continue
-            answer.written += len(output.new_token_ids)
-            if state.is_prefilling and not state.request_index:  # choices have their prompt in common
-                answer.read += state.prompt_len
-        return process(processor, outputs, *args, **kwargs)
 
     return run
 

@@ -52,11 +52,8 @@ from serve.api import (
     answer_version,
     embedding_requests,
     fair_order,
-    forced_calls,
-    greedy,
     legacy_functions,
     request_faults,
-    stream_chunks,
     unfit_requests,
 )
 from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
@@ -167,13 +164,9 @@ def _bound_requests() -> None:
 def _patch_requests() -> None:
     """How requests are read, and answers written in their form; the modules say why."""
     request_faults.apply()
-    greedy.apply()
-    forced_calls.apply()
-    # Reads `tools` alone: `functions` of a client were ignored without a word.
+    # Answers have tools in the newer form alone.
     legacy_functions.apply()
     embedding_requests.apply()
-    # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
-    stream_chunks.apply()
 
 
 def _patch_adapters() -> None:

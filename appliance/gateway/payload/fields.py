@@ -47,14 +47,29 @@ def _object(value: Any, most: int, key: Any = str) -> Any:
     return Annotated[dict[key, value], Meta(max_length=most)]
 
 
+class _Part(Struct):
+    """Where an engine finds another value it compares it with each of its types, and lists all that do not fit."""
+
+    type: str
+
+
+_PARTS: Final = _array(_Part, MAX_MESSAGES)
+
+
 class _Message(Struct):
     role: _one_of("system", "developer", "user", "assistant", "tool", "function")  # type: ignore[valid-type]
-    content: str | list[Any] | None = None
+    content: str | _PARTS | None = None  # type: ignore[valid-type]
+    tool_calls: list[dict[str, Any]] | None = None
+    name: str | None = None
 
 
 class _AnthropicMessage(Struct):
     role: _one_of("system", "user", "assistant")  # type: ignore[valid-type]
-    content: str | list[Any]
+    content: str | _PARTS  # type: ignore[valid-type]
+
+
+class _Item(Struct):
+    content: str | _PARTS | None = None  # type: ignore[valid-type]
 
 
 class _StreamOptions(Struct):
@@ -155,8 +170,12 @@ def _fields(names: str, **types: Any) -> dict[str, Any]:
 
 
 _NULL: Final = type(None)
-_INPUT: Final = str | _array(dict[str, Any], MAX_ITEMS)
-_ANTHROPIC: Final = {"messages": _array(_AnthropicMessage, MAX_MESSAGES, 1), "metadata": _object(Any, 16)}
+_INPUT: Final = str | _array(_Item, MAX_ITEMS)
+_ANTHROPIC: Final = {
+    "messages": _array(_AnthropicMessage, MAX_MESSAGES, 1),
+    "metadata": _object(Any, 16),
+    "system": str | _PARTS,
+}
 FIELDS: Final[dict[str, dict[str, Any]]] = {
     "chat.completions": _fields(
         _TOKENWISE + _RENDERING + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "

@@ -29,15 +29,30 @@ def chat_messages_as_meant(messages: list[Any], left_out: list[str]) -> list[Any
                 raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
-            named = [{**call, "id": call.get("id") or f"call_{place}_{at}"} for at, call in enumerate(calls)]
+            named = [
+                {**_function_call(call), "id": call.get("id") or f"call_{place}_{at}"} for at, call in enumerate(calls)
+            ]
             unnamed = [call["id"] for call, given in zip(named, calls, strict=True) if not given.get("id")]
             message = {**message, "tool_calls": named}
         if isinstance(message, dict) and message.get("role") == "tool":
             message = {**message, "content": result_as_text(message.get("content"))}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(isinstance(part, list) for part in content):
+            flat = [inner for part in content for inner in (part if isinstance(part, list) else [part])]
+            message = {**message, "content": flat}
         made.append(message)
     return made
+
+
+def _function_call(call: Message) -> Message:
+    """A call of a custom tool as one of a function."""
+    custom = call.get("custom")
+    if not isinstance(custom, dict):
+        return call
+    arguments = orjson.dumps({"input": custom.get("input")}).decode()
+    return {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
 def result_as_text(content: Any) -> Any:

@@ -187,20 +187,18 @@ async def test_a_source_that_asks_for_what_there_is_not_is_refused_by_name(contr
         assert param.rpartition(".")[2] in str(caught.value.param), caught.value.param
 
 
-def test_calls_of_other_tools_are_calls_in_a_conversation() -> None:
+def test_calls_of_namespaces_and_custom_tools_are_calls_in_a_conversation() -> None:
     items = [
         {"type": "message", "role": "user", "content": "x"},
         {"type": "function_call", "namespace": "store", "name": "price", "call_id": "c1", "arguments": "{}"},
         {"type": "custom_tool_call", "name": "note", "call_id": "c2", "input": "hi"},
         {"type": "custom_tool_call_output", "call_id": "c2", "output": "ok"},
-        {"type": "local_shell_call", "id": "l", "call_id": "c3", "action": {"command": ["ls"]}},
     ]
     messages = entries._chat_messages(items)
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     assert [(call["name"], call["arguments"]) for call in calls] == [
         ("store__price", "{}"),
         ("note", '{"input":"hi"}'),
-        ("local_shell", '{"command":["ls"]}'),
     ]
     assert messages[2] == {"role": "tool", "tool_call_id": "c2", "content": "ok"}
     space = {"type": "namespace", "name": "store", "tools": [{"type": "function", "name": "price"}]}

@@ -83,10 +83,10 @@ BAD: dict[str, tuple[str, str | None]] = {
     ),
     "short form without type": (
         '{"model":"m","messages":[{"role":"user","content":[{"image_url":"http://x"}]}]}',
-        "image_url",
+        "messages[0].content[0]",
     ),
     "key spelt with an escape": (
-        '{"model":"m","messages":[{"role":"user","content":[{"image\\u005furl":"http://x"}]}]}',
+        '{"model":"m","messages":[{"role":"user","content":[{"type":"x","image\\u005furl":"http://x"}]}]}',
         "image_url",
     ),
     "no model": ('{"messages": []}', "model"),

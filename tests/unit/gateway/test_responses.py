@@ -264,7 +264,11 @@ async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
         ([{"role": "user", "content": "y" * 1950}], 413, "request_too_large"),
         ([{"role": "user", "content": "y" * 5000}], 413, "request_too_large"),
         ([[[[[[[[[[["deep"]]]]]]]]]]], 400, "invalid_json"),
-        ([{"role": "user", "content": [{"image_url": "http://a/b"}]}], 400, "remote_media_refused"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a/b"}]}],
+            400,
+            "remote_media_refused",
+        ),
     ]
     for earlier, status, code in cases:
         controller.earlier = earlier

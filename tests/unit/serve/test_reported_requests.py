@@ -19,7 +19,6 @@ from vllm.sampling_params import SamplingParams
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
-from serve.api import greedy
 
 Body = dict[str, Any]
 USER = {"role": "user", "content": "How many boxes?"}
@@ -158,7 +157,6 @@ MESSAGES: dict[str, Body] = {
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SamplingParams, "_verify_args", greedy._top_p_zero(SamplingParams._verify_args))
     monkeypatch.setattr(SamplingParams, "_verify_greedy_sampling", lambda self: None)
 
 
@@ -171,8 +169,9 @@ def read(path: bytes, body: Body) -> Body:
 @pytest.mark.parametrize("name", CHAT)
 def test_chat_request_is_read(name: str) -> None:
     request = ChatCompletionRequest.model_validate(read(b"/v1/chat/completions", CHAT[name]))
-    for message in request.messages:
-        list(message.get("tool_calls") or ())  # vLLM checks calls when they are taken
+    for message in request.messages:  # vLLM checks calls and parts when they are taken
+        assert all(call["type"] == "function" for call in message.get("tool_calls") or ())
+        assert isinstance(message.get("content"), str | None) or all(isinstance(p, dict) for p in message["content"])
     assert request.to_sampling_params(24, {}).max_tokens == 24
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 from pydantic import BaseModel, ValidationError, field_validator
-from vllm.renderers.chat_utils import ChatTemplateResolutionError
+from vllm.exceptions import VLLMValidationError
 
-from serve.api.request_faults import of_request
+from serve.api.request_faults import UNREADABLE, of_request
 
 
-def test_a_chat_with_a_model_that_has_no_template_is_told_what_to_do():
-    told = str(of_request(ChatTemplateResolutionError("As of transformers v4.44, default chat template is no longer")))
-    assert "/v1/completions" in told and "--chat-template FILE" in told and "transformers" not in told
+@pytest.mark.parametrize("error", [KeyError("a"), AttributeError("b"), RecursionError(), TypeError("c")])
+def test_error_of_reading_is_the_requests_in_words_about_requests(error: Exception) -> None:
+    told = of_request(error)
+    assert isinstance(told, VLLMValidationError) and str(told) == UNREADABLE
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), MemoryError()])
+def test_error_of_the_machine_is_not_the_requests(error: Exception) -> None:
+    assert of_request(error) is error
 
 
 def test_what_a_check_of_a_value_says_is_told_without_pydantics_own_words():
