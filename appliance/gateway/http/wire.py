@@ -15,6 +15,8 @@ from appliance.gateway.core.routes import Kind
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
 COMPUTED = b"x-appliance-computed"
+# A client's, for work that gives way to people: `batch`.
+CLASS = b"x-appliance-class"
 # The tunnel to another node says so (runtime/network/tunnel.py).
 UNREACHED = b"x-appliance-unreached"
 _HOP_BY_HOP = frozenset(

@@ -102,6 +102,10 @@ class Checked:
             return len(orjson.dumps(prompt)) - self.media_chars
         return max((len(text.encode("utf-8", "replace")) for text in prompt if isinstance(text, str)), default=0)
 
+    def forget_prompt(self) -> None:
+        """Drop the parsed prompt: it may be large, and the request may wait for long."""
+        self._beginning = ""
+
     def prefix(self) -> bytes:
         """Equal for requests with the same beginning: system prompt and first question, whatever their JSON form."""
         return b"%b%b" % (self.owner, self._opening()[:PREFIX_CHARS].encode("utf-8", "replace"))

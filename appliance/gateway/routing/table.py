@@ -66,10 +66,11 @@ class Trouble(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """One model's row.
 
-    hold_s: how long its requests may wait for a replica. max_model_len: context of its engines in tokens, None where
-    unknown. adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model
-    itself. owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False
-    for one that is known to have no chat template.
+    hold_s: how long its requests may wait for a replica to wake. max_model_len: context of its engines in tokens;
+    slots: sequences that one of them computes at once; None where unknown. host: the model whose engines serve it,
+    empty where they are its own. adapter: the name by which they know it, empty where they serve the model itself.
+    owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False for one
+    that is known to have no chat template.
     """
 
     name: Text = ""
@@ -79,6 +80,8 @@ class Model(Struct, frozen=True):
     hold_s: Seconds = math.inf
     replicas: tuple[Replica, ...] = ()
     max_model_len: Limit | None = None
+    slots: Limit | None = None
+    host: Text = ""
     adapter: Text = ""
     canary: Canary | None = None
     trouble: Trouble | None = None
