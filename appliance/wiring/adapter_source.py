@@ -2,8 +2,7 @@
 
 Implements the box side of `serve.adapters.source.AdapterServer`; that file documents the protocol with the engines.
 
-On threads of its own, owners taking turns: a tier elsewhere takes seconds for each, and an owner who asked for two
-hundred names had the controller's other work on threads wait for all of them, with everybody else's adapters.
+On threads of its own: a tier elsewhere takes seconds for each, and the controller's other work does not wait for that.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from appliance.store.objects import models
 from appliance.tiers.facts import name_of
 from appliance.tiers.restore import TierReturn
 from serve.adapters.source import AdapterServer
-from serve.api.turns import ThreadsInTurns
 from weights.format.errors import WeightsError
 from weights.memory.store import Lease, WeightStore
 
-THREADS, OF_AN_OWNER = 4, 2
+THREADS = 4
 
 
 class AdapterSource(AdapterServer):
@@ -32,18 +30,14 @@ class AdapterSource(AdapterServer):
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
         self._db, self._store, self._back = db, store, back
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
-        self._turns = ThreadsInTurns(self._pool.submit, THREADS, OF_AN_OWNER)
 
     async def stop(self) -> None:
         await super().stop()
-        self._turns.cancel()
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
             raise LookupError(f"{model} {version} is not an adapter of this box")
-        made = models.find(self._db, model)
-        owner, bring_in = "" if made is None else made.owner, partial(self._back.bring_in, name_of(row))
-        brought = self._turns.submit(owner, bring_in)
-        return self._store.lease(await asyncio.wrap_future(brought))
+        bring_in = partial(self._back.bring_in, name_of(row))
+        return self._store.lease(await asyncio.get_running_loop().run_in_executor(self._pool, bring_in))

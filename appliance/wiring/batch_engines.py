@@ -34,7 +34,6 @@ from appliance.gateway.routing.table import cache_salt
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from scheduler.core.workload import Demand
-from serve.api.turns import ROLLOUTS
 from serve.core import sampling
 
 log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ class SocketEngines:
         self._sampling[request_id] = socket
         try:
             content = orjson.dumps({**body, "priority": 2 * BATCH_BEHIND})
-            return await self._posted(model, replica_id, socket, sampling.URL, content, request_id, ROLLOUTS)
+            return await self._posted(model, replica_id, socket, sampling.URL, content, request_id, sampling.ROLLOUTS)
         finally:
             del self._sampling[request_id]
 

@@ -59,24 +59,6 @@ class Known:
     used_s: float
 
 
-def waiting(engine: AsyncLLM) -> Counter[str]:
-    """Requests that are read, or wait for their owner's place (serve.api.fair_order), which the engine does not have
-    yet: how many, by the name of their adapter once they have found it, "" before and for none. Whoever drains the
-    engine waits for them too: one whose adapter was unloaded meanwhile ended the engine, and one of an adapter was
-    answered with another version's weights."""
-    found: Counter[str] = engine.__dict__.setdefault("shm_waiting", Counter())
-    return found
-
-
-def is_gone(engine: AsyncLLM, adapter: LoRARequest | None) -> bool:
-    """Whether the adapter of a request was unloaded since vLLM found it for the request, whose text it read meanwhile.
-    A step would load it from its path again, which nobody leases any more and which may be removed."""
-    known: dict[str, Known] | None = engine.__dict__.get("shm_adapters")
-    if adapter is None or known is None:
-        return False
-    return (one := known.get(adapter.lora_name)) is None or one.request is not adapter
-
-
 class _KnownRequests(dict):
     """vLLM's table of adapters by name, which records when a request last used each one."""
 
@@ -93,7 +75,8 @@ class EngineAdapters(LoRAResolver):
 
     `source`: the box's socket for adapters outside the `roots`, "" if the box has none. `fetch_timeout_s`: how long a
     request waits for an adapter. for_rollouts and owner say of the request whose task asks whether it is for rollouts,
-    and whose it is; uses is told the adapter that it has found, by which `waiting` counts it from then on.
+    and whose it is; uses is told the adapter that it has found. unbegun: requests that the engine does not have yet, by
+    adapter: one whose adapter was unloaded meanwhile would end the engine.
     """
 
     def __init__(
@@ -107,9 +90,10 @@ class EngineAdapters(LoRAResolver):
         for_rollouts: Callable[[], bool],
         owner: Callable[[], str],
         uses: Callable[[str], None],
+        unbegun: Callable[[], Counter[str]],
     ):
         self.closed = False
-        self._for_rollouts, self._owner, self._uses = for_rollouts, owner, uses
+        self._for_rollouts, self._owner, self._uses, self._unbegun = for_rollouts, owner, uses, unbegun
         self._llm, self._models, self._roots, self._resident = llm, models, tuple(map(Path, roots)), resident
         self._source, self._fetch_timeout_s = source, fetch_timeout_s
         self._known: dict[str, Known] = {}
@@ -121,7 +105,6 @@ class EngineAdapters(LoRAResolver):
         self._unloading: set[str] = set()
         add_lora = llm.add_lora
         llm.add_lora = lambda request: self._turns.load(add_lora(request))
-        llm.__dict__["shm_adapters"] = self._known
         self._requests = _KnownRequests(self)
         models.lora_requests = self._requests
         # Answers name the model that was asked for, without the version.
@@ -256,7 +239,7 @@ class EngineAdapters(LoRAResolver):
     def _in_flight(self) -> set[str]:
         states = self._llm.output_processor.request_states.values()
         running = {state.lora_request.lora_name for state in states if state.lora_request is not None}
-        return running | {name for name, number in waiting(self._llm).items() if name and number}
+        return running | {name for name in self._unbegun() if name}
 
     async def _drained(self, timeout_s: float, name: str | None = None) -> None:
         async with asyncio.timeout(timeout_s):

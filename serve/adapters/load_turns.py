@@ -41,13 +41,13 @@ class LoadTurns:
         self._loading.release()
         own.release()
 
-    async def load(self, loading: Awaitable[float]) -> float:
-        """loading: AsyncLLM.add_lora, whose core says how long it took. Gives the turn back."""
+    async def load(self, loading: Awaitable[bool]) -> bool:
+        """loading: AsyncLLM.add_lora. Gives the turn back."""
         began_s, load = time.monotonic(), asyncio.ensure_future(loading)
         try:
             return await asyncio.shield(load)
         finally:
             await asyncio.wait([load])  # the core is at it although its client has left
             now_s = time.monotonic()
-            self._next_s = now_s + (now_s - began_s if load.exception() else load.result())
+            self._next_s = now_s + (now_s - began_s)
             self.give_back()

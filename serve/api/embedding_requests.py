@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import orjson
@@ -25,13 +24,10 @@ from pydantic import BeforeValidator, Discriminator, Tag
 from vllm.entrypoints.pooling.base.serving import PoolingServing
 from vllm.entrypoints.pooling.embed import protocol, serving
 
-from serve.api import answer_version
-from serve.api.turns import Rooms
-
 AT_ONCE = 64
 """How many inputs of a request are tokenized, or sent to the engine, together."""
-OF_AN_OWNER = 128
-"""How many inputs one owner may have at work, over all requests with several inputs."""
+SLICES = 2
+"""How many times AT_ONCE inputs of a request are at work: while one part is computed the next is prepared."""
 _LONG_ANSWERS = ThreadPoolExecutor(1, "long embeddings")
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -63,21 +59,6 @@ def _kind(body: Any) -> str:
     return "conversation" if isinstance(first, dict) else "text"
 
 
-_rooms = Rooms(OF_AN_OWNER)
-
-
-@asynccontextmanager
-async def _room(number: int, of: int) -> AsyncIterator[None]:
-    """Places for so many of a request's inputs. A request with one input does not wait here: an engine's queue has its
-    own order."""
-    if of == 1:
-        yield
-        return
-    answer_version.is_read()
-    async with _rooms.of(answer_version.owner()).take(number):
-        yield
-
-
 def some_at_a_time(served: Any) -> None:
     """served: vLLM's PoolingServing, whose `_preprocessing` makes an engine's requests of all inputs, whose
     `_prepare_generators` and `_collect_batch` ask for them, and whose `_postprocessing_async` writes the answer."""
@@ -101,8 +82,7 @@ async def _rendered(self: Any, io_processor: Any, context: Any) -> None:
     made: list[Any] = []
     for at in range(0, len(requests), AT_ONCE):
         some = requests[at : at + AT_ONCE]
-        async with _room(len(some), len(requests)):
-            made += await asyncio.gather(*(io_processor.render_async(one) for one in some))
+        made += await asyncio.gather(*(io_processor.render_async(one) for one in some))
     context.engine_inputs = made
 
 
@@ -122,13 +102,13 @@ async def _nothing(self: Any, context: Any) -> None:
 def _in_slices(prepare: Callable[..., Any], collect: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collect)
     async def run(self: Any, context: Any) -> None:
-        inputs = context.engine_inputs
+        inputs, at_work = context.engine_inputs, asyncio.Semaphore(SLICES)
         names = context.prompt_request_ids or [f"{context.request_id}-{number}" for number in range(len(inputs))]
 
         async def computed(at: int) -> list[Any]:
             some = copy.copy(context)
             some.engine_inputs, some.prompt_request_ids = inputs[at : at + AT_ONCE], names[at : at + AT_ONCE]
-            async with _room(len(some.engine_inputs), len(inputs)):
+            async with at_work:
                 await prepare(self, some)
                 await collect(self, some)
             return list(some.final_res_batch)

@@ -32,9 +32,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
-from serve.adapters.adapters import EngineAdapters, waiting
+from serve.adapters.adapters import EngineAdapters
 from serve.api import answer_version
-from serve.api.turns import ROLLOUTS
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
@@ -47,6 +46,7 @@ from serve.core.errors import (
 )
 from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
 from serve.core.model_settings import rounding
+from serve.core.sampling import ROLLOUTS
 from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
@@ -91,6 +91,7 @@ class EngineControl:
                 _for_rollouts,
                 answer_version.owner,
                 answer_version.uses,
+                answer_version.unbegun,
             )
             self._adapters.serve_on(spec.version_path)
 
@@ -233,7 +234,7 @@ class EngineControl:
             self._require("ready", "sleep")
             deadline_s = time.perf_counter() + DRAIN_GRACE_S
             processor = self.llm.output_processor
-            while unfinished := processor.get_num_unfinished_requests() + sum(waiting(self.llm).values()):
+            while unfinished := processor.get_num_unfinished_requests() + answer_version.unbegun().total():
                 # vLLM's engine dies when it sleeps with decodes in flight (vllm#45520).
                 if time.perf_counter() > deadline_s:
                     raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")

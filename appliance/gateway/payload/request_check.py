@@ -92,10 +92,8 @@ class Checked:
         self.continuation: Continuation | None = None
 
     def prompt_bytes(self) -> int:
-        """Of the longest prompt's text; 0 for one of tokens, and for one that an engine may shorten."""
+        """Of the longest prompt's text; 0 for one of tokens."""
         prompt = self._beginning
-        if self.cut:
-            return 0
         if isinstance(prompt, str):
             return len(prompt.encode("utf-8", "replace"))
         if prompt and isinstance(prompt[0], dict):
@@ -262,15 +260,16 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
 
 
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
+# Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
+_BYTES_OF_A_KEPT_TOKEN: Final = 256
 
 
 def check_length(checked: Checked, context: int) -> None:
-    """Raises HttpError 400 for a prompt that cannot fit into so many tokens."""
-    if checked.body_bytes <= context * _BYTES_OF_A_TOKEN:
-        return
-    given = checked.prompt_bytes()
-    if given > context * _BYTES_OF_A_TOKEN:
+    """Raises HttpError 400 for a prompt that cannot fit into so many tokens, or is far too long to be cut to them."""
+    most = context * (_BYTES_OF_A_KEPT_TOKEN if checked.cut else _BYTES_OF_A_TOKEN)
+    given = checked.prompt_bytes() if checked.body_bytes > most else 0
+    if given > most:
         raise errors.bad_request(
             f"This model's maximum context length is {context} tokens, but the prompt has {given} bytes, which are "
             "more tokens than that. Shorten it.",
@@ -322,7 +321,7 @@ def _rules(limits: Limits) -> dict[str, tuple[type, float, float]]:
         "presence_penalty": (float, -2, 2),
         "repetition_penalty": (float, 0, 10),
         "length_penalty": (float, -10, 10),
-        "seed": (int, -_INT64 - 1, _INT64),
+        "seed": (int, -_INT64 - 1, _INT64 - limits.n),  # further answers have the seeds after it
         "dimensions": (int, 1, 1 << 20),
         "truncate_prompt_tokens": (int, -1, 1 << 31),
         "priority": (int, 0, 0),

@@ -1,4 +1,4 @@
-"""An engine's front end finds adapters and asks its core for one at a time. What steps take: test_fair_steps.py."""
+"""An engine's front end finds adapters and asks its core for one at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, root: Path, took_s: float = 0.0, busy: bool = False) -> None:
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: busy, request_states={})
-        self.took_s, self.at_once, self.most = took_s, 0, 0
+        self.took_s, self.at_once, self.most, self.clock = took_s, 0, 0, [1000.0]
         self.loaded: list[str] = []
         self.removed: list[int] = []
         self.go, self.for_rollouts = asyncio.Event(), False
@@ -40,16 +40,18 @@ class Engine:
             lambda: self.for_rollouts,
             asker,
             answer_version.uses,
+            answer_version.unbegun,
         )
         self.adapters.serve_on(str(root / "versions" / "starter" / "v1"))
 
-    async def add_lora(self, request: Any) -> float:
+    async def add_lora(self, request: Any) -> bool:
         self.at_once += 1
         self.most = max(self.most, self.at_once)
         await self.go.wait()
         self.loaded.append(request.lora_name.partition("@")[0])
         self.at_once -= 1
-        return self.took_s
+        self.clock[0] += self.took_s
+        return True
 
     async def remove_lora(self, number: int) -> bool:
         self.removed.append(number)
@@ -126,7 +128,7 @@ async def test_steps_go_on_between_two_loads_while_anybody_is_answered(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(load_turns, "time", SimpleNamespace(monotonic=lambda: 1000.0 + sum(slept)))
+    monkeypatch.setattr(load_turns, "time", SimpleNamespace(monotonic=lambda: engine.clock[0] + sum(slept)))
     monkeypatch.setattr(load_turns, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
     engine.go.set()
     for number in range(2):
@@ -189,3 +191,32 @@ async def test_an_adapter_is_not_resolved_while_it_is_unloaded(tmp_path: Path, m
     states.clear()
     assert await asyncio.gather(*unloads) == [True, True]
     assert engine.removed == [1] and engine.loaded == ["ann-0"], "once"
+
+
+async def test_an_adapter_that_a_request_has_found_is_not_unloaded_before_the_engine_has_it(tmp_path: Path) -> None:
+    """One whose adapter was unloaded meanwhile ended the engine."""
+    engine, found, begun, end = Engine(tmp_path), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    engine.go.set()
+    name = engine.made("ann-0")
+    assert await engine.asked(name)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert name in engine.table.lora_requests
+        found.set()
+        await begun.wait()
+        answer = answer_version.current()
+        assert answer is not None
+        answer.begun = True
+        await end.wait()
+
+    scope = {"type": "http", "headers": []}
+    request = asyncio.create_task(answer_version.AnswerVersions(app)(scope, None, None))
+    await found.wait()
+    assert answer_version.unbegun() == {name: 1}
+    unload = asyncio.create_task(engine.adapters.unload(name, 60.0))
+    await asyncio.sleep(0.03)
+    assert not unload.done()
+    begun.set()
+    assert await unload and not answer_version.unbegun(), "the engine's own table counts it from now on"
+    end.set()
+    await request

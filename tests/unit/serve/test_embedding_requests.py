@@ -14,7 +14,7 @@ from fastapi.responses import ORJSONResponse
 from vllm.entrypoints.pooling.base.serving import PoolingBaseServing, PoolingServing
 
 from serve.api import embedding_requests
-from serve.api.embedding_requests import AT_ONCE, OF_AN_OWNER
+from serve.api.embedding_requests import AT_ONCE, SLICES
 
 
 class Served:
@@ -102,28 +102,7 @@ async def test_of_a_request_some_inputs_are_asked_at_a_time(number: int) -> None
     await one._collect_batch(context)
     assert context.final_res_batch == [f"vector of {place}" for place in range(number)]
     assert context.engine_inputs == context.given and one.names == [f"embd-1-{place}" for place in range(number)]
-    assert processor.most == min(number, AT_ONCE) and one.most == min(number, OF_AN_OWNER)
-
-
-async def test_of_all_requests_of_an_owner_some_inputs_are_asked_at_a_time() -> None:
-    """Thirty of 2,048 had a neighbour's single one wait for ten seconds."""
-    served: Any = type("Sliced", (Served,), {"names": []})
-    embedding_requests.some_at_a_time(served)
-    one, processor = served(), Processor()
-
-    async def ask(request: int) -> None:
-        context = SimpleNamespace(given=list(range(300)), request_id=f"embd-{request}", prompt_request_ids=None)
-        await one._preprocessing(processor, context)
-        await one._collect_batch(context)
-        assert len(context.final_res_batch) == 300
-
-    asking = [asyncio.create_task(ask(request)) for request in range(30)]
-    await asyncio.sleep(0)
-    asking[3].cancel()  # a client that leaves gives its places back
-    told = await asyncio.gather(*asking, return_exceptions=True)
-    assert sum(isinstance(error, BaseException) for error in told) == 1
-    assert AT_ONCE < max(one.most, processor.most) <= OF_AN_OWNER
-    await ask(30)
+    assert processor.most == min(number, AT_ONCE) and one.most == min(number, SLICES * AT_ONCE)
 
 
 async def test_one_input_that_fails_ends_its_request_with_its_own_error() -> None:

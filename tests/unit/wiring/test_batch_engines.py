@@ -20,8 +20,8 @@ from appliance.gateway.routing.table import cache_salt
 from appliance.wiring import batch_engines
 from appliance.wiring.batch_engines import Circumstances, SocketEngines
 from scheduler.core.workload import Demand
-from serve.api.turns import ROLLOUTS
 from serve.core import sampling
+from serve.core.sampling import ROLLOUTS
 from tests.unit.gateway.upstreams import DummyUpstream
 
 URL = "/v1/chat/completions"
