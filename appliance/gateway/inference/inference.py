@@ -2,7 +2,8 @@
 
 Rules, in the order in which they bind:
 - Until the client has a byte of the engine's answer it sees no failure of an engine: the request goes to another
-  replica, or waits until one opens, as often as attempts.py allows.
+  replica, or waits until one opens, three times at most. An engine that dies may have died of the request, so it goes
+  to one more after that, and to no third.
 - After that a greedy stream goes on if another engine can generate the same tokens (answers/continuation.py); any
   other ends with an error event.
 - Of a good answer the bytes pass unchanged, but for what relayed_stream.py and the transcript of a stored one rewrite.
@@ -27,14 +28,13 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
 from appliance.gateway.http import wire
 from appliance.gateway.http.sessions import read_up_to
-from appliance.gateway.inference.attempts import MAX_UNREACHED, Attempts, Verdict
 from appliance.gateway.inference.copies import Copies
 from appliance.gateway.inference.engines import AttemptFailed, answer_of, is_alive
 from appliance.gateway.inference.relayed_stream import ERROR_EVENT, RelayedStream, event_error
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
-from appliance.gateway.routing.table import OPEN, cache_salt, salt_field
+from appliance.gateway.routing.table import OPEN, cache_salt
 from appliance.gateway.state.exchange import ClientGone, Exchange
 from appliance.gateway.state.state import State
 
@@ -44,6 +44,10 @@ _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
 _HELD: Final = b": held\n\n"
+MAX_SENT: Final = 3
+MAX_DEATHS: Final = 2
+MAX_UNREACHED: Final = 10
+"""A node that is gone may have had eight replicas."""
 
 
 class _AskActiveVersion(Exception):
@@ -53,9 +57,10 @@ class _AskActiveVersion(Exception):
 class Inference:
     """One request. model: as its client calls it; row: of the table that it is placed by, the model's or its canary's.
 
-    body: as engines get it, empty where nothing is left to ask for. relayed: the client has a byte of an answer;
-    continues: its stream goes on at another engine. waiting_since_s: since when it waits for a place, 0.0 if it does
-    not. place: what it waits for.
+    body: as engines get it, empty where nothing is left to ask for. sent: how often an engine had it and failed;
+    unreached: how often it got to none, its node being gone; lost: replicas that broke off. relayed: the client has a
+    byte of an answer; continues: its stream goes on at another engine. refused_by: a canary's version that refused it,
+    with canary_error. waiting_since_s: since when it waits for a place, 0.0 if it does not. place: what it waits for.
     """
 
     def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked, body: bytes) -> None:
@@ -64,12 +69,13 @@ class Inference:
         self.state, self.copies, self.exchange, self.checked = state, copies, exchange, checked
         self.request, self.caller = exchange.request, caller
         self.model = self.row = checked.model
-        self.attempts = Attempts()
         self.path = route.engine_path.decode()
         hides_usage = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
         self.stream = RelayedStream(self.request, hides_usage=hides_usage)
+        # Separates its owner's entries in an engine's cache of prefixes from those of others.
+        salt = "" if state.config.prefix_cache_shared else cache_salt(caller.owner, checked.cache_salt)
         # The body is a checked object; if two fields have the same name, the engine takes the last.
-        added = self.salt = b"" if state.config.prefix_cache_shared else self._salt()
+        added = self.salt = b',"cache_salt":"%b"' % salt.encode() if salt else b""
         if hides_usage:
             added += ASK_FOR_USAGE
         if checked.continuation is not None:
@@ -81,24 +87,22 @@ class Inference:
             checked.prompt_tokens,
             checked.stream,
             sequences=0 if route.name in (INPUT_TOKENS, COUNT_TOKENS) else max(checked.asked.sequences, checked.weight),
-            beginning=zlib.crc32(checked.prefix()),
+            beginning=zlib.crc32(checked.prefix(), zlib.crc32(salt.encode())),
             batch=self.request.headers.get(wire.CLASS) == b"batch",
         )
         canary = state.router.models[self.model].canary
         self.conversation = 0 if canary is None else zlib.crc32(checked.conversation())
         checked.forget_prompt()
+        self.sent = self.unreached = 0
+        self.lost: list[str] = []
         self.relayed = self.continues = False
-        self.waiting_since_s = 0.0
+        self.refused_by = ""
         self.canary_error: HttpError | None = None
+        self.waiting_since_s = 0.0
         if not self.work.batch:
             exchange.row, exchange.prompt_tokens = self.row, checked.prompt_tokens
             exchange.waiting_tokens = checked.prompt_tokens if checked.stream else 0
             state.metrics.arrived(self.model, checked.prompt_tokens, self.request.received_s)
-
-    def _salt(self) -> bytes:
-        """Separates its owner's entries in an engine's cache of prefixes from those of others."""
-        self.checked.owner, own = self.caller.cache_salt, self.checked.cache_salt
-        return salt_field(cache_salt(self.caller.owner, own).encode())
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
@@ -116,7 +120,7 @@ class Inference:
                 failed = True if error.status >= 500 else None
                 raise
             except _AskActiveVersion:
-                self.attempts.sent += 1
+                self.sent += 1
             finally:
                 self._attempt_ended(choice, failed)
         await self._send_ending()
@@ -147,7 +151,7 @@ class Inference:
     def choose(self, now_s: float) -> Choice | None:
         for row in self.rows():
             if row in self.state.router.models:
-                choice = self.state.router.choose(row, self.work, now_s, self.attempts.lost)
+                choice = self.state.router.choose(row, self.work, now_s, self.lost)
                 if choice is not None:
                     return choice
         return None
@@ -157,7 +161,7 @@ class Inference:
         if self.continues:
             return (self.row,)
         canary = self.state.router.canary_for(self.model, self.caller.id, self.conversation)
-        return (self.model,) if canary is None or self.attempts.sent else (canary, self.model)
+        return (self.model,) if canary is None or self.sent else (canary, self.model)
 
     async def _held(self, host: str) -> Choice:
         """Waits for a place. Raises HttpError 503 where it may not wait (any longer)."""
@@ -246,14 +250,14 @@ class Inference:
             "content-type": "application/json",
             # Not the client's id but a new one for each attempt: an engine must never see one twice.
             "x-request-id": state.new_request_id().decode(),
-            "x-appliance-owner": self.caller.cache_salt.decode(),
+            "x-appliance-owner": cache_salt(self.caller.owner),
             "x-vllm-priority": str(choice.priority),
         }
         trace = request.trace if request.spans is None else request.spans.attempt()
         if trace:
             headers["traceparent"] = trace.decode()
         request.sent_s = time.monotonic()
-        if not self.attempts.sent and not self.waiting_since_s:
+        if not self.sent and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
         alone = choice.load.inflight == 1
         session = state.engines.of(choice.replica.socket)
@@ -270,7 +274,9 @@ class Inference:
                 else:
                     await self._relay_whole(response, choice)
         except (asyncio.CancelledError, ClientGone):
-            request.left_after_s = max(time.monotonic() - request.sent_s, 1e-6)  # an engine was computing for it
+            ended = self.exchange.ended
+            if ended is None or ended.status < 500:  # not by the box itself: what an engine computed is to be paid for
+                request.left_after_s = max(time.monotonic() - request.sent_s, 1e-6)
             raise
 
     def _first_bytes(self, choice: Choice, alone: bool = False) -> None:
@@ -415,7 +421,7 @@ class Inference:
         if wire.UNREACHED.decode() in headers:
             # The node of this engine is gone, and no byte got there: no engine died of it.
             self.state.metrics.events["upstream_unreached"] += 1
-            self.attempts.unreached += 1
+            self.unreached += 1
             raise AttemptFailed(errors.engine_failed(), sent=False)
         route = self.request.route_name
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(route, "input"))
@@ -454,7 +460,7 @@ class Inference:
     def _refuse(self, error: HttpError) -> None:
         """What a canary refuses, the active version is asked too. Always raises."""
         if error.status < 500 and self._active_version_is_awake():
-            self.attempts.refused_by, self.canary_error = self.request.model_version, error
+            self.refused_by, self.canary_error = self.request.model_version, error
             raise _AskActiveVersion
         raise error
 
@@ -467,44 +473,46 @@ class Inference:
 
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
         """Prepares the next attempt. Raises HttpError where there is none."""
-        attempts, state, replica = self.attempts, self.state, choice.replica.id
+        state, events, ids = self.state, self.state.metrics.events, self.request.ids
         if failure.blame:
             state.router.fail(choice, time.monotonic())
         if not failure.sent:
-            state.metrics.events["connect_failed"] += 1
-            log.warning("cannot reach the engine: %s", failure.__cause__ or failure, extra=self.request.ids)
-            if attempts.unreached >= MAX_UNREACHED:
+            events["connect_failed"] += 1
+            log.warning("cannot reach the engine: %s", failure.__cause__ or failure, extra=ids)
+            if self.unreached >= MAX_UNREACHED:
                 raise failure.error
             return
         self.waiting_since_s = 0.0
         if failure.error.status == 504:
-            state.metrics.events["upstream_silent"] += 1
-            log.warning("the engine was silent for too long", extra=self.request.ids)
+            events["upstream_silent"] += 1
+            log.warning("the engine was silent for too long", extra=ids)
             if choice.replica.avoid:  # the engine gives no sign of life to anybody
                 state.router.fail(choice, time.monotonic())
             else:
                 self.request.left_after_s = time.monotonic() - self.request.sent_s
             raise failure.error
-        attempts.sent += 1
+        self.sent += 1
         if failure.died:
-            state.metrics.events["upstream_died"] += 1
-            log.warning("the engine broke off", extra=self.request.ids)
-            if replica not in attempts.lost:
-                attempts.lost.append(replica)
-        continuation, model = self.checked.continuation, state.router.models.get(self.model)
-        resumable = continuation is not None and model is not None and continuation.can_resume(model.max_model_len)
-        verdict = attempts.verdict(relayed=self.relayed, resumable=resumable)
-        if verdict is Verdict.FAIL:
-            raise failure.error
-        if verdict is Verdict.CONDEMN:
-            state.metrics.events["condemned"] += 1
-            log.warning("two engines died of this request: it is not sent again", extra=self.request.ids)
+            events["upstream_died"] += 1
+            log.warning("the engine broke off", extra=ids)
+            self.lost += [choice.replica.id] if choice.replica.id not in self.lost else []
+        if len(self.lost) >= MAX_DEATHS:
+            events["condemned"] += 1
+            log.warning("two engines died of this request: it is not sent again", extra=ids)
             raise errors.engines_died_of_it()
-        if verdict is Verdict.AGAIN:
-            state.metrics.events["retried"] += 1
-            return
-        assert continuation is not None and model is not None
-        state.metrics.events["continued"] += 1
+        if self.sent >= MAX_SENT:
+            raise failure.error
+        if self.relayed:
+            self._continue(failure)
+        else:
+            events["retried"] += 1
+
+    def _continue(self, failure: AttemptFailed) -> None:
+        """Asks for the rest of its stream. Raises HttpError where no other engine can go on with it."""
+        continuation, model = self.checked.continuation, self.state.router.models.get(self.model)
+        if continuation is None or model is None or not continuation.can_resume(model.max_model_len):
+            raise failure.error
+        self.state.metrics.events["continued"] += 1
         log.info("the stream is continued on another engine", extra=self.request.ids)
         rest = continuation.resume_body(model.max_model_len)
         self.continues, self.path = True, RESUME_PATH.decode()
@@ -523,8 +531,8 @@ class Inference:
                 first_byte_s=first_s - request.sent_s if first_s >= request.sent_s else None,
                 duration_s=now_s - request.sent_s,
             )
-            if self.attempts.refused_by and not failed:
-                state.comparison.refused(self.model, self.attempts.refused_by, self.caller.owner)
+            if self.refused_by and not failed:
+                state.comparison.refused(self.model, self.refused_by, self.caller.owner)
         if request.spans is not None:
             request.spans.attempt_ended(bool(failed))
         self.exchange.choice = None

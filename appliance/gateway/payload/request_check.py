@@ -73,9 +73,6 @@ class Checked:
     media_chars: int = 0
     cut: bool = False
 
-    # Owner of the prefix cache entries it uses: equal prompts of different owners do not share a prefix.
-    owner: bytes = b""
-
     # What the client calls the person or the conversation that it serves.
     named: str = ""
 
@@ -106,7 +103,7 @@ class Checked:
 
     def prefix(self) -> bytes:
         """Equal for requests with the same beginning: system prompt and first question, whatever their JSON form."""
-        return b"%b%b" % (self.owner, self._opening()[:PREFIX_CHARS].encode("utf-8", "replace"))
+        return self._opening()[:PREFIX_CHARS].encode("utf-8", "replace")
 
     def conversation(self) -> bytes:
         """Equal for all turns of a conversation, and for no two that differ in their first question."""

@@ -124,11 +124,6 @@ class Caller(Struct, frozen=True):
     def scopes_header(self) -> bytes:
         return ",".join(sorted(self.scopes)).encode()
 
-    @property
-    def cache_salt(self) -> bytes:
-        """Separates its owner's prefixes from other owners' in an engine's cache."""
-        return cache_salt(self.owner).encode()
-
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
         owners = model.owners
@@ -238,8 +233,3 @@ def cache_salt(owner: str, own: str = "") -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def salt_field(salt: bytes) -> bytes:
-    """A `cache_salt` as a field to be added to a body (request_check.with_fields)."""
-    return b',"cache_salt":"%b"' % salt
