@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from appliance.gateway.routing.router import BATCH_BEHIND
 from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineStartFailed, WrongState
@@ -288,6 +289,30 @@ async def test_a_request_that_is_traced_has_a_span_of_its_engine(engine_box, rep
     assert span.parent_span_id.hex() == parent
     assert attributes(span)["gen_ai.usage.completion_tokens"] == 3
     assert set(collector.paths) == {"/v1/traces"}
+
+
+async def test_engine_takes_the_request_with_the_smallest_priority_first(engine_box, replicas):
+    spec = engine_box.spec("order", engine_box.version("a", seed=1), max_num_seqs=1)
+    await replicas().start(spec)
+    sdk, ended = client(spec), []
+    fields = {"model": "starter", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+    async def ask(name: str, priority: int) -> None:
+        await sdk.completions.create(**fields, max_tokens=2, extra_headers={"x-vllm-priority": str(priority)})
+        ended.append(name)
+
+    async with asyncio.timeout(120):
+        running = await sdk.completions.create(**fields, max_tokens=400, stream=True)
+        await anext(running)
+        waiting = []
+        for name, priority in (("batch", BATCH_BEHIND), ("many", 9000), ("one", 5)):
+            waiting.append(asyncio.create_task(ask(name, priority)))
+            await anext(running)
+        assert not ended
+        async for _ in running:
+            pass
+        await asyncio.gather(*waiting)
+    assert ended == ["one", "many", "batch"]
 
 
 async def test_embedding_engine(engine_box, replicas):
