@@ -91,7 +91,7 @@ class Inference:
             batch=self.request.headers.get(wire.CLASS) == b"batch",
         )
         canary = state.router.models[self.model].canary
-        self.conversation = 0 if canary is None else zlib.crc32(checked.conversation())
+        self.conversation = None if canary is None else zlib.crc32(checked.conversation())
         checked.forget_prompt()
         self.sent = self.unreached = 0
         self.lost: list[str] = []
@@ -160,8 +160,10 @@ class Inference:
         """The canary for its share; the model for what failed there, or what the canary has no room for."""
         if self.continues:
             return (self.row,)
+        if self.sent or self.conversation is None:
+            return (self.model,)
         canary = self.state.router.canary_for(self.model, self.caller.id, self.conversation)
-        return (self.model,) if canary is None or self.sent else (canary, self.model)
+        return (self.model,) if canary is None else (canary, self.model)
 
     async def _held(self, host: str) -> Choice:
         """Waits for a place. Raises HttpError 503 where it may not wait (any longer)."""
@@ -349,31 +351,30 @@ class Inference:
         body = await read_up_to(response.content, most + 1)
         state.keep_answer(self.request, len(body))
         self._first_bytes(choice)
-        version = (wire.VERSION, self._version())
-        if len(body) > most:
-            if exchange.head_sent:  # as a stream
-                raise errors.engine_failed()
-            if transcript is not None and transcript.stores:
-                state.metrics.events["responses_not_stored"] += 1
-            length = response.content_length
-            framing = [] if length is None else [(b"content-length", b"%d" % length)]
-            await exchange.begin(200, [(b"content-type", kind), version, exchange.processing(), *framing])
-            self.stream.read_usage(body)
-            await exchange.write(body)
-            async for piece in response.content.iter_any():
-                self.stream.read_usage(piece)
-                await exchange.write(piece)
-            await exchange.finish()
-            return
-        if transcript is not None:
+        is_whole, headers = len(body) <= most, [(wire.VERSION, self._version()), exchange.processing()]
+        if is_whole and transcript is not None:
             self._check_room(len(body))
             body = transcript.whole(body)
             self._kept()
+        elif transcript is not None and transcript.stores:
+            state.metrics.events["responses_not_stored"] += 1
         self.stream.read_usage(body)
+        if exchange.head_sent and not is_whole:
+            raise errors.engine_failed()
         if exchange.head_sent:  # comments have opened a stream, and the engine gave a plain answer
             await exchange.finish(b"data: %b\n\n" % body)
-        else:
-            await exchange.whole(response.status, kind, body, (version, exchange.processing()))
+            return
+        if is_whole:
+            await exchange.whole(response.status, kind, body, headers)
+            return
+        if response.content_length is not None:
+            headers.append((b"content-length", b"%d" % response.content_length))
+        await exchange.begin(200, [(b"content-type", kind), *headers])
+        await exchange.write(body)
+        async for piece in response.content.iter_any():
+            self.stream.read_usage(piece)
+            await exchange.write(piece)
+        await exchange.finish()
 
     # -- what is kept of a stored answer
 
