@@ -110,8 +110,11 @@ class Holds(Generic[T]):
         self.count += change
         self.body_bytes += change * ticket.body_bytes
         self._models[ticket.model] += change
-        self._rows[ticket.host][ticket.rows] += change
-        if change < 0:
-            self._models, self._rows[ticket.host] = +self._models, +self._rows[ticket.host]
+        if not self._models[ticket.model]:
+            del self._models[ticket.model]
+        rows = self._rows[ticket.host]
+        rows[ticket.rows] += change
+        if not rows[ticket.rows]:
+            del rows[ticket.rows]
         if not self._queues[ticket.host]:
             del self._queues[ticket.host], self._rows[ticket.host]
