@@ -32,8 +32,8 @@ from appliance.controller.grading.spans import Line, written  # noqa: E402 - the
 from benchmarks._claims import at_most, record, stated  # noqa: E402
 from benchmarks._models import SIZES  # noqa: E402
 from runtime.devices.kinds import HOST  # noqa: E402
-from serve.api.turns import ROLLOUTS  # noqa: E402
 from serve.core import sampling  # noqa: E402
+from serve.core.sampling import ROLLOUTS  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, save_model  # noqa: E402
 from tests.e2e.test_engine_adapters import save_adapter  # noqa: E402

@@ -131,7 +131,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     spending = Spending(db, signals.keys_changed)
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
     names = CallableNames(db)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.tokens, loop.trouble, names)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.published, loop.trouble, names)
     lines = SocketEngines(
         bus,
         config.controller,

@@ -141,8 +141,9 @@ class Gateway:
         if changed_keys:
             self._end_revoked()
         self._end_forbidden()
+        self._end_batch()
+        state.place_held()
         for name in state.holds.models():
-            state.place_held(name)
             if state.next_try_s(name) is not None:
                 state.end_held(name, Refusal.TROUBLE)
         state.on_change(True)
@@ -178,6 +179,13 @@ class Gateway:
                 self.state.holds.remove(ticket)
                 ticket.item.refuse_hold(error)
 
+    def _end_batch(self) -> None:
+        """Requests of class batch on replicas that drain: whoever sent them sends them again."""
+        for exchange in list(self.state.exchanges):
+            choice = exchange.choice
+            if choice is not None and choice.work.batch and not self.state.router.is_open(choice):
+                exchange.end(errors.batch_gives_way())
+
     # -- time
 
     async def _sweep_forever(self) -> None:
@@ -188,10 +196,9 @@ class Gateway:
     async def sweep(self, now_s: float) -> None:
         """Replicas that may be tried again, sockets that are gone, the certificate, the snapshot."""
         state = self.state
-        for name in state.holds.models():
-            state.place_held(name)
+        state.place_held()
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
-        busy = {exchange.socket for exchange in state.exchanges}
+        busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
         if state.certificate is not None and state.certificate.look(now_s):
             state.on_change(True)

@@ -29,11 +29,11 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
 from appliance.gateway.http import wire
 from appliance.gateway.payload.request_check import Checked, check_body, with_model
+from appliance.gateway.routing.router import BATCH_BEHIND
 from appliance.gateway.routing.table import cache_salt
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from scheduler.core.workload import Demand
-from serve.api.turns import ROLLOUTS
 from serve.core import sampling
 
 log = logging.getLogger(__name__)
@@ -143,8 +143,8 @@ class SocketEngines:
         replica_id, socket = self._least_loaded(model, version)
         self._sampling[request_id] = socket
         try:
-            content = orjson.dumps(body)
-            return await self._posted(model, replica_id, socket, sampling.URL, content, request_id, ROLLOUTS)
+            content = orjson.dumps({**body, "priority": 2 * BATCH_BEHIND})
+            return await self._posted(model, replica_id, socket, sampling.URL, content, request_id, sampling.ROLLOUTS)
         finally:
             del self._sampling[request_id]
 
@@ -185,8 +185,6 @@ class SocketEngines:
         adapter = self._bus.models[model].get("adapter")
         if adapter:
             content = with_model(content, adapter)
-        # In an engine's queue (serve.api.fair_order) each owner's lines have turns of their own, apart from what the
-        # owner asks a gateway: as one owner's, those of sixteen lines with 64 answers each kept all others' waiting.
         return await self._posted(model, replica_id, socket, url, content, request_id, f"batches-{cache_salt(owner)}")
 
     async def _posted(
@@ -198,6 +196,7 @@ class SocketEngines:
             "content-length": str(len(content)),
             "x-request-id": request_id,
             "x-appliance-owner": owner,
+            "x-vllm-priority": str(BATCH_BEHIND),
         }
         asking = asyncio.create_task(self._client(socket).post(url, content=content, headers=headers))
         self._lines[asking] = (model, replica_id)

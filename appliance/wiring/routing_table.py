@@ -27,6 +27,7 @@ HOLD_BEFORE_S = 10.0
 refused with the time of that try."""
 HOLD_BEFORE_LASTING_S = 1.0
 """The same limit where the next try will most likely fail too."""
+_UNKNOWN = (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,18 @@ class BusRouting:
         bus: Bus,
         db: Database,
         hold_s: float,
-        tokens: Callable[[ModelRow], tuple[int | None, int | None]] = lambda row: (row.max_model_len, None),
+        sizes: Callable[[ModelRow], tuple[int | None, int | None, int | None]] = lambda row: (
+            row.max_model_len,
+            None,
+            None,
+        ),
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
         names: CallableNames | None = None,
     ):
-        """tokens: how many a request to a model's engines may have, and how many the cache of one of them holds; None
-        where the model does not say. trouble: what keeps engines of a model's version from starting. names: shared with
-        others that read them."""
-        self._bus, self._db, self._hold_s, self._tokens = bus, db, hold_s, tokens
+        """sizes: of a model's engines, context and cache of one in tokens, and the sequences that it computes at once;
+        None where the model does not say. trouble: what keeps engines of a model's version from starting. names: shared
+        with others that read them."""
+        self._bus, self._db, self._hold_s, self._sizes = bus, db, hold_s, sizes
         self._trouble = trouble
         self._names = names or CallableNames(db)
         self._replicas: dict[str, _Served] = {}
@@ -131,11 +136,10 @@ class BusRouting:
             if host is not None:
                 self._guests.setdefault(host, []).append(name)
                 self._host_of[name] = host
-        tokens = {name: self._tokens(row) for name, row in rows.items()}
-        contexts = {name: context for name, (context, _) in tokens.items()}
-        self._kv_tokens = {name: cache for name, (_, cache) in tokens.items()}
-        contexts |= {row.name: contexts.get(row.model) for row in self._names.checkpoints()}
-        contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
+        sizes = {name: self._sizes(row) for name, row in rows.items()}
+        self._kv_tokens = {name: cache for name, (_, cache, _) in sizes.items()}
+        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in self._names.checkpoints()}
+        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
         given = model_settings.with_chat_template(self._db) if silent else set()
@@ -143,7 +147,9 @@ class BusRouting:
             {
                 name: self._model(name, row)
                 | {
-                    "max_model_len": contexts.get(row.pins or name),
+                    "max_model_len": sizes.get(row.pins or name, _UNKNOWN)[0],
+                    "slots": sizes.get(row.pins or name, _UNKNOWN)[2],
+                    **({"host": self._host_of[name]} if name in self._host_of else {}),
                     "owners": self._owners(audiences.get(row.of, [])),
                 }
                 | ({"chats": False} if (row.of, row.version) in silent and row.of not in given else {})

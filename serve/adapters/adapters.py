@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +129,3 @@ class EngineAdapters(LoRAResolver):
             ):
                 return lock, path
         return None
-
-
-def waiting(engine: AsyncLLM) -> Counter[str]:
-    """Requests that the engine does not have yet (serve.api.fair_order), by the name of their adapter."""
-    found: Counter[str] = engine.__dict__.setdefault("shm_waiting", Counter())
-    return found

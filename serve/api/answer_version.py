@@ -21,20 +21,18 @@ VERSION_HEADER = b"x-appliance-model-version"
 OWNER_HEADER = b"x-appliance-owner"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Answer:
     """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
-    key that asks, empty where only the box itself knows. place: among the requests of its owner that are read (Taken),
-    None where nobody waits; waits: which counts it until it has begun (serve.api.fair_order)."""
+    key that asks, empty where only the box itself knows."""
 
     version: str | None = None
     begun: bool = False
     owner: str = ""
-    place: Any = None
-    waits: Any = None
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+_open: set[Answer] = set()
 
 
 def current() -> Answer | None:
@@ -48,18 +46,9 @@ def owner() -> str:
     return "" if asked is None else asked.owner
 
 
-def is_read() -> None:
-    """The request whose task calls this has been read and checked, or waits for something else."""
-    asked = current()
-    if asked is not None and asked.place is not None:
-        asked.place.give_back()
-
-
-def uses(adapter: str) -> None:
-    """The request whose task calls this has found the adapter that it names."""
-    asked = current()
-    if asked is not None and asked.waits is not None:
-        asked.waits.uses(adapter)
+def unbegun() -> int:
+    """How many open requests the engine does not have yet. Whoever drains the engine waits for them too."""
+    return sum(not answer.begun for answer in _open)
 
 
 class AnswerVersions:
@@ -73,8 +62,12 @@ class AnswerVersions:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
         answer = Answer(owner=_owner(scope))
         _ANSWER.set(answer)
+        _open.add(answer)
         head: list[Any] = []
 
         async def send_named(message: Any) -> None:
@@ -89,7 +82,10 @@ class AnswerVersions:
                 await send(start)
             await send(message)
 
-        await self.app(scope, receive, send_named)
+        try:
+            await self.app(scope, receive, send_named)
+        finally:
+            _open.discard(answer)
 
 
 def _owner(scope: Any) -> str:
@@ -121,8 +117,6 @@ def _for_this_answer(add_request):
         answer = processor.request_states[request.request_id].shm_answer = _ANSWER.get()
         if answer is not None:
             answer.begun = True
-            if answer.waits is not None:
-                answer.waits.end()
 
     return run
 

@@ -32,7 +32,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
-from serve.adapters.adapters import EngineAdapters, waiting
+from serve.adapters.adapters import EngineAdapters
+from serve.api import answer_version
 from serve.core import fingerprint
 from serve.core.errors import (
     BY_NAME,
@@ -230,7 +231,7 @@ class EngineControl:
         """vLLM's engine dies when it sleeps with decodes in flight (vllm#45520)."""
         deadline_s = time.perf_counter() + DRAIN_GRACE_S
         processor = self.llm.output_processor
-        while unfinished := processor.get_num_unfinished_requests() + sum(waiting(self.llm).values()):
+        while unfinished := processor.get_num_unfinished_requests() + answer_version.unbegun():
             if time.perf_counter() > deadline_s:
                 raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
             await asyncio.sleep(0.01)

@@ -38,7 +38,6 @@ from runtime.logs import configure_logging
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
 from serve.api.answer_version import AnswerVersions
-from serve.api.fair_order import FrontDoor
 from serve.core.errors import EngineFailed, ServeError, WrongState
 from serve.core.parsers import PARSER_TOKENS
 from serve.core.spec import ReplicaSpec
@@ -125,7 +124,7 @@ async def _serve(
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
-            AnswerVersions(FrontDoor(app, llm)),
+            AnswerVersions(app),
             log_config=None,
             log_level="warning",
             access_log=False,

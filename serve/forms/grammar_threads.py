@@ -4,10 +4,8 @@ vLLM compiles them in a pool beside its steps, and xgrammar releases the interpr
 it. But its threads, up to eight per grammar, occupy the processors: with a grammar that took 5.6 s, another request's
 token was delayed as long. On Linux every thread has its own niceness, which the threads it starts inherit.
 
-vLLM's pool has half as many threads as there are processors and takes grammars in the order in which they came, even
-those that nobody waits for any more: twenty texts of bounded length take half a minute, and a client that asked for
-such a form again and again, and left, kept everybody else's forms waiting behind all of them. So here owners take
-turns, nobody has more than half of the threads, and a grammar whose request has left before its turn is not compiled.
+vLLM's pool also compiles grammars that nobody waits for any more. Here one whose request has left before its turn is
+not compiled.
 
 vLLM passes schemas that xgrammar does not support to llguidance, and those that llguidance does not support either
 (`patternProperties` beside a `multipleOf`) to outlines. outlines expands a schema into one regular expression and
@@ -17,14 +15,11 @@ minutes. So this module disables outlines.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-from serve.api.turns import ThreadsInTurns, owner_in
 
 # The line of vLLM's that makes the pool; and the niceness, with which a step gets 68 times the processor share of each
 # such thread.
@@ -43,22 +38,15 @@ def give_way(manager: Any) -> None:
     old.shutdown(wait=False)
 
 
-class GrammarThreads(Executor):
-    """Compiles forms of requests, owners taking turns."""
+class GrammarThreads(ThreadPoolExecutor):
+    """Compiles forms of requests."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar", initializer=_nice)
-        self._threads = ThreadsInTurns(self._pool.submit, threads, threads // 2)
+        super().__init__(threads, thread_name_prefix="grammar", initializer=_nice)
 
     def submit(self, compile_form: Callable[[Any], Any], request: Any) -> Future[Any]:  # type: ignore[override]
-        """request: of vLLM. Its grammar is cancelled if the request ends before its turn."""
-        compiling = functools.partial(compile_form, request)
-        return self._threads.submit(owner_in(request.priority), compiling, request.is_finished)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if cancel_futures:
-            self._threads.cancel()
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
+        """request: of vLLM."""
+        return super().submit(lambda: None if request.is_finished() else compile_form(request))
 
 
 def no_outlines(backend: Any) -> None:

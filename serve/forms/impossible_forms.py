@@ -5,7 +5,7 @@ the grammar refuses, and vLLM ends the request with "Internal server error", as 
 compiled. llguidance notes an error and ends the answer before its first token, as if nothing were wrong. So the first
 tokens that a grammar allows are checked in the thread that compiles it, and the client is told.
 
-Other grammars refuse a token later: those that took an engine too long (serve.vllm.fairness.step_bounds), and those
+Other grammars refuse a token later: those that took an engine too long (serve.vllm.request_bounds), and those
 whose mask allows tokens that they do not accept. vLLM ends their requests with the same words; here that counts as the
 form's fault, too.
 """

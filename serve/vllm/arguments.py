@@ -42,7 +42,7 @@ def engine_arguments(
         "--max-num-seqs": str(spec.max_num_seqs),
         "--fingerprint-mode": "custom",
         "--fingerprint-value": spec.version,
-        "--scheduling-policy": "priority",  # its numbers are given in serve.api.fair_order
+        "--scheduling-policy": "priority",  # the gateway gives each request its number
     }
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]

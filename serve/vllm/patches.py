@@ -24,42 +24,27 @@ from vllm.config import ModelConfig
 from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
-from vllm.parser.abstract_parser import DelegatingParser
-from vllm.parser.engine.incremental_lexer import IncrementalLexer
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
-from vllm.renderers.params import TokenizeParams
-from vllm.sampling_params import SamplingParams
-from vllm.tool_parsers.jamba_tool_parser import JambaToolParser
-from vllm.tool_parsers.phi4mini_tool_parser import Phi4MiniJsonToolParser
 from vllm.v1.engine import utils as engine_utils
-from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, SlowIncrementalDetokenizer
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import RequestOutputCollector
-from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance, backend_outlines, backend_xgrammar
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
 from serve.api import (
-    adapter_steps,
     answer_shapes,
     answer_version,
     embedding_requests,
-    fair_order,
     legacy_functions,
     request_faults,
-    unfit_requests,
 )
 from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
-from serve.vllm import deaths
+from serve.vllm import deaths, request_bounds
 from serve.vllm.cpu_lora import GroupedLoRA
-from serve.vllm.fairness import owner_places, request_bounds, step_bounds
 
 log = logging.getLogger(__name__)
 
@@ -129,36 +114,19 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
 
 
 def _bound_requests() -> None:
-    """What keeps one request, or one owner, from slowing an engine's steps or its frontend's loop for all others."""
+    """What keeps one request from slowing or ending an engine's steps for all others."""
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     grammar_threads.no_outlines(backend_outlines)
     schema_backend.apply(backend_xgrammar, backend_guidance)
     form_backends.apply(StructuredOutputManager)
     form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
     form_backends.masks_of_the_model(backend_guidance.GuidanceGrammar)
-    step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
-    step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
-    step_bounds.bound_time(backend_guidance.GuidanceGrammar)
-    step_bounds.slice_prompt_logprobs(GPUModelRunner)
-    step_bounds.bound_unread(RequestOutputCollector)
-    step_bounds.bound_reading(DelegatingParser)
-    step_bounds.bound_pieces(IncrementalLexer)
-    step_bounds.bound_unended(Phi4MiniJsonToolParser, "]")
-    step_bounds.bound_unended(JambaToolParser, "</tool_calls>")
-    step_bounds.bound_without_text(FastIncrementalDetokenizer, SlowIncrementalDetokenizer)
-    step_bounds.bound_search(ThinkingBudgetStateHolder)
-    request_bounds.bound_forbidden(SamplingParams)
+    request_bounds.bound_whitespace(xgrammar.GrammarCompiler)
+    request_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
+    request_bounds.bound_time(backend_guidance.GuidanceGrammar)
     request_bounds.bound_tokens(BaseRenderer)
-    request_bounds.cut_texts(TokenizeParams)
-    request_bounds.forbid_known(InputProcessor)
-    request_bounds.keep_seeds(ParentRequest)
+    request_bounds.bound_forbidden(InputProcessor)
     impossible_forms.apply()
-    # Owners take turns in an engine's queue, and nobody has all of its places.
-    fair_order.apply()
-    owner_places.apply()
-    # After it: room is made for what the step may load alone.
-    adapter_steps.apply()
-    unfit_requests.apply()
 
 
 def _patch_requests() -> None:

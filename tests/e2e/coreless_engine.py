@@ -150,7 +150,6 @@ async def application(spec: Any, seed: int = 1) -> Any:
     from vllm.v1.engine.core_client import EngineCoreClient
 
     from serve.api.answer_version import AnswerVersions
-    from serve.api.fair_order import FrontDoor
     from serve.engine.main import PARSER
     from serve.load.version_check import read_chat_template, read_config
     from serve.vllm import deaths, patches, plugin
@@ -173,7 +172,7 @@ async def application(spec: Any, seed: int = 1) -> Any:
     app.state.server = SimpleNamespace(should_exit=False)
     app.state.core = llm.engine_core
     app.state.revive = lambda: setattr(llm, "output_handler", None)
-    return AnswerVersions(FrontDoor(app, llm))
+    return AnswerVersions(app)
 
 
 def spec(root: Path, task: str) -> Any:

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from appliance.controller.grading.spans import Line, written
-from serve.api.turns import ROLLOUTS
 from serve.core import sampling
+from serve.core.sampling import ROLLOUTS
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name

@@ -15,11 +15,10 @@ import openai
 import pytest
 
 from appliance.gateway.readings.request import as_meant
+from appliance.gateway.routing.router import BATCH_BEHIND
 from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineStartFailed, WrongState
-from serve.engine import replica as replica_module
-from tests.e2e import slow_engine
 from tests.e2e.engine_support import client, greedy, rewrite
 from tests.front.collector import attributes, running_collector
 
@@ -286,37 +285,28 @@ async def test_a_request_that_is_traced_has_a_span_of_its_engine(engine_box, rep
     assert set(collector.paths) == {"/v1/traces"}
 
 
-async def test_another_owner_has_a_place_where_one_has_all(engine_box, replicas, monkeypatch):
-    """Three long answers were all that this engine writes at once; another owner waited for the end of one of them."""
-    # For half a second room is not made again for the same owner (owner_places.AGAIN_S): all was written by then on a
-    # quick machine, and on a busy one before its client had asked another question.
-    monkeypatch.setattr(replica_module, "ENTRY", slow_engine.ENTRY)
-    spec = engine_box.spec("places", engine_box.version("a", seed=1), max_num_seqs=3)
+async def test_engine_takes_the_request_with_the_smallest_priority_first(engine_box, replicas):
+    spec = engine_box.spec("order", engine_box.version("a", seed=1), max_num_seqs=1)
     await replicas().start(spec)
-    long = 400
-    asked = {"model": "starter", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
-    (whole,) = (await client(spec).completions.create(**asked, max_tokens=long)).choices
-    begun, ended = asyncio.Semaphore(0), []
+    sdk, ended = client(spec), []
+    fields = {"model": "starter", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
-    async def long_answer() -> str:
-        owner = {"x-appliance-owner": "ann"}
-        stream = await client(spec).completions.create(**asked, max_tokens=long, stream=True, extra_headers=owner)
-        pieces = []
-        async for event in stream:
-            pieces.append(event.choices[0].text)
-            if len(pieces) == 1:
-                begun.release()
-        ended.append(True)
-        return "".join(pieces)
+    async def ask(name: str, priority: int) -> None:
+        await sdk.completions.create(**fields, max_tokens=2, extra_headers={"x-vllm-priority": str(priority)})
+        ended.append(name)
 
     async with asyncio.timeout(120):
-        writing = [asyncio.create_task(long_answer()) for _ in range(3)]
-        for _ in writing:
-            await begun.acquire()
-        for _ in range(2):
-            await client(spec).completions.create(**asked, max_tokens=3, extra_headers={"x-appliance-owner": "ben"})
-        assert not ended, "before any of them has ended"
-        assert await asyncio.gather(*writing) == [whole.text] * 3, "and each is written to its end, once"
+        running = await sdk.completions.create(**fields, max_tokens=400, stream=True)
+        await anext(running)
+        waiting = []
+        for name, priority in (("batch", BATCH_BEHIND), ("many", 9000), ("one", 5)):
+            waiting.append(asyncio.create_task(ask(name, priority)))
+            await anext(running)
+        assert not ended
+        async for _ in running:
+            pass
+        await asyncio.gather(*waiting)
+    assert ended == ["one", "many", "batch"]
 
 
 async def test_embedding_engine(engine_box, replicas):

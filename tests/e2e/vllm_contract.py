@@ -31,8 +31,12 @@ def _claims(every: int):
 
     import torch
     from vllm.config import ModelConfig
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.generate.base import serving as base_serving
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
     from vllm.parser import abstract_parser
@@ -46,8 +50,6 @@ def _claims(every: int):
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
-
-    resolves, plain_schedule = OpenAIServingModels.resolve_lora, inspect.unwrap(Scheduler.schedule)
 
     from serve.engine import main as engine
     from serve.engine import preload
@@ -85,39 +87,18 @@ def _claims(every: int):
     yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in pause
     yield "a full wake resumes by itself", "resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
     yield from has(Scheduler, "has_unfinished_requests")
-    yield from has(
-        Scheduler,
-        *("_preempt_request", "_free_request", "_is_blocked_waiting_status", "add_request", "schedule"),
-        "_handle_blocked_waiting_request",
-    )
     yield from has(EngineCore, "add_lora", "remove_lora")
     yield (
         "what a resolver of adapters finds is loaded at once by the engine's own method",
-        "await resolver.resolve_lora(base_model_name, lora_name)" in (found := inspect.getsource(resolves))
+        "await resolver.resolve_lora(base_model_name, lora_name)"
+        in (found := inspect.getsource(OpenAIServingModels.resolve_lora))
         and "lora_request.lora_int_id = unique_id" in found
         and "await self.engine_client.add_lora(lora_request)" in found,
     )
-    yield (
-        "memory of a request that waits is asked for by these words, and it is not looked further where there is none",
-        all(
-            words in inspect.getsource(plain_schedule)
-            for words in (
-                "new_blocks = self.kv_cache_manager.allocate_slots(\n",
-                "if new_blocks is None:",
-            )
-        ),
-    )
-    yield (
-        "a step asks of each request that waits whether it is ready",
-        "ready_to_schedule = self._handle_blocked_waiting_request(request)" in inspect.getsource(plain_schedule),
-    )
-    state = inspect.getsource(Scheduler.__init__)
-    for name in ("running", "waiting", "kv_holding_waiting", "max_num_active_reqs", "prev_step_scheduled_req_ids"):
-        yield f"the scheduler has {name} of its own", f"self.{name}" in state
-    yield (
-        "a scheduler is asked for its step by schedule(throttle_prefills)",
-        [*inspect.signature(Scheduler.schedule).parameters] == ["self", "throttle_prefills"],
-    )
+    yield "a request's priority comes in a header", base_serving.PRIORITY_HEADER.lower() == "x-vllm-priority"
+    for route in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses):
+        yield f"{route.__name__} reads it", "self._get_priority(request, raw_request)" in inspect.getsource(route)
+    yield "messages too", "create_chat_completion(chat_req, raw_request)" in inspect.getsource(AnthropicServingMessages)
     yield (
         "block hashes start from cache_salt",
         "request.cache_salt" in inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys),

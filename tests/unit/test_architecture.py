@@ -117,7 +117,6 @@ SUBPACKAGES = (
     "train.plan",
     "serve.engine",
     "serve.vllm",
-    "serve.vllm.fairness",
     "serve.forms",
     "serve.api",
     "serve.adapters",

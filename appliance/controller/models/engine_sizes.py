@@ -83,10 +83,11 @@ class EngineSizes:
     def context(self, model: ModelRow, version: VersionRow | None = None) -> int | None:
         return self.size(model, version).max_model_len
 
-    def tokens(self, model: ModelRow) -> tuple[int | None, int | None]:
-        """The same of its active version, and what the KV cache of such an engine holds."""
+    def published(self, model: ModelRow) -> tuple[int | None, int | None, int | None]:
+        """Context of its active version in tokens, tokens that the KV cache of such an engine holds, and sequences that
+        it computes at once."""
         size = self.size(model, None)
-        return size.max_model_len, size.kv_tokens
+        return size.max_model_len, size.kv_tokens, size.max_num_seqs
 
     def _served(self, model: ModelRow, version: VersionRow | None) -> tuple[ModelRow, VersionRow | None]:
         if version is None and model.active_version is not None:

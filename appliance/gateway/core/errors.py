@@ -173,6 +173,10 @@ def unavailable(message: str, code: str, retry_after_s: int) -> HttpError:
     return HttpError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
 
+def batch_gives_way() -> HttpError:
+    return unavailable("Requests of class batch give way: no engine has room for this one.", "batch_gives_way", 1)
+
+
 def not_serving(model: str, reason: str, next_try_s: float) -> HttpError:
     """The model's engines fail; the next start is in this many seconds."""
     wait_s = max(math.ceil(next_try_s), 1)

@@ -19,6 +19,8 @@ from appliance.gateway.core.routes import Kind, is_anthropic
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
 COMPUTED = b"x-appliance-computed"
+# A client's, for work that gives way to people: `batch`.
+CLASS = b"x-appliance-class"
 # The tunnel to another node says so (runtime/network/tunnel.py).
 UNREACHED = b"x-appliance-unreached"
 # Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's

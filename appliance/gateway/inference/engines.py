@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 import aiohttp
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
+
+_HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
 class AttemptFailed(Exception):
@@ -24,7 +27,7 @@ class AttemptFailed(Exception):
 
 
 @asynccontextmanager
-async def asked(
+async def answer_of(
     session: aiohttp.ClientSession, path: str, headers: Mapping[str, str], body: bytes, silence_s: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """The engine's answer; leaving early closes its connection, by which vLLM aborts the request.
@@ -42,3 +45,14 @@ async def asked(
         raise AttemptFailed(errors.engine_failed(), blame=False) from error
     except (aiohttp.ClientError, OSError) as error:
         raise AttemptFailed(errors.engine_failed(), died=True) from error
+
+
+async def is_alive(session: aiohttp.ClientSession) -> bool:
+    """Whether the engine's core lives, by vLLM's own check; one that is too busy to say so does."""
+    try:
+        async with session.get("http://engine/health", timeout=_HEALTH_TIMEOUT) as response:
+            return response.status == 200
+    except TimeoutError:
+        return True
+    except (aiohttp.ClientError, OSError):
+        return False

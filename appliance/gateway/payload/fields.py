@@ -98,7 +98,7 @@ _TYPES: Final[dict[str, Any]] = {
     "presence_penalty": _float(-2, 2),
     "repetition_penalty": _float(0, 10),
     "length_penalty": _float(-10, 10),
-    "seed": _int(-_INT64 - 1, _INT64),
+    "seed": _int(-_INT64 - 1, _INT64 - 64),  # further answers have the seeds after it
     "priority": _int(0, 0),
     "logprobs": bool,
     "top_logprobs": _int(0, 20),

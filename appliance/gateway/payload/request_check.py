@@ -35,7 +35,9 @@ PREFIX_CHARS: Final = 512
 _BRACKETS: Final = 1 << 20
 _UNBOUNDED: Final = 1 << 20
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
+# Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
+_BYTES_OF_A_KEPT_TOKEN: Final = 256
 # An engine makes an object of each log-probability, on the loop that sends all tokens, at some 10 µs.
 _LOGPROBS: Final = 1 << 18
 _OPEN_LENGTH: Final = 1024
@@ -51,8 +53,8 @@ class Checked:
     prompt: its messages, items or prompts. prompt_tokens: estimated; tokens: with the completion; asked: the same for
     quotas. weight: as how many open requests it counts for its owner. asks_usage: the client wants its stream's usage
     as an event. rewritten: the body as an engine reads it, if that is another one; ignored: headers that name what is
-    left out of it. text_bytes: of the longest prompt, 0 for one that an engine may shorten. owner: of the prefix cache
-    entries it uses. named: what the client calls the person or conversation that it serves.
+    left out of it. body_bytes, media_chars: of the body as sent, and of media in its prompt. cut: an engine shortens a
+    prompt that is too long. named: what the client calls the person or conversation that it serves.
     """
 
     model: str
@@ -63,19 +65,24 @@ class Checked:
     asked: TokenRequest
     weight: int
     asks_usage: bool
-    text_bytes: int
+    body_bytes: int
+    media_chars: int
+    cut: bool
     cache_salt: str
     named: str
     ignored: Pairs
     continuation: Continuation | None
     transcript: Transcript | None
     rewritten: bytes = b""
-    owner: bytes = b""
+
+    def forget_prompt(self) -> None:
+        """Drop the parsed prompt: it may be large, and the request may wait for long."""
+        self.prompt = ""
 
     def prefix(self) -> bytes:
         """Equal for requests with the same beginning: system prompt and first question, whatever their JSON form."""
         texts = "\n".join(_text(message.get("content")) for message in self._opening())[:PREFIX_CHARS]
-        return self.owner + texts.encode("utf-8", "replace")
+        return texts.encode("utf-8", "replace")
 
     def conversation(self) -> bytes:
         """Equal for all turns of a conversation, and for no two that differ in their first question."""
@@ -160,7 +167,6 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     at_once = not stream or route.name == RESPONSES  # a stream of which ends with all of them
     _check_logprobs(data, prompt_tokens, (limit or _OPEN_LENGTH) * sequences if at_once else 0, choices)
     completes = route.task != "embed" and route.name not in (INPUT_TOKENS, COUNT_TOKENS)
-    cut = data.get("truncate_prompt_tokens") is not None or data.get("truncation") == "auto"
     return Checked(
         model=data["model"],
         stream=stream,
@@ -170,7 +176,9 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         asked=TokenRequest(prompt_tokens, (limit or _UNBOUNDED) * sequences if completes else 0, sequences),
         weight=max(1, -(-sequences // _SEQUENCES_OF_ONE), -(-inputs // _INPUTS_OF_ONE)),
         asks_usage=stream and (data.get("stream_options") or {}).get("include_usage") is True,
-        text_bytes=0 if cut else _text_bytes(prompt, media_chars),
+        body_bytes=body_bytes,
+        media_chars=media_chars,
+        cut=data.get("truncate_prompt_tokens") is not None or data.get("truncation") == "auto",
         cache_salt=data.get("cache_salt") or "",
         named="\n".join(str(data.get(name) or "") for name in ("prompt_cache_key", "user", "safety_identifier")),
         ignored=reading.headers,
@@ -218,11 +226,13 @@ def _check_logprobs(data: dict[str, Any], prompt_tokens: int, answer_tokens: int
 
 
 def check_length(checked: Checked, context: int) -> None:
-    """Raises HttpError 400 for a prompt that cannot fit into so many tokens."""
-    if checked.text_bytes > context * _BYTES_OF_A_TOKEN:
+    """Raises HttpError 400 for a prompt that cannot fit into so many tokens, or is far too long to be cut to them."""
+    most = context * (_BYTES_OF_A_KEPT_TOKEN if checked.cut else _BYTES_OF_A_TOKEN)
+    given = _text_bytes(checked.prompt, checked.media_chars) if checked.body_bytes > most else 0
+    if given > most:
         raise errors.bad_request(
-            f"This model's maximum context length is {context} tokens, but the prompt has {checked.text_bytes} bytes, "
-            "which are more tokens than that. Shorten it.",
+            f"This model's maximum context length is {context} tokens, but the prompt has {given} bytes, which are "
+            "more tokens than that. Shorten it.",
             code="context_length_exceeded",
         )
 

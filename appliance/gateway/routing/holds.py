@@ -1,17 +1,18 @@
-"""Holds requests while no replica of their model can take them. Pure state: bounded; the owners who wait for a model
-take turns, each with its longest waiting request.
+"""Holds requests while no replica can take them: bounded in number and bytes, in fair order of their owners. Pure.
 
-The caller passes the time and owns the held requests; this file only decides which may wait, which is next and which
-has timed out.
+A request waits in the queue of its model's engines, which adapters and versions on these engines share. The caller owns
+the held requests, gives them places and ends them; this file decides which may wait and which is next.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from appliance.gateway.routing.fair_queue import FairQueue
 
 T = TypeVar("T")
 
@@ -35,93 +36,85 @@ class Bounds:
     body_bytes: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ticket(Generic[T]):
-    """A place in a model's queue; hand it to `Holds.remove` if its owner goes away. owner: of the key that asks."""
+    """A request that may be held. host: the model whose engines it waits for; rows: of the table that may take it, in
+    its order of preference. tokens: its weight in the queue."""
 
-    model: str
     item: T
-    body_bytes: int
-    deadline_s: float
-    serial: int
+    model: str
+    host: str
+    rows: tuple[str, ...]
     owner: str
+    tokens: int
+    body_bytes: int
 
 
 class Holds(Generic[T]):
-    """The queues, one for each owner and model. Invariant: count and body_bytes equal the sums over all queues; no
-    queue is empty."""
+    """The queues by host. Invariant: count and body_bytes are sums over all queues; no queue is empty."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.count = 0
         self.body_bytes = 0
-        self._serial = 0
-        # Holds by owner, the one whose turn it is first; those of an owner by serial.
-        self._queues: dict[str, OrderedDict[str, OrderedDict[int, Ticket[T]]]] = {}
+        self._queues: dict[str, FairQueue[Ticket[T]]] = {}
+        self._rows: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+        self._models: Counter[str] = Counter()
 
-    def add(
-        self,
-        model: str,
-        item: T,
-        body_bytes: int,
-        deadline_s: float,
-        now_s: float,
-        *,
-        owner: str = "",
-    ) -> Ticket[T] | Refusal:
-        """Queue `item` until `deadline_s`, or return why not."""
-        if deadline_s <= now_s:
-            return Refusal.DEADLINE
+    def add(self, ticket: Ticket[T]) -> Refusal | None:
+        """Queue a request, or return why not."""
         if self.count >= self.bounds.requests:
             return Refusal.REQUESTS
-        if self.held(model) >= self.bounds.requests_per_model:
+        if self._models[ticket.model] >= self.bounds.requests_per_model:
             return Refusal.MODEL_REQUESTS
-        if self.body_bytes + body_bytes > self.bounds.body_bytes:
+        if self.body_bytes + ticket.body_bytes > self.bounds.body_bytes:
             return Refusal.BYTES
-        self._serial += 1
-        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial, owner)
-        owners = self._queues.setdefault(model, OrderedDict())
-        owners.setdefault(owner, OrderedDict())[ticket.serial] = ticket
-        self.count += 1
-        self.body_bytes += body_bytes
-        return ticket
+        self._queues.setdefault(ticket.host, FairQueue()).add(ticket.owner, ticket, ticket.tokens)
+        self._count(ticket, 1)
+        return None
+
+    def take(self, ticket: Ticket[T]) -> None:
+        """Remove a queued request because it got a place."""
+        self._queues[ticket.host].take(ticket.owner, ticket)
+        self._count(ticket, -1)
 
     def remove(self, ticket: Ticket[T]) -> bool:
-        """Remove a ticket; False if it was not (or no longer) queued. If it was its owner's turn, the next one's is."""
-        owners = self._queues.get(ticket.model)
-        queue = None if owners is None else owners.get(ticket.owner)
-        if owners is None or queue is None or ticket.serial not in queue:
+        """Remove a request that waits no longer; False if it is not queued."""
+        queue = self._queues.get(ticket.host)
+        if queue is None or not queue.discard(ticket.owner, ticket):
             return False
-        was_first = next(iter(owners)) == ticket.owner and next(iter(queue)) == ticket.serial
-        del queue[ticket.serial]
-        self.count -= 1
-        self.body_bytes -= ticket.body_bytes
-        if not queue:
-            del owners[ticket.owner]
-        elif was_first:
-            owners.move_to_end(ticket.owner)
-        if not owners:
-            del self._queues[ticket.model]
+        self._count(ticket, -1)
         return True
 
-    def first(self, model: str) -> Ticket[T] | None:
-        """The longest waiting ticket of the owner whose turn it is; it stays queued."""
-        owners = self._queues.get(model)
-        return next(iter(next(iter(owners.values())).values())) if owners else None
-
-    def turns(self, model: str) -> list[Ticket[T]]:
-        """The longest waiting ticket of each owner, in the order of their turns."""
-        owners = self._queues.get(model)
-        return [] if owners is None else [next(iter(queue.values())) for queue in owners.values()]
+    def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket[T] | None:
+        """The request that is next for a place on these engines; it stays queued. full: rows without a place."""
+        if host not in self._queues or len(full) >= len(self._rows[host]):
+            return None
+        return next((ticket for ticket in self._queues[host] if ticket.rows not in full), None)
 
     def held(self, model: str) -> int:
-        return sum(len(queue) for queue in self._queues.get(model, {}).values())
+        return self._models[model]
 
     def models(self) -> list[str]:
         """Models with waiting requests."""
+        return list(self._models)
+
+    def hosts(self) -> list[str]:
+        """Models whose engines requests wait for."""
         return list(self._queues)
 
     def __iter__(self) -> Iterator[Ticket[T]]:
-        for owners in list(self._queues.values()):
-            for queue in list(owners.values()):
-                yield from list(queue.values())
+        return iter([ticket for queue in self._queues.values() for ticket in queue])
+
+    def _count(self, ticket: Ticket[T], change: int) -> None:
+        self.count += change
+        self.body_bytes += change * ticket.body_bytes
+        self._models[ticket.model] += change
+        if not self._models[ticket.model]:
+            del self._models[ticket.model]
+        rows = self._rows[ticket.host]
+        rows[ticket.rows] += change
+        if not rows[ticket.rows]:
+            del rows[ticket.rows]
+        if not self._queues[ticket.host]:
+            del self._queues[ticket.host], self._rows[ticket.host]

@@ -13,9 +13,10 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from appliance.gateway.routing.table import OPEN, Model, Replica
 from scheduler.core.routing_rules import PENDING_TO_TOTAL
@@ -28,38 +29,72 @@ AFFINITY_SLACK_TOKENS = 4096
 SUSPECT_FIRST_S = 0.25
 SUSPECT_MAX_S = 4.0
 
+BATCH_BEHIND: Final = 1 << 50
+"""Added to the priority of class batch: more milliseconds than a machine is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks of a replica. tokens: prompt and completion, estimated; pending: of them the prompt's.
+    sequences: how many of the engine's slots it takes at once, 0 for one that is only counted. beginning: a hash that
+    requests with the same beginning share. batch: work without a client that waits."""
+
+    owner: str = ""
+    tokens: int = 1
+    pending: int = 0
+    stream: bool = False
+    sequences: int = 1
+    beginning: int = 0
+    batch: bool = False
+
 
 @dataclass(slots=True)
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    owners: requests by owner."""
+    sequences: slots taken, batch_sequences: of them by class batch. owners: tokens by owner."""
 
     inflight: int = 0
     streams: int = 0
     tokens: int = 0
     pending: int = 0
+    sequences: int = 0
+    batch_sequences: int = 0
     failures: int = 0
     suspect_until_s: float = 0.0
-    owners: dict[str, int] = field(default_factory=dict)
+    owners: Counter[str] = field(default_factory=Counter)
 
     @property
     def weight(self) -> int:
         return self.pending + self.tokens // PENDING_TO_TOTAL
 
+    def add(self, work: Work, sign: int = 1) -> None:
+        """sign: -1 for work that has ended; `pending` is the caller's."""
+        self.inflight += sign
+        self.streams += sign * work.stream
+        self.tokens += sign * work.tokens
+        self.sequences += sign * work.sequences
+        self.batch_sequences += sign * work.sequences * work.batch
+        self.owners[work.owner] += sign * work.tokens
+        if not self.owners[work.owner]:
+            del self.owners[work.owner]
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """A request placed on a replica; pass it to `Router.end` exactly once. model: the row it was placed by, the
-    canary's if the canary took it."""
+    """A request placed on a replica; pass it to `Router.end` exactly once.
+
+    model: the row it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
+    where the smallest is next: a request stands there as if it had come a millisecond later for each token that its
+    owner already has on the replica, so that one owner's many do not keep others from an engine whose memory is full.
+    """
 
     model: str
     replica: Replica
-    tokens: int
-    pending: int
-    stream: bool
+    work: Work
     load: Load
-    owner: str = ""
+    priority: int
+    pending: int
 
 
 class Router:
@@ -70,11 +105,8 @@ class Router:
     """
 
     def __init__(self, *, max_inflight: int) -> None:
+        """max_inflight: sequences on a replica whose number of slots is unknown."""
         self.max_inflight = max_inflight
-        # The last quarter of a replica's places is for those who have few there: an owner who has all of them keeps
-        # everybody else from an engine in whose queue owners take turns.
-        self._before_shares = max_inflight - max_inflight // 4
-        self._share = max_inflight // 16
         self.models: dict[str, Model] = {}
         self.loads: dict[str, Load] = {}
         # By replica: how the rows of all models describe it.
@@ -94,81 +126,65 @@ class Router:
         self._rows = dict(rows)
         self.loads = {name: load for name, load in self.loads.items() if name in rows or load.inflight}
 
-    def choose(
-        self,
-        name: str,
-        tokens: int,
-        stream: bool,
-        prefix: Callable[[], bytes],
-        now_s: float,
-        pending: int = 0,
-        avoid: tuple[str, ...] = (),
-        owner: str = "",
-    ) -> Choice | None:
+    def choose(self, name: str, work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
         """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
 
-        prefix: returns the beginning of the prompt; called only if there is a choice. pending: its prompt's tokens.
-        avoid: replicas that take it only if no other can. owner: who asks."""
-        best: Replica | None = None
-        best_load: Load | None = None
+        avoid: replicas that take it only if no other can."""
+        model = self.models[name]
         usable: list[tuple[Replica, Load]] = []
-        loads = self.loads
         for avoided in (False, True):
-            for replica in self.models[name].replicas:
+            for replica in model.replicas:
                 if replica.state != OPEN or (replica.avoid or replica.id in avoid) != avoided:
                     continue
-                load = loads[replica.id]
-                if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
-                    continue
-                if load.inflight >= self._before_shares and load.owners.get(owner, 0) >= self._share:
-                    continue
-                usable.append((replica, load))
-                if best_load is None or load.weight < best_load.weight:
-                    best, best_load = replica, load
-            if best is not None:
+                load = self.loads[replica.id]
+                if load.suspect_until_s <= now_s and self._has_room(model, load, work):
+                    usable.append((replica, load))
+            if usable:
                 break
-        if best is None or best_load is None:
+        if not usable:
             return None
-        if len(usable) > 1:
-            text = prefix()
-            preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, text))
-            if preferred_load.weight <= best_load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
-                best, best_load = preferred, preferred_load
-        best_load.inflight += 1
-        best_load.streams += stream
-        best_load.tokens += tokens
-        best_load.pending += pending
-        best_load.owners[owner] = best_load.owners.get(owner, 0) + 1
-        return Choice(name, best, tokens, pending, stream, best_load, owner)
+        replica, load = min(usable, key=lambda pair: pair[1].weight)
+        preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
+        if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
+            replica, load = preferred, preferred_load
+        priority = int(now_s * 1000) + load.owners[work.owner] + BATCH_BEHIND * work.batch
+        load.add(work)
+        load.pending += work.pending
+        return Choice(name, replica, work, load, priority, work.pending)
 
-    def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
+    def _has_room(self, model: Model, load: Load, work: Work) -> bool:
+        """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
+        Class batch has half of the slots, and none of what is beyond them."""
+        slots = model.slots
+        if not work.sequences:
+            return True
+        if slots is None:
+            slots = most = self.max_inflight
+        else:
+            most = slots + slots // 4
+        if work.batch:
+            return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
+        return load.sequences < most
+
+    def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
         """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
 
-        It decides by caller and beginning of the prompt, so that a conversation stays on one version on every gateway.
-        prefix: called only if there is a canary."""
+        It decides by caller and a hash of the conversation, so that one stays on one version on every gateway."""
         canary = self.models[name].canary
         if canary is None or canary.name not in self.models:
             return None
-        return canary.name if _score(f"{name} {caller}", prefix()) < canary.share * 2**32 else None
+        return canary.name if _score(f"{name} {caller}", conversation) < canary.share * 2**32 else None
 
     def started(self, choice: Choice) -> None:
         """The first token came: its prompt stands before no other."""
-        load = choice.load
-        load.pending -= choice.pending
+        choice.load.pending -= choice.pending
         choice.pending = 0
 
     def end(self, choice: Choice) -> bool:
         """Remove a request from its replica. True if a draining replica has just become idle."""
         load = choice.load
-        load.inflight -= 1
-        load.streams -= choice.stream
-        load.tokens -= choice.tokens
+        load.add(choice.work, -1)
         self.started(choice)
-        left = load.owners[choice.owner] - 1
-        if left:
-            load.owners[choice.owner] = left
-        else:
-            del load.owners[choice.owner]
         if load.inflight:
             return False
         rows = self._rows.get(choice.replica.id)
@@ -176,6 +192,13 @@ class Router:
             self.loads.pop(choice.replica.id, None)
             return True
         return all(row.state != OPEN for row in rows)
+
+    def is_open(self, choice: Choice) -> bool:
+        """Whether the replica still takes requests of that row."""
+        model = self.models.get(choice.model)
+        return model is not None and any(
+            replica.id == choice.replica.id and replica.state == OPEN for replica in model.replicas
+        )
 
     def fail(self, choice: Choice, now_s: float) -> None:
         """The replica did not answer: avoid it for a moment, longer after each repetition."""
@@ -195,7 +218,6 @@ class Router:
         }
 
 
-def _score(replica_id: str, prefix: bytes) -> int:
+def _score(name: str, beginning: int) -> int:
     # CRC is linear, so alone the order of the replicas would depend on a few bits of the text; the product mixes them.
-    of_prefix = zlib.crc32(prefix).to_bytes(4, "little")
-    return zlib.crc32(replica_id.encode(), zlib.crc32(of_prefix)) * 0x9E3779B1 & 0xFFFFFFFF
+    return zlib.crc32(name.encode(), zlib.crc32(beginning.to_bytes(4, "little"))) * 0x9E3779B1 & 0xFFFFFFFF

@@ -66,10 +66,11 @@ class Trouble(Struct, frozen=True):
 class Model(Struct, frozen=True):
     """One model's row.
 
-    hold_s: how long its requests may wait for a replica. max_model_len: context of its engines in tokens, None where
-    unknown. adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model
-    itself. owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False
-    for one that is known to have no chat template.
+    hold_s: how long its requests may wait for a replica to wake. max_model_len: context of its engines in tokens;
+    slots: sequences that one of them computes at once; None where unknown. host: the model whose engines serve it,
+    empty where they are its own. adapter: the name by which they know it, empty where they serve the model itself.
+    owners: of keys for which it exists, None: for all; in a message their place in `audiences`. chats: False for one
+    that is known to have no chat template.
     """
 
     name: Text = ""
@@ -79,6 +80,8 @@ class Model(Struct, frozen=True):
     hold_s: Seconds = math.inf
     replicas: tuple[Replica, ...] = ()
     max_model_len: Limit | None = None
+    slots: Limit | None = None
+    host: Text = ""
     adapter: Text = ""
     canary: Canary | None = None
     trouble: Trouble | None = None
@@ -120,11 +123,6 @@ class Caller(Struct, frozen=True):
     @property
     def scopes_header(self) -> bytes:
         return ",".join(sorted(self.scopes)).encode()
-
-    @property
-    def cache_salt(self) -> bytes:
-        """Separates its owner's prefixes from other owners' in an engine's cache."""
-        return cache_salt(self.owner).encode()
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -235,8 +233,3 @@ def cache_salt(owner: str, own: str = "") -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def salt_field(salt: bytes) -> bytes:
-    """A `cache_salt` as a field to be added to a body (request_check.with_fields)."""
-    return b',"cache_salt":"%b"' % salt

@@ -157,7 +157,13 @@ class App:
     # -- inference
 
     async def _infer(self, exchange: Exchange) -> None:
-        """In order of cost: the key's limits, the body's content, the model, the work that is asked for."""
+        inference = await self._inference(exchange)  # apart, so that what only checking needs is gone while it waits
+        if inference is not None:
+            await inference.answer()
+
+    async def _inference(self, exchange: Exchange) -> Inference | None:
+        """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
+        for. None: the controller has answered it."""
         state, request, route = self._state, exchange.request, exchange.request.route
         assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
@@ -175,16 +181,15 @@ class App:
             if transcript.background:
                 state.spending.opened(request, checked, state.limits)
                 await self._controller.relay(exchange, body)
-                return
+                return None
             if transcript.previous_id:
                 body, checked = await self._controller.with_previous(request, body, checked)
                 self._check_model(request, checked)
         state.spending.opened(request, checked, state.limits)
         request.model = checked.model.partition("@")[0]
-        state.metrics.arrived(checked.model, checked.prompt_tokens, request.received_s)
         if state.tracing is not None:
             state.tracing.begin(request)
-        await Inference(state, self._controller.copies, exchange, checked, checked.rewritten or body).answer()
+        return Inference(state, self._controller.copies, exchange, checked, checked.rewritten or body)
 
     def _check_model(self, request: Request, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""

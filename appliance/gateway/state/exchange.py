@@ -16,6 +16,7 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import error_shapes, wire
+from appliance.gateway.routing.router import Choice
 
 if TYPE_CHECKING:
     from appliance.gateway.state.state import State
@@ -35,7 +36,8 @@ class ClientGone(Exception):
 
 class Exchange:
     """head_sent: the status is out. sse: as a stream of events, which an error can join. ended: why it was ended from
-    outside. row, prompt_tokens, waiting_tokens: for the load report, and socket: of the engine that has it."""
+    outside. row, prompt_tokens, waiting_tokens: what the load report counts it as, row is empty for what is no demand.
+    choice: the replica that has it, or had it last."""
 
     def __init__(self, state: State, scope: Any, receive: Any, send: Any) -> None:
         self.state = state
@@ -48,7 +50,8 @@ class Exchange:
         self.address: str = scope["client"][0] if scope["client"] else ""
         self.head_sent = self.sse = self.finished = self._unframed = False
         self.ended: HttpError | None = None
-        self.row, self.prompt_tokens, self.waiting_tokens, self.socket = "", 0, 0, ""
+        self.row, self.prompt_tokens, self.waiting_tokens = "", 0, 0
+        self.choice: Choice | None = None
         self._receive, self._send = receive, send
         self._task = asyncio.current_task()
         self._body_came = not (self.request.chunked or self.request.content_length)

@@ -78,6 +78,7 @@ class State:
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
+        self._placing = False  # `place_held` is about to run
         self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
         self._id_serial = 0
 
@@ -109,6 +110,18 @@ class State:
         if request.use is not None:
             request.use.owner.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
+
+    def answer_room(self) -> int:
+        """Largest plain answer, in bytes, that may be kept in memory now."""
+        limits = self.limits
+        return max(0, min(limits.buffered_response_bytes, limits.buffered_body_bytes - self.buffered_bytes))
+
+    def keep_answer(self, request: Request, nbytes: int) -> None:
+        """Account for a plain answer until it is sent."""
+        self.buffered_bytes += nbytes
+        request.buffered_bytes += nbytes
+        if request.use is not None:
+            request.use.owner.body_bytes += nbytes
 
     # -- models, and who waits for them
 
@@ -144,38 +157,42 @@ class State:
     def held(self, model: str) -> None:
         """A request began to wait. Report it at once, because the controller wakes a sleeping model for it."""
         self.on_change(self.holds.held(model) == 1)
+        self.place_held_soon()
 
     def ended(self, choice: Choice) -> None:
-        """A request left its replica."""
+        """A request left its replica, whose place others may wait for, by whatever name they call it."""
         self.on_change(self.router.end(choice))
-        self.place_held_soon(choice.model)
+        self.place_held_soon()
 
-    def place_held_soon(self, model: str) -> None:
-        if self.holds.count and self.holds.held(model):
-            asyncio.get_running_loop().call_soon(self.place_held, model)
+    def place_held_soon(self) -> None:
+        if self.holds.count and not self._placing:
+            self._placing = True
+            asyncio.get_running_loop().call_soon(self.place_held)
 
-    def place_held(self, model: str) -> None:
-        """Place waiting requests while a replica takes them: of owners in turn, but for those who have their share."""
-        wait: set[str] = set()
+    def place_held(self) -> None:
+        """Give waiting requests the places that replicas have for them."""
+        self._placing = False
         left, now_s = _PLACED_AT_ONCE, time.monotonic()
-        while tickets := [one for one in self.holds.turns(model) if one.owner not in wait]:
-            for ticket in tickets:
-                if left <= 0:
-                    asyncio.get_running_loop().call_soon(self.place_held, model)
+        for host in self.holds.hosts():
+            full: set[tuple[str, ...]] = set()
+            while (ticket := self.holds.next(host, full)) is not None:
+                if not left:
+                    self.place_held_soon()
                     return
-                choice = ticket.item.choose(now_s) if model in self.router.models else None
+                choice = ticket.item.choose(now_s)
                 if choice is None:
-                    wait.add(ticket.owner)
+                    full.add(ticket.rows)
                     continue
-                self.holds.remove(ticket)
+                self.holds.take(ticket)
                 ticket.item.place.set_result(choice)
                 left -= 1
 
     def end_held(self, model: str, refusal: Refusal) -> None:
         """No request waits for this model any longer."""
-        while (ticket := self.holds.first(model)) is not None:
-            self.holds.remove(ticket)
-            ticket.item.refuse_hold(refusal)
+        for ticket in self.holds:
+            if ticket.model == model:
+                self.holds.remove(ticket)
+                ticket.item.refuse_hold(refusal)
 
     # -- what is said of a request once it is over
 

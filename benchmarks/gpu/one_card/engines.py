@@ -158,45 +158,6 @@ async def _turns(box: Box, name: str, versions: tuple[Path, Path], entry: str | 
         )
 
 
-async def owners(box: Box) -> None:
-    """One owner has all places; another gets one, at once; each preempted answer is what it is alone. With steps
-    scheduled ahead. Right: "ok"; wrong: an assertion in vLLM's scheduler or runner ends the engine (its log)."""
-    a = box.version("llama-a", "llama", seed=1, **SHAPE)
-    async with engine(box, spec_of(box, "owners", a, max_num_seqs=4)) as (replica, sdk):
-        fields = {"model": "starter", "prompt": [10, 20, 30, 40], "temperature": 0}
-        extra = {"ignore_eos": True, "return_token_ids": True}
-        whole = (await sdk.completions.create(**fields, max_tokens=1200, extra_body=extra)).choices[0]
-        whole_ids = whole.model_extra["token_ids"]
-
-        async def ask(owner: str, tokens: int, **more) -> list[int]:
-            answer = await sdk.completions.create(
-                **fields, max_tokens=tokens, extra_body={**extra, **more}, extra_headers={"x-appliance-owner": owner}
-            )
-            return answer.choices[0].model_extra["token_ids"]
-
-        long = [asyncio.create_task(ask("ann", 1200)) for _ in range(8)]
-        while (await replica.status())["running"] < 4:
-            await asyncio.sleep(0.002)
-        began_s, took, wrong = time.monotonic(), [], 0
-        while not all(task.done() for task in long) and len(took) < 40:
-            asked_s = time.monotonic()
-            short = await ask("ben", 3)
-            took.append(time.monotonic() - asked_s)
-            wrong += short != whole_ids[:3]
-            await ask("cleo", 5, ignore_eos=False, structured_outputs={"regex": "[a-z]{3}"})
-            await asyncio.sleep(0.3)
-        answers = await asyncio.gather(*long)
-        equal = [alike(one, whole_ids) for one in answers]
-        lengths = {len(one) for one in answers}
-        fine = lengths == {1200} and min(equal) > 200 and max(took) < 1.0 and not wrong
-        print(
-            f"owners: {len(took)} short ones in at most {max(took):.2f} s beside eight of 1,200 tokens in four places, "
-            f"equal to the undisturbed one for {sorted(equal)} tokens, lengths {lengths}, "
-            f"{time.monotonic() - began_s:.0f} s: {'ok' if fine else 'WRONG'}",
-            flush=True,
-        )
-
-
 async def kill(box: Box) -> None:
     """kill -9 of the core, and of the front end: the card is free when wait_dead returns."""
     a = box.version("llama-a", "llama", seed=1, **SHAPE)
@@ -279,7 +240,6 @@ WHAT = {
     **{f"{form}-32": functools.partial(quantised, form=form) for form in FOUR_BITS},
     # Layers with biases, which kernels fill up or lay out anew. VLLM_DISABLED_KERNELS chooses those of older devices.
     **{f"{form}-biases": functools.partial(quantised, form=form, family="qwen2") for form in ("fp8", *FOUR_BITS)},
-    "owners": owners,
     "kill": kill,
     "adapters": adapters,
 }

@@ -167,6 +167,7 @@ class Box:
         hold_s: float = 30.0,
         trouble: dict[str, Any] | None = None,
         chats: bool = True,
+        slots: int | None = None,
         **states: str,
     ) -> None:
         """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
@@ -178,6 +179,7 @@ class Box:
             "hold_s": hold_s,
             "trouble": trouble,
             "chats": chats,
+            "slots": slots,
             "replicas": [
                 {
                     "id": name,

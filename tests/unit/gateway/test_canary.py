@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from zlib import crc32
 
 import pytest
 
-from appliance.gateway.routing.router import Router
+from appliance.gateway.routing.router import Router, Work
 from appliance.gateway.routing.table import Canary, Model, Replica
 from appliance.gateway.state.reports import load_report
 
@@ -211,11 +212,10 @@ async def test_what_the_canary_refuses_does_not_wait_for_the_other_versions_engi
 async def test_who_was_refused_by_the_canary_hears_that_if_the_other_version_has_no_room_in_time(
     start_box: Start,
 ) -> None:
-    box = await start_box()
-    await split(box, 1.0, hold_s=0.05)
+    box = await start_box(holds={"hold_s": 0.05})
+    await split(box, 1.0)
     box.engines["e1"].script = refuses_all
-    for n in range(box.state.router.max_inflight):
-        assert box.state.router.choose("m", 1, False, lambda: b"", 0.0, owner=f"o{n}")
+    assert box.state.router.choose("m", Work(sequences=box.state.router.max_inflight), 0.0)
     answer = await box.ask("POST", "/v1/chat/completions", asked(1))
     assert answer.status == 400 and box.state.metrics.events["hold_refused"] == 1
 
@@ -246,9 +246,10 @@ def test_the_share_is_met_over_many_conversations(share: float) -> None:
         ]
     )
     prompts = [b"You are helpful.\nquestion %d" % i for i in range(20_000)]
-    found = sum(router.canary_for("m", "key_1", lambda p=p: p) is not None for p in prompts)
+    found = sum(router.canary_for("m", "key_1", crc32(prompt)) is not None for prompt in prompts)
     assert found / len(prompts) == pytest.approx(share, rel=0.25)
-    keys = sum(router.canary_for("m", f"key_{i}", lambda: b"the same prompt") is not None for i in range(20_000))
+    same = crc32(b"the same prompt")
+    keys = sum(router.canary_for("m", f"key_{i}", same) is not None for i in range(20_000))
     assert keys / 20_000 == pytest.approx(share, rel=0.25)
 
 

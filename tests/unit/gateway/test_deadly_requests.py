@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.inference.attempts import MAX_ATTEMPTS, Attempts, Verdict
 from runtime.network.tunnel import UNREACHED_HEAD
 
 from .conftest import Box, Response, Start, chat
@@ -149,15 +148,3 @@ async def test_a_request_goes_on_where_it_has_not_broken_off(start_box: Start, m
     for n in range(8):  # they begin differently, so both engines are preferred by some
         assert (await ask(box, f"u{n}", messages=[{"role": "user", "content": str(n)}])).status == 200
     assert len(box.engines["e0"].requests) < 8
-
-
-def test_how_often_a_request_is_sent() -> None:
-    def verdict(sent: int, deaths: int, relayed: bool = False, resumable: bool = False) -> Verdict:
-        attempts = Attempts(sent, lost=[f"e{n}" for n in range(deaths)])
-        return attempts.verdict(relayed=relayed, resumable=resumable)
-
-    assert verdict(1, 0) is verdict(1, 1) is verdict(2, 1) is Verdict.AGAIN
-    assert verdict(2, 2) is verdict(2, 2, True, True) is Verdict.CONDEMN
-    assert verdict(MAX_ATTEMPTS, 0) is verdict(MAX_ATTEMPTS, 1, True, True) is Verdict.FAIL
-    assert verdict(1, 1, True, True) is Verdict.CONTINUE
-    assert verdict(1, 1, True, False) is Verdict.FAIL

@@ -9,6 +9,8 @@ import json
 
 import pytest
 
+from appliance.gateway.routing.router import Work
+
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events, sends
 
@@ -178,9 +180,7 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             assert (response.status, response.error["param"], response.error["code"]) == (expected, param, code)
             assert response.headers["x-request-id"].startswith("req_")
             assert "parameter=" not in response.error["message"]
-    assert box.state.router.choose("m", 1, False, lambda: b"", 0.0) is not None, (
-        "one client's 500s must not block a replica"
-    )
+    assert box.state.router.choose("m", Work(), 0.0) is not None, "one client's 500s must not block a replica"
 
 
 async def test_upstream_retry_after_is_capped(box: Box) -> None:
@@ -207,6 +207,7 @@ async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
             await reply.end()
 
     box.engines["e0"].script = script
+    box.engines["e0"].alive = False
     for seed in (0, 1):
         response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, seed=seed))
         assert response.status == 200 and response.body == b"".join(chat_events("hel", "lo"))
@@ -237,7 +238,7 @@ async def test_an_adapter_that_is_nowhere_is_not_its_engines_fault(box: Box) -> 
     box.apply()
     response = await box.ask("POST", "/v1/chat/completions", chat() | {"model": "ft:gone"})
     assert (response.status, response.error["code"]) == (503, "model_not_ready")
-    assert box.state.router.choose("m", 1, False, lambda: b"", 0.0) is not None, "requests of the base go on"
+    assert box.state.router.choose("m", Work(), 0.0) is not None, "requests of the base go on"
 
 
 async def test_error_events_inside_a_stream_are_rewritten(box: Box) -> None:

@@ -253,59 +253,6 @@ async def test_dead_socket_holds_until_the_next_table(start_box: Start) -> None:
     assert box.state.metrics.events["connect_failed"] >= 1
 
 
-async def test_full_replicas_queue_in_the_gateway(start_box: Start) -> None:
-    box = await start_box(limits={"replica_inflight": 2})
-    running, most = 0, 0
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.005)
-        running -= 1
-        await answer_chat(request, reply)
-
-    await box.engine("e0", script)
-    box.serve("m", "e0")
-    answers = await asyncio.gather(*(box.ask("POST", "/v1/chat/completions", chat()) for _ in range(10)))
-    assert [answer.status for answer in answers] == [200] * 10
-    assert most == 2
-
-
-async def test_nobody_has_all_places_of_a_replica(start_box: Start) -> None:
-    """One owner's long requests filled the gateway's places at the only engine, in whose queue owners take turns:
-    nobody else's came that far."""
-    box = await start_box(limits={"replica_inflight": 16})
-    running: list[str] = []
-
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        running.append(request.json["messages"][0]["content"])
-        if running[-1] == "short":
-            await answer_chat(request, reply)
-        await asyncio.sleep(60)
-
-    await box.engine("e0", script)
-    box.serve("m", "e0")
-
-    def asks(text: str) -> dict[str, Any]:
-        return chat(messages=[{"role": "user", "content": text}])
-
-    wires = [await box.connect() for _ in range(20)]
-    for wire in wires:
-        await wire.send(request_bytes("POST", "/v1/chat/completions", asks("long")))
-    await box.until(lambda: len(running) == 12 and box.state.holds.count == 8)
-    for _ in range(3):
-        short = box.ask("POST", "/v1/chat/completions", asks("short"), key="sk-test-inference")
-        assert (await asyncio.wait_for(short, 60)).status == 200
-    assert running == ["long"] * 12 + ["short"] * 3
-    for wire in wires[:2]:
-        wire.close()
-    await box.until(lambda: len(running) == 17)
-    assert running[-2:] == ["long"] * 2 and box.state.holds.count == 6
-    load = box.state.router.loads["e0"]
-    assert load.inflight == sum(load.owners.values()) == 12
-
-
 async def test_ten_swaps_under_load_drop_nothing(start_box: Start) -> None:
     box = await start_box()
     for name in ("a", "b"):

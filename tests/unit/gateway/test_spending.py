@@ -20,6 +20,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.routing.router import Work
 from appliance.gateway.routing.table import Caller
 
 from .conftest import KEY, Box, Start, chat, request_bytes
@@ -706,8 +707,16 @@ async def test_a_box_of_one_team_shares_its_prefixes(start_box: Start) -> None:
     assert box.engines["e0"].requests[0].json == chat()
 
 
-def test_requests_of_two_owners_that_begin_alike_are_not_alike_to_the_router() -> None:
-    one, other = (check_body(resolve(b"POST", b"/v1/chat/completions"), orjson.dumps(chat()), Limits()) for _ in "12")
-    assert one.prefix() == other.prefix()
-    one.owner, other.owner = b"a", b"b"
-    assert one.prefix() != other.prefix()
+async def test_requests_of_two_owners_that_begin_alike_are_not_alike_to_the_router(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, beginnings = box.state.router.choose, []
+
+    def noted(name: str, work: Work, *more: Any) -> Any:
+        beginnings.append(work.beginning)
+        return choose(name, work, *more)
+
+    monkeypatch.setattr(box.state.router, "choose", noted)
+    for key in (KEY, KEY, "sk-test-inference"):
+        assert (await box.ask("POST", "/v1/chat/completions", chat(), key=key)).status == 200
+    assert beginnings[0] == beginnings[1] != beginnings[2]

@@ -62,12 +62,13 @@ Script = Callable[[UpstreamRequest, Reply], Awaitable[None]]
 
 
 class DummyUpstream:
-    """Runs `script` for every request; keeps what it saw."""
+    """Runs `script` for every request but those for its health; keeps what it saw. alive: whether it says so."""
 
     def __init__(self, path: str, script: Script) -> None:
         self.path = path
         self.script = script
         self.requests: list[UpstreamRequest] = []
+        self.alive = True
         self.connections = 0
         self.lost = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -90,6 +91,9 @@ class DummyUpstream:
         try:
             while True:
                 request = await _read_request(reader)
+                if request.target == "/health":
+                    await Reply(writer).json({}, 200 if self.alive else 503)
+                    continue
                 self.requests.append(request)
                 script = asyncio.ensure_future(self.script(request, Reply(writer)))
                 watch = asyncio.ensure_future(_closed(reader))

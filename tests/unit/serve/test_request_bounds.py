@@ -1,22 +1,86 @@
-"""What would end an engine within a step is refused, or made to fit, before it gets there."""
+"""What would end an engine within a step, or hold it up, is refused or ends its own request."""
 
 from __future__ import annotations
 
+import json
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import xgrammar
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
-from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.worker.gpu.sample import bad_words, logit_bias
+from vllm.v1.worker.gpu.sample import bad_words
 
-from serve.vllm.fairness import request_bounds
+from serve.vllm import request_bounds
+
+# One token for each character, and one of 50 spaces.
+_VOCABULARY = [chr(code) for code in range(32, 127)] + [" " * 50, "\n", "</s>"]
+
+
+@pytest.mark.parametrize("odd", [{"patternProperties": {"^a$": {}}}, {"propertyNames": {"pattern": "^a$"}}])
+def test_bound_whitespace_ends_a_run_that_two_rules_may_take(odd: dict[str, Any]) -> None:
+    bounded = type("Bounded", (xgrammar.GrammarCompiler,), {})
+    request_bounds.bound_whitespace(bounded)
+    info = xgrammar.TokenizerInfo(_VOCABULARY, stop_token_ids=[len(_VOCABULARY) - 1])
+    compiled = bounded(info, max_threads=1).compile_json_schema(json.dumps({"type": "object", **odd}))
+
+    def accepts(text: str) -> bool:
+        return xgrammar.GrammarMatcher(compiled).accept_string(text)
+
+    assert accepts('{"a":1,\n' + " " * 8 + '"a" : 2}')
+    assert not accepts('{"a":1,' + " " * (2 * request_bounds.WHITESPACE + 1))
+
+
+class Slow:
+    """A grammar whose steps take the times of `clock`."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.clock[0] += tokens[0] / 1000
+        return True
+
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        self.clock[0] += bitmask / 1000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    return now
+
+
+def test_a_grammar_that_takes_too_long_ends_its_own_request(clock: list[float]) -> None:
+    bounded = type("Bounded", (Slow,), {})
+    request_bounds.bound_time(bounded)
+    quick, slow = bounded(clock), bounded(clock)
+    for _ in range(10_000):
+        assert quick.accept_tokens("r", [15])
+    steps = 0
+    while slow.accept_tokens("r", [60]):
+        steps += 1
+    assert steps == pytest.approx(request_bounds.MOST_BEYOND_S / 0.04, abs=1)
+
+
+def test_one_whose_masks_take_too_long_does_so_too(clock: list[float]) -> None:
+    bounded = type("Bounded", (Slow,), {})
+    request_bounds.bound_time(bounded)
+    quick, slow = bounded(clock), bounded(clock)
+    for _ in range(10_000):
+        quick.fill_bitmask(250, 0)
+        assert quick.accept_tokens("r", [1])
+    steps = 0
+    while slow.accept_tokens("r", [1]):
+        slow.fill_bitmask(500, 0)
+        steps += 1
+    assert steps == 3
 
 
 class Letters:
@@ -28,103 +92,58 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-def bounded_parameters(**given: Any) -> SamplingParams:
-    """As the frontend makes them of a request: with the model's settings, then with its tokenizer."""
-    parameters = type("Bounded", (SamplingParams,), {})
-    request_bounds.bound_forbidden(parameters)
-    made = parameters(**given)
-    made.update_from_generation_config({"eos_token_id": list(range(100, 180))}, 2)
-    made.update_from_tokenizer(Letters())
+class Processor:
+    """Makes parameters as the frontend does: with the model's settings, then with its tokenizer."""
+
+    def __init__(self, known: int) -> None:
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: known)
+
+    def process_inputs(self, parameters: SamplingParams) -> Any:
+        parameters.update_from_generation_config({"eos_token_id": [2, 200]}, 2)
+        parameters.update_from_tokenizer(Letters())
+        return SimpleNamespace(sampling_params=parameters)
+
+
+@pytest.fixture
+def bounded() -> Any:
+    made = type("Bounded", (Processor,), {})
+    request_bounds.bound_forbidden(made)
     return made
 
 
-def test_more_than_a_gpus_runner_has_room_for_is_refused_before_it_ends_the_engine() -> None:
+def test_bound_forbidden_refuses_more_than_a_gpus_runner_has_room_for(bounded: Any) -> None:
     states: Any = object.__new__(bad_words.BadWordsState)  # its rows are on a GPU
     states.num_bad_words = SimpleNamespace(np=[0])
     states.bad_word_token_ids = states.bad_word_offsets = SimpleNamespace(stage_write=lambda *_: None)
-    room = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
-    assert logit_bias.MAX_NUM_STOP_TOKEN_IDS == request_bounds.STOP_IDS
-    fits: Any = bounded_parameters(bad_words=["x" * 256, "y" * (room - 256)])
+    most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    fits = bounded(256).process_inputs(SamplingParams(bad_words=["x" * 256, "y" * (most - 256)])).sampling_params
     assert states.add_request(0, fits)
-    with pytest.raises(VLLMValidationError, match=f"1025 tokens long together.*at most {room}") as refused:
-        bounded_parameters(bad_words=["x" * 256, "y" * (room - 255)])
+    with pytest.raises(VLLMValidationError) as refused:
+        bounded(256).process_inputs(SamplingParams(bad_words=["x" * 256, "y" * (most - 255)]))
     assert refused.value.parameter == "bad_words"
     fits._bad_words_token_ids.append([1])
     with pytest.raises(ValueError, match="Too many total bad word tokens"):
         states.add_request(0, fits)
 
 
-def test_ids_that_end_an_answer_are_bounded_where_a_gpus_runner_forbids_them() -> None:
-    ends = list(range(64))
-    assert len(bounded_parameters(stop_token_ids=ends).all_stop_token_ids) > request_bounds.STOP_IDS
-    with pytest.raises(VLLMValidationError, match=r"at most 128 tokens.*these are 14\d"):
-        bounded_parameters(stop_token_ids=ends, min_tokens=1)
-
-
-def test_a_token_that_the_embedding_has_no_row_for_is_refused() -> None:
-    """vLLM's own check goes by what the tokenizer knows, if that is more."""
-    bounded = type("Bounded", (HfRenderer,), {})
-    request_bounds.bound_tokens(bounded)
-    renderer: Any = object.__new__(bounded)
-    renderer.tokenizer = SimpleNamespace(max_token_id=262_144)
-    for pictures in (False, True):
-        renderer.model_config = SimpleNamespace(get_vocab_size=lambda: 262_144, is_multimodal_model=pictures)
-        renderer.validate_token_ids([5, 262_143])
-        HfRenderer.validate_token_ids(renderer, [5, 262_144])
-        with nullcontext() if pictures else pytest.raises(VLLMValidationError, match="262144"):
-            renderer.validate_token_ids([5, 262_144])
-
-
-def test_what_the_model_has_no_token_for_is_not_forbidden_in_another_requests_row() -> None:
+def test_bound_forbidden_drops_tokens_that_the_model_lacks(bounded: Any) -> None:
     """vLLM's kernel for GPUs stores at the token's place in the row of logits and does not ask how long it is."""
-
-    class Processor:
-        model_config = SimpleNamespace(get_vocab_size=lambda: 128)
-
-        def process_inputs(self, parameters: SamplingParams) -> Any:
-            parameters.update_from_generation_config({"eos_token_id": [2, 200]}, 2)
-            parameters.update_from_tokenizer(Letters())
-            return SimpleNamespace(sampling_params=parameters)
-
-    assert max(Processor().process_inputs(SamplingParams(bad_words=["\xff"])).sampling_params.bad_words_token_ids) > [
-        128
-    ]
-    request_bounds.forbid_known(Processor)
-    made = Processor().process_inputs(SamplingParams(bad_words=["ab", "a\xff", "\xff"], min_tokens=1)).sampling_params
+    forbids = SamplingParams(bad_words=["ab", "a\xff", "\xff"], min_tokens=1)
+    made = bounded(128).process_inputs(forbids).sampling_params
     assert made.bad_words_token_ids == [[97, 98]] and made.all_stop_token_ids == {2}
-    nothing = Processor().process_inputs(SamplingParams()).sampling_params
+    nothing = bounded(128).process_inputs(SamplingParams()).sampling_params
     assert nothing.bad_words_token_ids is None and nothing.all_stop_token_ids == {2}
 
 
-def test_seeds_of_several_answers_differ_and_fit_where_a_gpus_runner_keeps_them() -> None:
-    bounded = type("Bounded", (ParentRequest,), {})
-    request_bounds.keep_seeds(bounded)
-    kept = np.zeros(4, dtype=np.int64)  # as SamplingStates of vllm/v1/worker/gpu/sample/states.py
-    for seed, expected in ((7, [7, 8, 9, 10]), (2**63 - 2, [2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63])):
-        parameters = SamplingParams(n=4, seed=seed, temperature=1.0)
-        request = bounded(SimpleNamespace(request_id="r", external_req_id="r", params=parameters))
-        for index in range(4):
-            kept[index] = request.get_child_info(index)[1].seed
-        assert kept.tolist() == expected
-    request = bounded(SimpleNamespace(request_id="r", external_req_id="r", params=SamplingParams(n=4)))
-    assert request.get_child_info(3)[1].seed is None
-
-
-@pytest.mark.parametrize("cut_to", [1, 700, -1])
-@pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("usual", ["left", "right"])
-def test_of_a_text_that_is_cut_little_more_is_read_than_what_is_left(cut_to: int, side: Any, usual: str) -> None:
-    """A tokenizer makes a piece of it for each so many tokens: 8 MiB cut to one token took 3.7 GB."""
-    parameters: Any = type("Bounded", (TokenizeParams,), {})
-    request_bounds.cut_texts(parameters)
-    tokenizer: Any = SimpleNamespace(max_chars_per_token=16, truncation_side=usual)
-    text = "".join(map(str, range(200_000)))
-    asked = parameters(max_total_tokens=4096, truncate_prompt_tokens=cut_to, truncation_side=side)
-    left = asked._text_len_check(tokenizer, text)
-    tokens = cut_to if cut_to > 0 else 4096
-    assert tokens * 16 <= len(left) <= (tokens + request_bounds.SPARE_TOKENS) * 16
-    assert text.endswith(left) if (side or usual) == "left" else text.startswith(left)
-    assert asked._text_len_check(tokenizer, "short") == "short"
-    whole = parameters(max_total_tokens=4096)
-    with pytest.raises(VLLMValidationError, match="maximum context length"):
-        whole._text_len_check(tokenizer, text)
+def test_bound_tokens_refuses_a_token_without_a_row_in_the_embedding() -> None:
+    """vLLM's own check goes by what the tokenizer knows, if that is more."""
+    renders = type("Bounded", (HfRenderer,), {})
+    request_bounds.bound_tokens(renders)
+    renderer: Any = object.__new__(renders)
+    renderer.tokenizer = SimpleNamespace(max_token_id=262_144)
+    for images in (False, True):
+        renderer.model_config = SimpleNamespace(get_vocab_size=lambda: 262_144, is_multimodal_model=images)
+        renderer.validate_token_ids([5, 262_143])
+        HfRenderer.validate_token_ids(renderer, [5, 262_144])
+        with nullcontext() if images else pytest.raises(VLLMValidationError, match="262144"):
+            renderer.validate_token_ids([5, 262_144])

@@ -15,12 +15,13 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import SAMPLING, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
+from appliance.gateway.routing.router import BATCH_BEHIND
 from appliance.gateway.routing.table import cache_salt
 from appliance.wiring import batch_engines
 from appliance.wiring.batch_engines import Circumstances, SocketEngines
 from scheduler.core.workload import Demand
-from serve.api.turns import ROLLOUTS
 from serve.core import sampling
+from serve.core.sampling import ROLLOUTS
 from tests.unit.gateway.upstreams import DummyUpstream
 
 URL = "/v1/chat/completions"
@@ -157,7 +158,7 @@ async def test_rollouts_go_to_engines_of_the_version_that_the_policy_belongs_to(
         with pytest.raises(LineReturned):
             await lines.sample("starter", "v2", body, "req_2")
     assert [(one.target, one.json, one.headers["x-appliance-owner"]) for one in seen] == [
-        (sampling.URL, body, ROLLOUTS)
+        (sampling.URL, body | {"priority": 2 * BATCH_BEHIND}, ROLLOUTS)
     ]
     # No line of a batch gets there, whatever it names.
     answer = await lines.send("starter", sampling.URL, body, "req_3")
@@ -237,6 +238,7 @@ async def test_each_owners_lines_have_their_own_turns_in_an_engines_queue(lines,
 
     async def script(request, reply):
         seen.append(request.headers["x-appliance-owner"])
+        assert int(request.headers["x-vllm-priority"]) >= BATCH_BEHIND, "behind people"
         await reply.json({"ok": True})
 
     async with engine_of(tmp_path, script) as engine:

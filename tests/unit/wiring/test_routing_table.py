@@ -55,7 +55,7 @@ async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_ver
     row = bus.table["ft:a"]
     assert (row["adapter"], row["version"], row["state"]) == ("ft:a@step-2", "step-2", "ready")
     assert row["replicas"] == [{"id": "r1", "socket": SOCKET, "version": "step-2", "state": "open"}]
-    assert "adapter" not in bus.table["starter"]
+    assert row["host"] == "starter" and not {"adapter", "host"} & bus.table["starter"].keys()
     models.activate(db, "ft:a", "step-1")
     await routing.wait_applied()
     assert bus.table["ft:a"]["adapter"] == "ft:a@step-1" and bus.table["ft:b"]["adapter"] == "ft:b@step-2"
@@ -317,9 +317,10 @@ async def test_no_models_config_stops_the_table_of_the_others(bus, db, add_model
     (tmp_path / "config.json").write_text(config)
     models.update_version(db, "odd", "v1", disk_path=str(tmp_path))
     sizes = EngineSizes(db, EngineConfig(), lambda: [Device("n0/0", "n0", 0, memory_bytes=3 * 2**30)], 2)
-    routing = BusRouting(bus, db, 60.0, sizes.tokens)
+    routing = BusRouting(bus, db, 60.0, sizes.published)
     routing.refresh()
     assert {"starter", "odd"} <= bus.table.keys()
+    assert bus.table["starter"]["slots"] == sizes.size(models.find(db, "starter"), None).max_num_seqs
     assert routing.traffic("starter").kv_tokens == sizes.size(models.find(db, "starter"), None).kv_tokens
     shape = shape_of(resolve(db, "odd"))
     assert 0 <= shape.lora_sides < 1e30 and sizes.asleep_bytes(models.find(db, "odd"), None) > 0

@@ -1,0 +1,165 @@
+"""Requests queue in the gateway for the slots of engines that are awake; class batch gives way to people."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from appliance.gateway.state.reports import load_report
+
+from .conftest import Box, Start, Wire, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
+
+BATCH = "X-Appliance-Class: batch\r\n"
+ANN = "sk-test-inference"
+URL = "/v1/chat/completions"
+
+
+class Engine:
+    """Answers when it is told to. running: what the last message of each request says, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.seen: list[UpstreamRequest] = []
+        self._ends: dict[str, asyncio.Event] = {}
+
+    async def __call__(self, request: UpstreamRequest, reply: Reply) -> None:
+        text = request.json["messages"][-1]["content"]
+        self.running.append(text)
+        self.seen.append(request)
+        if request.json.get("stream"):
+            await reply.sse_head()
+            await reply.chunk(chat_events("hel")[0])
+        await self._ends.setdefault(text, asyncio.Event()).wait()
+        await answer_chat(request, reply)
+
+    def end(self, text: str) -> None:
+        self._ends.setdefault(text, asyncio.Event()).set()
+
+
+async def crowded(start_box: Start, slots: int, **config: Any) -> tuple[Box, Engine]:
+    box, engine = await start_box(**config), Engine()
+    await box.engine("e0", engine)
+    box.serve("m", "e0", slots=slots)
+    return box, engine
+
+
+async def send(box: Box, text: str, headers: str = "", key: str = "sk-test-all", **more: Any) -> Wire:
+    wire = await box.connect()
+    body = chat(messages=[{"role": "user", "content": text}], **more)
+    await wire.send(request_bytes("POST", URL, body, key=key, headers=headers))
+    return wire
+
+
+async def test_engine_gets_a_quarter_more_than_its_slots_and_the_rest_waits(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 4)
+    wires = [await send(box, str(n)) for n in range(8)]
+    await box.until(lambda: len(engine.running) == 5 and box.state.holds.count == 3)
+    report = load_report(box.state)["models"]["m"]
+    assert (report["inflight"], report["held"]) == (5, 3), "demand, as before"
+    for n in range(8):
+        engine.end(str(n))
+    assert {(await wire.response()).status for wire in wires} == {200}
+    assert box.state.holds.count == 0 and box.state.router.loads["e0"].inflight == 0
+
+
+async def test_owner_with_one_request_waits_for_one_of_anothers_many(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 1)
+    many = [await send(box, f"many{n}") for n in range(6)]
+    await box.until(lambda: box.state.holds.count == 5)
+    one = await send(box, "one", key=ANN)
+    await box.until(lambda: box.state.holds.count == 6)
+    engine.end(engine.running[0])
+    await box.until(lambda: len(engine.running) == 2)
+    engine.end(engine.running[1])
+    await box.until(lambda: len(engine.running) == 3)
+    assert "one" in engine.running
+    engine.end("one")
+    assert (await one.response()).status == 200
+    first, *_, last = (int(request.headers["x-vllm-priority"]) for request in engine.seen)
+    assert last > first
+    for wire in many:
+        wire.close()
+
+
+async def test_request_waits_longer_for_a_busy_engine_than_for_a_sleeping_one(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 1)
+    box.serve("m", "e0", slots=1, hold_s=0.01)
+    wires = [await send(box, str(n)) for n in range(2)]
+    await box.until(lambda: box.state.holds.count == 1)
+    await asyncio.sleep(0.03)
+    for n in range(2):
+        engine.end(str(n))
+    assert [(await wire.response()).status for wire in wires] == [200, 200]
+
+
+async def test_place_goes_to_whoever_waits_for_the_same_engine_by_another_name(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 1, sweep_s=60.0)
+    box.models["ft:a"] = {**box.models["m"], "host": "m", "adapter": "ft:a@v1"}
+    box.apply()
+    base = await send(box, "base")
+    await box.until(lambda: engine.running == ["base"])
+    adapter = await send(box, "adapter", model="ft:a")
+    await box.until(lambda: box.state.holds.count == 1)
+    engine.end("base")
+    engine.end("adapter")
+    assert [(await wire.response()).status for wire in (base, adapter)] == [200, 200]
+
+
+async def test_counting_tokens_takes_no_slot(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 1)
+    await send(box, "long")
+    await send(box, "waits")
+    await box.until(lambda: len(engine.running) == 1 and box.state.holds.count == 1)
+    engine.end("count")
+    body = {"model": "m", "messages": [{"role": "user", "content": "count"}]}
+    assert (await box.ask("POST", "/v1/messages/count_tokens", body)).status == 200
+
+
+async def test_batch_is_not_held_and_is_no_demand(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 4)
+    wires = [await send(box, f"line{n}", BATCH) for n in range(2)]
+    await box.until(lambda: len(engine.running) == 2)
+    assert all(int(request.headers["x-vllm-priority"]) > 1 << 49 for request in engine.seen)
+    refused = await box.ask("POST", URL, chat(), headers=BATCH)
+    assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "batch_gives_way", "1")
+    row = load_report(box.state)["models"]["m"]
+    assert row["inflight"] == row["held"] == row["prompt_tokens"] == row["arrived_requests"] == 0
+    assert row["last_request_s"] is None
+    assert load_report(box.state)["replicas"]["e0"]["inflight"] == 2, "a drain waits for them"
+    people = await send(box, "person")
+    await box.until(lambda: "person" in engine.running)
+    for text in engine.running:
+        engine.end(text)
+    assert [(await wire.response()).status for wire in (*wires, people)] == [200] * 3
+    box.serve("m")
+    assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "batch_gives_way"
+    assert load_report(box.state)["models"]["m"]["arrived_requests"] == 1
+
+
+async def test_batch_gets_nothing_while_people_wait(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 2)
+    for n in range(3):
+        await send(box, str(n))
+    await box.until(lambda: box.state.holds.count == 1)
+    assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "batch_gives_way"
+    assert len(engine.running) == 2
+
+
+async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 4)
+    plain, stream = await send(box, "plain", BATCH), await send(box, "stream", BATCH, stream=True)
+    person = await send(box, "person")
+    status, _, _ = await stream.head()
+    await stream.chunk()
+    await box.until(lambda: len(engine.running) == 3)
+    box.serve("m", e0="draining", slots=4)
+    answer = await plain.response()
+    assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "batch_gives_way", "1")
+    assert status == 200 and json.loads((await stream.chunk())[6:])["error"]["code"] == "batch_gives_way"
+    await box.until(lambda: box.state.router.loads["e0"].inflight == 1)
+    plain_row, *_ = [row for row in box.state.spending.meter.take() if row["errors"]]
+    assert plain_row["prompt_tokens"] < 30, "of the stream alone, which had begun"
+    engine.end("person")
+    assert (await person.response()).status == 200
