@@ -46,6 +46,7 @@ def engine_arguments(
         "--fingerprint-mode": "custom",
         "--fingerprint-value": spec.version,
         "--scheduling-policy": "priority",  # its numbers are given in serve.api.fair_order
+        "--structured-outputs-config.backend": "guidance",  # serve.forms.grammars
     }
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]

@@ -43,7 +43,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-from vllm.v1.structured_output import StructuredOutputManager, backend_guidance, backend_outlines, backend_xgrammar
+from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from runtime.devices.kind import DeviceKind
@@ -64,7 +64,7 @@ from serve.api import (
     unfit_requests,
 )
 from serve.cpu.lora import GroupedLoRA
-from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
+from serve.forms import grammars
 from serve.vllm import deaths
 from serve.vllm.fairness import owner_places, request_bounds, step_bounds
 from serve.vllm.fingerprint_pass import run_fingerprint
@@ -167,12 +167,7 @@ def _patch_core() -> None:
 
 def _bound_requests() -> None:
     """What keeps one request, or one owner, from slowing an engine's steps or its frontend's loop for all others."""
-    StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
-    grammar_threads.no_outlines(backend_outlines)
-    schema_backend.apply(backend_xgrammar, backend_guidance)
-    form_backends.apply(StructuredOutputManager)
-    form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
-    form_backends.masks_of_the_model(backend_guidance.GuidanceGrammar)
+    grammars.apply()
     step_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     step_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     step_bounds.bound_time(backend_guidance.GuidanceGrammar)
@@ -189,7 +184,6 @@ def _bound_requests() -> None:
     request_bounds.cut_texts(TokenizeParams)
     request_bounds.forbid_known(InputProcessor)
     request_bounds.keep_seeds(ParentRequest)
-    impossible_forms.apply()
     # Owners take turns in an engine's queue, and nobody has all of its places.
     fair_order.apply()
     owner_places.apply()

@@ -51,9 +51,6 @@ class Limits:
     # Messages of one conversation, and the same number of parts; items of /v1/responses.
     messages: int = 2048
     input_items: int = 1024
-    # Total of all schemas, regular expressions and tools in one request that an engine compiles to a grammar.
-    schema_nodes: int = 2000
-    schema_repeats: int = 2000
     n: int = 64
     sequences: int = 256
     max_tokens: int = 1 << 20

@@ -25,7 +25,6 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, MESSAGES, RESPONSES, Route
 from appliance.gateway.payload.fields import check_fields
-from appliance.gateway.payload.followed import with_followed_schemas
 from appliance.gateway.payload.nesting import check_depth, check_media
 from appliance.gateway.payload.shapes import (
     ANTHROPIC_ROLES,
@@ -215,9 +214,6 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         _template_kwargs(data["chat_template_kwargs"])
     check_media(data)
     check_structure(data, limits)
-    followed = with_followed_schemas(data)
-    if followed is not data:
-        meant = {**meant, **{name: value for name, value in followed.items() if name in meant}}
     sequences = _inputs(route, data, limits)
     completion = _completion_tokens(data)
     choices = max(data.get("n") or 1, data.get("best_of") or 1)
