@@ -18,7 +18,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.payload.nesting import check_text_depth
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
-from serve.forms.keywords import counted, fault
+from serve.forms.keywords import counted, defined, fault
 
 Form = tuple[str, Any, bool]
 # Its place in the request, what it is, and whether it is promised.
@@ -27,6 +27,7 @@ Form = tuple[str, Any, bool]
 _FORM_BYTES: Final = 256 * 1024
 # Of all `minItems` and `maxItems` in a request.
 _ITEMS: Final = 10_000
+_DEFINITIONS: Final = 256
 _FORMATS: Final = frozenset({"text", "json_object", "json_schema"})
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 
@@ -47,6 +48,7 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
     for what, measure, most in (
         ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), _FORM_BYTES),
         ("items in all `minItems` and `maxItems`", counted, _ITEMS),
+        ("definitions", defined, _DEFINITIONS),
     ):
         sizes = [measure(form) for _, form, _ in forms]
         if sum(sizes) > most:

@@ -433,10 +433,11 @@ def test_messages_are_looked_at_beside_an_input_too() -> None:
         {"type": "array", "items": {}, "maxItems": 200_000},
         {"type": "array", "items": {}, "minItems": 1e9},
         {"type": "array", "prefixItems": [{"type": "array", "maxItems": 900}] * 12},
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(300)}},
     ],
 )
 @pytest.mark.parametrize("where", ["format", "outputs", "tool"])
-def test_check_lists_of_too_many_items_are_refused(schema: dict[str, Any], where: str) -> None:
+def test_check_schema_that_ends_an_engine_is_refused(schema: dict[str, Any], where: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     asked = {
         "format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
