@@ -13,7 +13,10 @@ import asyncio
 import copy
 import functools
 import json
+import os
+import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
@@ -31,6 +34,13 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate
 
 from serve.forms.keywords import OPTIONS, closed, fault, without_costly
 
+
+def _give_way() -> None:
+    """Lets an engine's steps and its loop go before this thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+_checkers = ThreadPoolExecutor(4, thread_name_prefix="forms", initializer=_give_way)
 CHECK_S = 10.0
 """Seconds that a form may take to be checked; most take milliseconds."""
 IMPOSSIBLE = (
@@ -75,6 +85,8 @@ def _serialized(serialize: Callable[..., str]) -> Callable[..., str]:
 def _compiled(compile_grammar: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_grammar)
     def run(self: Any, kind: StructuredOutputOptions, spec: str, stop_token_ids: set[int] | None = None) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            _give_way()
         if kind == StructuredOutputOptions.STRUCTURAL_TAG:
             if "shm_tags" not in self.__dict__:
                 self.shm_tags = XgrammarBackend(self.vllm_config, self.tokenizer, self.vocab_size)
@@ -158,7 +170,8 @@ async def _or_refused(outputs: AsyncGenerator[Any, None], check: Callable[[], No
     began = False
     try:
         try:
-            await asyncio.wait_for(asyncio.to_thread(check), CHECK_S)
+            checked = asyncio.get_running_loop().run_in_executor(_checkers, check)
+            await asyncio.wait_for(checked, CHECK_S)
         except TimeoutError:
             raise VLLMValidationError(TOO_LONG) from None
         async for output in outputs:
