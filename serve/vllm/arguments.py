@@ -43,6 +43,7 @@ def engine_arguments(
         "--fingerprint-mode": "custom",
         "--fingerprint-value": spec.version,
         "--scheduling-policy": "priority",  # the gateway gives each request its number
+        "--structured-outputs-config.backend": "guidance",  # serve.forms.grammars
     }
     args = [word for pair in values.items() for word in pair]
     args += ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-fastapi-docs"]

@@ -31,7 +31,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.structured_output import StructuredOutputManager, backend_guidance, backend_outlines, backend_xgrammar
+from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
@@ -42,7 +42,7 @@ from serve.api import (
     legacy_functions,
     request_faults,
 )
-from serve.forms import form_backends, grammar_threads, impossible_forms, schema_backend
+from serve.forms import grammars
 from serve.vllm import deaths, request_bounds
 from serve.vllm.cpu_lora import GroupedLoRA
 
@@ -115,18 +115,12 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
 
 def _bound_requests() -> None:
     """What keeps one request from slowing or ending an engine's steps for all others."""
-    StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
-    grammar_threads.no_outlines(backend_outlines)
-    schema_backend.apply(backend_xgrammar, backend_guidance)
-    form_backends.apply(StructuredOutputManager)
-    form_backends.lock_no_masks(backend_guidance.GuidanceBackend)
-    form_backends.masks_of_the_model(backend_guidance.GuidanceGrammar)
+    grammars.apply()
     request_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     request_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     request_bounds.bound_time(backend_guidance.GuidanceGrammar)
     request_bounds.bound_tokens(BaseRenderer)
     request_bounds.bound_forbidden(InputProcessor)
-    impossible_forms.apply()
 
 
 def _patch_requests() -> None:

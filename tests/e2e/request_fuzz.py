@@ -494,7 +494,7 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 async def unfollowed(engine: Engine) -> list[str]:
     """What is wrong with the answers to forms that cost too much to follow: 400, and in streams as their last event."""
-    from serve.forms.impossible_forms import UNFOLLOWED
+    from serve.forms.grammars import UNFOLLOWED
     from serve.vllm import request_bounds
 
     found = []

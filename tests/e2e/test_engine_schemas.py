@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import jsonschema
+import openai
 import orjson
 import pytest
 
@@ -17,7 +18,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
 from tests.e2e.engine_support import client
-from tests.property.test_schema_keywords import PARTS
+from tests.property.test_schema_keywords import PARTS, as_read
 
 KINDS = (None, "object", "array", "string", "integer", "number")
 CHAT = resolve(b"POST", b"/v1/chat/completions")
@@ -30,7 +31,7 @@ def read(more: dict[str, Any]) -> dict[str, Any] | None:
     try:
         return orjson.loads(check_body(CHAT, body, Limits()).rewritten or body)
     except HttpError as error:
-        assert error.code in ("unsupported_schema_keyword", "invalid_json_schema"), error.message
+        assert error.code == "unsupported_schema_keyword", error.message
         return None
 
 
@@ -48,7 +49,10 @@ async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[An
         body = read({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}})
         if body is None:
             continue
-        answer = await sdk.chat.completions.create(**body, seed=place, temperature=1)
+        try:
+            answer = await sdk.chat.completions.create(**body, seed=place, temperature=1)
+        except openai.BadRequestError:
+            continue  # no value fits it
         choice = answer.choices[0]
         if choice.finish_reason != "stop":
             continue  # its limit cut it
@@ -60,7 +64,7 @@ async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[An
 
 def fits(text: str, schema: dict[str, Any]) -> bool:
     try:
-        return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+        return jsonschema.Draft202012Validator(as_read(schema, of_tool=False)).is_valid(json.loads(text))
     except json.JSONDecodeError:
         return False
 
@@ -104,7 +108,7 @@ async def test_forms_with_bounded_texts_hold_up_nobody(engine_box: Any, replicas
     took_s, longest_s = time.monotonic() - began_s, await beside
     print(f"16 forms took {took_s:.2f} s, a neighbour waited {longest_s:.2f} s")
     assert all(one.choices[0].message.content.lstrip().startswith("{") for one in answers)
-    assert longest_s < 1.5
+    assert longest_s < 1.0
 
 
 @pytest.mark.soak

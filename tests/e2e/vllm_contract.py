@@ -48,12 +48,10 @@ def _claims(every: int):
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.executor import multiproc_executor
-    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from serve.engine import main as engine
     from serve.engine import preload
-    from serve.forms import grammar_threads
     from serve.vllm import plugin
 
     def has(owner: object, *names: str):
@@ -142,19 +140,8 @@ def _claims(every: int):
     yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
     yield from _fields_judged()
     yield from union_scan.scan(every)
-    yield (
-        "grammars are compiled by threads of a pool",
-        "self.executor.submit(self._create_grammar, request)"
-        in (inspect.getsource(StructuredOutputManager.grammar_init)),
-    )
-    yield (
-        "those threads have the name that is looked for",
-        grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
-    )
     yield from _steps_bounded(has)
-    yield "each form has the backend that it was checked for", _forms_have_their_own_backend()
-    yield "expressions are given to llguidance", _llguidance_gets_expressions()
-    yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
+    yield from _forms_followed()
     resolve = inspect.signature(structural_tag_registry.resolve_tool_strictness)
     yield "strictness is resolved from these", list(resolve.parameters) == ["tools", "tool_choice", "strict_level"]
     yield (
@@ -208,50 +195,23 @@ def _steps_bounded(has: Any):
     )
 
 
-def _forms_have_their_own_backend() -> bool:
-    """The core makes a backend if it has none, by the name that the check left, and its threads ask it by `self`."""
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    init = inspect.getsource(inspect.unwrap(StructuredOutputManager.grammar_init))
-    return (
-        "if self.backend is None:" in init
-        and "request.sampling_params.structured_outputs._backend" in init
-        and "self.backend.compile_grammar("
-        in inspect.getsource(inspect.unwrap(StructuredOutputManager._create_grammar))
-        and "self.backend.destroy()" in inspect.getsource(inspect.unwrap(StructuredOutputManager.clear_backend))
-    )
-
-
-def _llguidance_gets_expressions() -> bool:
-    """vLLM asks xgrammar's check by its module's name for it, and gives what that declines to llguidance."""
+def _forms_followed():
+    """What serve.forms.grammars replaces is asked by these names."""
+    from vllm.parser import abstract_parser
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
-    source = inspect.getsource(SamplingParams._validate_structured_outputs)
-    imported = "from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar" in source
-    declined = source.partition("validate_xgrammar_grammar(self)\n                self.structured_outputs")[2]
-    return imported and "except VLLMValidationError" in declined and "validate_guidance_grammar(" in declined
-
-
-def _outlines_gets_nothing() -> bool:
-    """A schema of 6 KB took it 9 s on the loop that sends everybody's tokens."""
-    from types import SimpleNamespace
-
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from vllm.v1.structured_output import backend_outlines
-
-    from serve.forms import grammar_threads
-
-    grammar_threads.no_outlines(backend_outlines)
-    number = {"type": "number", "multipleOf": 2}
-    schema = {"type": "object", "properties": {"a": number}, "patternProperties": {"x": {}}}
-    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
-    config, model = SimpleNamespace(backend="auto"), SimpleNamespace(is_diffusion=False)
-    try:
-        asked._validate_structured_outputs(model, config, object())
-    except VLLMValidationError as error:
-        return "no grammar backend of this server" in str(error)
-    return False
+    check = inspect.getsource(SamplingParams._validate_structured_outputs)
+    yield "a form is checked by a function of llguidance's backend", "validate_guidance_grammar(" in check
+    yield (
+        "grammars are compiled beside the engine's steps",
+        "self.executor.submit(self._create_grammar, request)"
+        in inspect.getsource(StructuredOutputManager.grammar_init),
+    )
+    compiled = inspect.getsource(inspect.unwrap(backend_guidance.GuidanceBackend.compile_grammar))
+    yield "forms are written for llguidance by this function", "serialize_guidance_grammar(" in compiled
+    beside = inspect.getsource(abstract_parser.DelegatingParser._apply_structural_tag)
+    yield "a form beside strict tools is judged by this function", "_xgrammar_supports(structured_outputs)" in beside
 
 
 def _fields_judged():

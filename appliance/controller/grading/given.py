@@ -16,7 +16,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
-from serve.forms.followed_schemas import fault_of_tool
+from serve.forms.keywords import fault
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
@@ -117,14 +117,7 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
         path = f"{param}.json_schema.schema"
         raise BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
     check_asked({"response_format": given}, param)
-    if kind == "json_schema" and (name := _expression_in(given["json_schema"]["schema"])):
-        raise BadRequest(
-            f"Invalid '{param}': its schema has `{name}`, and the ranks follow no expressions; use `enum`, or let the "
-            "grader reward it.",
-            param=param,
-            code="unsupported_value",
-        )
-    if kind == "json_schema" and (found := fault_of_tool(given["json_schema"]["schema"])) is not None:
+    if kind == "json_schema" and (found := fault(given["json_schema"]["schema"], of_tool=True)):
         raise BadRequest(
             f"Invalid '{param}': the ranks of a job do not enforce `{found.keyword}` at `{found.path}` of its schema; "
             "use a simpler form, or let the grader reward it.",
@@ -133,28 +126,6 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
         )
     form: dict[str, Any] = given
     return form
-
-
-_EXPRESSIONS = ("pattern", "patternProperties", "propertyNames")
-_VALUES = ("const", "default", "enum", "examples")
-_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
-
-
-def _expression_in(schema: Any) -> str:
-    """The first keyword of a JSON schema that holds a text to an expression, "" if it has none."""
-    if isinstance(schema, list):
-        return next(filter(None, map(_expression_in, schema)), "")
-    if not isinstance(schema, dict):
-        return ""
-    for name, inner in schema.items():
-        if name in _EXPRESSIONS:
-            return str(name)
-        if name in _VALUES:
-            continue
-        found = _expression_in(list(inner.values()) if name in _BY_NAME and isinstance(inner, dict) else inner)
-        if found:
-            return found
-    return ""
 
 
 def check_asked(fields: dict[str, Any], param: str, as_said: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -48,9 +48,6 @@ class Limits:
     # Copies of them that wait for an unreachable controller.
     response_copies_bytes: Count = 64 * MIB
     json_depth: Count = 128
-    # Total of all schemas, regular expressions and tools in one request that an engine compiles to a grammar.
-    schema_nodes: Count = 2000
-    schema_repeats: Count = 2000
     sequences: Count = 256
     replica_inflight: Count = 1024
     head_timeout_s: Seconds = 15.0

@@ -21,7 +21,6 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.payload.fields import check_fields, prompts_in
-from appliance.gateway.payload.followed import with_followed_schemas
 from appliance.gateway.payload.nesting import check_depth, check_media
 from appliance.gateway.payload.structure import check_structure
 from appliance.gateway.readings.media_tokens import media_in
@@ -141,7 +140,6 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     data = reading.data
     check_fields(route.name, data)
     check_structure(data, limits)
-    data = with_followed_schemas(data)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     check_media(prompts)
     prompt = next(filter(None, prompts), "")

@@ -757,7 +757,7 @@ async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(cont
         (
             {"grader": GRADER, "response_format": form({"properties": {"a": {"type": "string", "pattern": "a+"}}})},
             "method.reinforcement.response_format",
-            "`pattern`, and the ranks follow no expressions",
+            "do not enforce `pattern` at `properties.a.pattern`",
         ),
         (
             {"grader": GRADER, "response_format": form({"type": "array", "maxItems": 1 << 31})},
