@@ -58,6 +58,7 @@ from serve.api import (
     fair_order,
     legacy_functions,
     request_faults,
+    stream_chunks,
     unfit_requests,
 )
 from serve.cpu.lora import GroupedLoRA
@@ -201,6 +202,8 @@ def _patch_requests() -> None:
     # Answers have tools in the newer form alone.
     legacy_functions.apply()
     embedding_requests.apply()
+    # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
+    stream_chunks.apply()
 
 
 def _patch_adapters() -> None:
