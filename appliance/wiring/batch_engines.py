@@ -27,7 +27,6 @@ from appliance.controller.interfaces.ports import SAMPLING, BatchCapacity, Engin
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
-from appliance.gateway.http import wire
 from appliance.gateway.payload.request_check import Checked, check_body, with_model
 from appliance.gateway.routing.router import BATCH_BEHIND
 from appliance.gateway.routing.table import cache_salt
@@ -337,5 +336,4 @@ def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
         raise LineReturned(error.message, yielded=True)
     if error.status >= 500 and _DEAD in error.message:
         raise LineReturned(error.message, yielded=False)
-    computed = wire.computed(response.headers.get(wire.COMPUTED.decode(), "").encode())
-    return EngineAnswer(error.status, orjson.loads(error.body()), computed=computed if error.status < 500 else (0, 0))
+    return EngineAnswer(error.status, orjson.loads(error.body()))

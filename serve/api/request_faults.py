@@ -21,6 +21,8 @@ from runtime.pydantic_words import words_of_check
 from serve.api import answer_version
 
 _UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, UnicodeError)
+# A value of the wrong type is not the fault if another type fits except for something else.
+_OTHER_TYPE = ("_type", "literal_error", "union_tag_invalid")
 UNREADABLE = (
     "A value in this request has a type or shape that is not expected in its place: compare messages, tools and "
     "formats with the documentation of this route."
@@ -51,9 +53,11 @@ def of_request(error: Exception) -> Exception:
     if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, ValidationError):
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(name) for name in fault["loc"])
-        return VLLMValidationError(f"Invalid value for `{place}`: {words_of_check(fault['msg'])}")
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        fault = next((one for one in faults if not one["type"].endswith(_OTHER_TYPE)), faults[0])
+        # Names of types are among the names of fields.
+        place = ".".join(str(name) for name in fault["loc"] if isinstance(name, int) or name.islower())
+        return VLLMValidationError(f"Invalid value for `{place or 'messages'}`: {words_of_check(fault['msg'])}")
     if isinstance(error, VLLMError) or not isinstance(error, (ValueError, NotImplementedError, *_UNREADABLE)):
         return error
     return VLLMValidationError(UNREADABLE if isinstance(error, _UNREADABLE) else str(error))

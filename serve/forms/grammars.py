@@ -32,7 +32,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend, Guidance
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 
-from serve.forms.keywords import OPTIONS, closed, fault, without_costly
+from serve.forms.keywords import COSTLY, OPTIONS, closed, fault, without
 
 
 def _give_way() -> None:
@@ -163,7 +163,7 @@ def _lean(tag: Any) -> Any:
         return [_lean(inner) for inner in tag]
     if not isinstance(tag, dict):
         return tag
-    return {name: without_costly(inner) if name == "json_schema" else _lean(inner) for name, inner in tag.items()}
+    return {name: without(COSTLY, inner) if name == "json_schema" else _lean(inner) for name, inner in tag.items()}
 
 
 async def _or_refused(outputs: AsyncGenerator[Any, None], check: Callable[[], None]) -> AsyncGenerator[Any, None]:

@@ -46,7 +46,10 @@ COSTLY: Final = frozenset(
 """Keywords that tools' grammars leave out. xgrammar took 2.4 s to compile a `maxLength` of 500 with 49,152 tokens, 15 s
 for counted properties, and 25 s and more, within a step of the engine, for one mask of the pattern
 `^(\\w{1,20}\\s?){1,50}$`."""
-_RESTRICTING: Final = COSTLY.union(_TOOL_ALONE, *_TOOL_KEYS.values(), ("prefixItems", "additionalItems", "multipleOf"))
+NOT_IN_TOOLS: Final = frozenset(("pattern", "minLength", "maxLength", "multipleOf"))
+"""Calls of a tool are not held to these, even with `strict`: they bind single values, and a refusal would keep the client
+from its tool."""
+_RESTRICTING: Final = COSTLY.union(NOT_IN_TOOLS, _TOOL_ALONE, *_TOOL_KEYS.values(), ("prefixItems", "additionalItems"))
 _COMBINERS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 _NEAR: Final = re.compile(r"#(/[^/]+/[^/]+)?\Z")
 _MAPS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
@@ -65,6 +68,12 @@ def fault(schema: Schema, *, of_tool: bool = False) -> Fault | None:
         if keyword := _ignored(node) or (_outside_tools(node) if of_tool else ""):
             return Fault(keyword, f"{path}{keyword}")
     return None
+
+
+def left_out_of_tools(schema: Schema) -> Iterator[str]:
+    """The places of the keywords that the calls of a strict tool are not held to, such as `properties.a.pattern`."""
+    for path, node in _nodes(schema):
+        yield from (f"{path}{keyword}" for keyword in sorted(node.keys() & NOT_IN_TOOLS))
 
 
 def counted(schema: Any) -> float:
@@ -95,20 +104,20 @@ def closed(schema: Schema) -> Schema:
     return made
 
 
-def without_costly(schema: Any) -> Any:
-    """The schema without COSTLY keywords, its names of properties kept."""
+def without(keywords: frozenset[str], schema: Any) -> Any:
+    """The schema without these keywords, its names of properties kept."""
     if isinstance(schema, list):
-        return [without_costly(one) for one in schema]
+        return [without(keywords, one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: {name: without_costly(one) for name, one in value.items()}
+        key: {name: without(keywords, one) for name, one in value.items()}
         if key in _MAPS and isinstance(value, dict)
         else value
         if key in ("enum", "const", "default", "examples")
-        else without_costly(value)
+        else without(keywords, value)
         for key, value in schema.items()
-        if key not in COSTLY
+        if key not in keywords
     }
 
 

@@ -41,6 +41,7 @@ from serve.api import (
     embedding_requests,
     legacy_functions,
     request_faults,
+    stream_chunks,
 )
 from serve.forms import grammars
 from serve.vllm import deaths, request_bounds
@@ -129,6 +130,8 @@ def _patch_requests() -> None:
     # Answers have tools in the newer form alone.
     legacy_functions.apply()
     embedding_requests.apply()
+    # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
+    stream_chunks.apply()
 
 
 def _patch_adapters() -> None:

@@ -50,6 +50,8 @@ def _claims(every: int):
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
+    from serve.api import stream_chunks
+    from serve.api.stream_chunks import chat
     from serve.engine import main as engine
     from serve.engine import preload
     from serve.vllm import plugin
@@ -138,6 +140,13 @@ def _claims(every: int):
     )
     yield "no thread was inherited but main and lifeline", threading.active_count() <= 2
     yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
+    stream_chunks.apply()
+    for module, name in stream_chunks.MADE_OF:
+        yield f"{module.__name__} makes its chunks by the name {name}", f" {name}(\n" in inspect.getsource(module)
+    delta = chat.DeltaMessage(content="a")
+    for ids, names in ((None, {"index", "delta"}), ([7], {"index", "delta", "token_ids"})):
+        made = chat.ChatCompletionResponseStreamChoice(index=0, delta=delta, token_ids=ids)
+        yield f"a chunk with the token ids {ids} has {names}", made.model_dump(exclude_unset=True).keys() == names
     yield from _fields_judged()
     yield from union_scan.scan(every)
     yield from _steps_bounded(has)

@@ -133,7 +133,7 @@ class Metering:
         """Count answers as the gateways do: by key, model and version."""
         rows = []
         for charge in answered:
-            answer, (prompt, completion) = charge.answer, charge.answer.computed
+            answer, prompt, completion = charge.answer, 0, 0
             if charge.silent is not None:
                 (row,) = self.left("", model, [charge.silent])
                 prompt, completion = row["prompt_tokens"], row["completion_tokens"]

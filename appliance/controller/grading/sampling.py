@@ -225,8 +225,6 @@ class RolloutSampling:
             raise
         if answer.silent:
             question.spent += self._metering.left(question.key_id, base["model"], [sent])
-        if any(answer.computed):
-            question.spent.append(spent_by(question.key_id, base["model"], base["version"], *answer.computed))
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
         try:

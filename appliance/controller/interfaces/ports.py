@@ -293,14 +293,12 @@ class BatchCapacity:
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
     """body: the answer's JSON. version: of the replica that gave it, empty if none did. silent: it did not answer in
-    time, and was left; what it has computed is to be paid for by the time. computed: tokens of the prompt and of the
-    answer that a refusal cost; an answer says it in its body."""
+    time, and was left."""
 
     status: int
     body: Any
     version: str = ""
     silent: bool = False
-    computed: tuple[int, int] = (0, 0)
 
 
 class LineReturned(Exception):

@@ -27,7 +27,7 @@ class Request:
     model_version: where it is or was last; the version as the engine names it, once it answers. stream_events: events
     relayed. trace: its W3C traceparent, empty without one. asked: what it may cost; estimated_tokens: charged to its
     key's allowance; under_way: counted against its key's quota while it is open; tokens: its cost as the engine told
-    it; refused_prompt, refused_completion: what engines had computed that refused it. counted: as open, weight: as how
+    it; counted: as open, weight: as how
     many, streams: as a stream. rate_headers: about its key's allowance; more_headers: what its head asks for
     (http/wire.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
     body. refused_model: the model it named, once known to exist. session: the login of the page that it came by, empty
@@ -48,7 +48,7 @@ class Request:
         self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
         self.status = 0
         self.model = self.model_version = self.replica = self.refused_model = self.session = ""
-        self.estimated_tokens = self.under_way = self.refused_prompt = self.refused_completion = 0
+        self.estimated_tokens = self.under_way = 0
         self.rate_headers: Pairs = ()
         self.more_headers: Pairs = ()
         self.ignored: Pairs = ()

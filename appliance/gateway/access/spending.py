@@ -190,9 +190,6 @@ class Spending:
             # the prompt and the events that were delivered.
             tokens.prompt = tokens.prompt or expected.prompt_tokens
             tokens.completion = max(tokens.completion, min(request.stream_events, expected.completion_tokens))
-        # Last: it is no part of what the answer's engine tells, or takes.
-        tokens.prompt += request.refused_prompt
-        tokens.completion += request.refused_completion
         if request.estimated_tokens and use is not None and use.allowance is not None:
             cost = tokens.total
             if not cost and 400 <= request.status < 500 and request.sent_s:

@@ -18,7 +18,6 @@ from appliance.gateway.core.routes import Kind, is_anthropic
 
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
-COMPUTED = b"x-appliance-computed"
 # A client's, for work that gives way to people: `batch`.
 CLASS = b"x-appliance-class"
 # The tunnel to another node says so (runtime/network/tunnel.py).
@@ -130,13 +129,6 @@ def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
     if error.allow is not None:
         extra.append((b"allow", error.allow.encode()))
     return extra
-
-
-def computed(value: bytes) -> tuple[int, int]:
-    """Tokens of the prompt and of the answer that an engine had computed when it refused to go on."""
-    prompt, _, written = value.partition(b" ")
-    read = prompt.isdigit() and written.isdigit() and len(prompt) < 13 and len(written) < 13
-    return (int(prompt), int(written)) if read else (0, 0)
 
 
 def _passing(headers: Headers, stops: re.Pattern[bytes]) -> list[tuple[bytes, bytes]]:

@@ -429,10 +429,6 @@ class Inference:
         after = headers.get("retry-after", "")
         if after.isdigit() and len(after) < 10:
             error.retry_after_s = min(int(after), errors.MAX_RETRY_AFTER_S)
-        if status < 500 and (computed := headers.get(wire.COMPUTED.decode())):
-            prompt, written = wire.computed(computed.encode())
-            self.request.refused_prompt += prompt
-            self.request.refused_completion += written
         if status in (401, 403):
             raise errors.engine_failed()
         if status == 404 and error.message == "Not Found":  # of the route: the engine has another task

@@ -106,7 +106,7 @@ class Metrics:
         series.completion.inc(tokens.completion)
         series.cached.inc(tokens.found)
         # One event may carry several tokens: use their number if the engine reported it.
-        written = tokens.completion - request.refused_completion or request.stream_events
+        written = tokens.completion or request.stream_events
         if request.stream_events and written > 1:
             token_s = (now_s - request.first_byte_s) / (written - 1)
             self.per_token.labels(*key).observe(token_s)

@@ -54,8 +54,7 @@ class RowLoad:
     def finished(self, request: Request, token_s: float | None, now_s: float) -> None:
         """Count a finished request. token_s: mean time from one token to the next, of a stream."""
         self.active_s = now_s
-        # What another engine had computed and refused says nothing of this one.
-        prompt = request.tokens.prompt - request.refused_prompt
+        prompt = request.tokens.prompt
         if prompt and request.asked.prompt_tokens:
             fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
             self._estimated = self._estimated * fade + request.asked.prompt_tokens

@@ -139,7 +139,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     given, reading = data, as_meant(route.name, data)
     data = reading.data
     check_fields(route.name, data)
-    check_structure(data, limits)
+    reading.keywords = check_structure(data, limits)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     check_media(prompts)
     prompt = next(filter(None, prompts), "")

@@ -18,7 +18,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.payload.nesting import check_text_depth
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
-from serve.forms.keywords import counted, defined, fault
+from serve.forms.keywords import NOT_IN_TOOLS, counted, defined, fault, left_out_of_tools, without
 
 Form = tuple[str, Any, bool]
 # Its place in the request, what it is, and whether it is promised.
@@ -32,11 +32,14 @@ _FORMATS: Final = frozenset({"text", "json_object", "json_schema"})
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 
 
-def check_structure(data: dict[str, Any], limits: Limits) -> None:
-    """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
+def check_structure(data: dict[str, Any], limits: Limits) -> list[str]:
+    """Returns the places of keywords that a strict tool's calls are not held to. Raises HttpError 400 for structured
+    output that engines do not enforce, or that is too large."""
     forms = [*_formats(data), *_outputs(data.get("structured_outputs"), limits), *_enforced_tools(data)]
     for place, form, promised in forms:
-        found = fault(form, of_tool=place.startswith("tools")) if promised and isinstance(form, dict) else None
+        of_tool = place.startswith("tools")
+        held = without(NOT_IN_TOOLS, form) if of_tool else form
+        found = fault(held, of_tool=of_tool) if promised and isinstance(form, dict) else None
         if found is not None:
             instead = "or send the tool without `strict`" if place.startswith("tools") else "and check answers yourself"
             raise errors.bad_request(
@@ -58,6 +61,12 @@ def check_structure(data: dict[str, Any], limits: Limits) -> None:
                 param=forms[sizes.index(max(sizes))][0].partition(".")[0],
                 code="structure_too_complex",
             )
+    return [
+        f"{place}.{path}"
+        for place, form, promised in forms
+        if promised and place.startswith("tools") and isinstance(form, dict)
+        for path in left_out_of_tools(form)
+    ]
 
 
 def _formats(data: dict[str, Any]) -> Iterator[Form]:

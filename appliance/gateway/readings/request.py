@@ -12,6 +12,7 @@ Object = dict[str, Any]
 
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
+IGNORED_KEYWORDS: Final = b"x-appliance-ignored-keywords"
 _GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's older names, which its clients still send -> fields of `structured_outputs`."""
 _INCLUDES: Final = frozenset({"web_search_call.results", "web_search_call.action.sources"})
@@ -19,17 +20,19 @@ _INCLUDES: Final = frozenset({"web_search_call.results", "web_search_call.action
 
 
 class Reading:
-    """data: the body, the argument itself where nothing changed. tools, items: names of what is left out of it."""
+    """data: the body, the argument itself where nothing changed. tools, items: names of what is left out of it;
+    keywords: places of those that the calls of strict tools are not held to."""
 
     def __init__(self, data: Object, tools: list[str], items: list[str]) -> None:
         self.data = data
         self.tools = tools
         self.items = items
+        self.keywords: list[str] = []
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the answer that name these."""
-        named = ((IGNORED_TOOLS, self.tools), (IGNORED_ITEMS, self.items))
+        named = ((IGNORED_TOOLS, self.tools), (IGNORED_ITEMS, self.items), (IGNORED_KEYWORDS, self.keywords))
         return [(name, _listed(left_out)) for name, left_out in named if left_out]
 
 

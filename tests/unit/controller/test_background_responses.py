@@ -242,22 +242,6 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
         await control.sdk.responses.retrieve(other.id)
 
 
-async def test_one_that_is_refused_pays_for_what_was_computed_before(control: Control):
-    key_id = control.as_key("ann")
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        return EngineAnswer(400, {"error": {"message": "no"}}, "v1", computed=(40, 300))
-
-    engines(control).rule = rule
-    made = await asked(control)
-    async with asyncio.timeout(60):
-        while not (found := control.db.execute("SELECT * FROM usage").fetchall()):
-            await asyncio.sleep(0.002)
-    (row,) = found
-    assert (row["key_id"], row["prompt_tokens"], row["completion_tokens"]) == (key_id, 40, 300)
-    assert (await control.sdk.responses.retrieve(made.id)).usage is None
-
-
 @pytest.mark.parametrize("way", ["cancel", "delete", "revoke"])
 async def test_background_response_taken_back_charges_the_prompt(control: Control, way: str):
     key_id = control.as_key("ann")

@@ -185,21 +185,6 @@ async def test_line_of_a_silent_engine_is_charged_its_prompt(control: Control):
     assert (of_key.requests, of_key.errors) == (2, 2) and of_key.prompt_tokens > 20 and of_key.completion_tokens == 0
 
 
-async def test_a_line_that_is_refused_pays_for_what_was_computed_before(control: Control):
-    as_key(control)
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
-        return EngineAnswer(400, {"error": {"message": "no", "code": None}}, "v1", computed=(40, 300))
-
-    engines(control).rule = rule
-    batch = await ended(control, await begun(control, [line(n) for n in range(2)]))
-    assert batch.status == "completed" and batch.request_counts.failed == 2
-    of_key = spent(control)["batcher"]
-    assert (of_key.requests, of_key.errors, of_key.prompt_tokens, of_key.completion_tokens) == (2, 0, 80, 600)
-    bodies = [row["response"]["body"] for row in await content(control, batch.error_file_id)]
-    assert bodies == 2 * [{"error": {"message": "no", "code": None}}], "the results have nothing of it"
-
-
 async def test_a_batch_whose_answers_cannot_be_written_pays_for_what_was_computed(control: Control, monkeypatch):
     """One line was answered, and an engine was at the other."""
     as_key(control)

@@ -182,15 +182,6 @@ async def test_a_question_on_which_an_engine_dies_is_asked_once_more_and_alone(c
     assert "had it alone" in (found.metadata.errors.api_model_grader_server_error_details or "")
 
 
-async def test_a_refusal_pays_for_what_was_computed_before(control: Control):
-    control.as_key("carol")
-    judged(control, EngineAnswer(400, {"error": {"message": "no"}}, "v1", computed=(40, 300)))
-    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
-    assert found.metadata.errors.api_model_grader_server_error
-    rows = usage.report(control.context.db, "model", 0, time.time())
-    assert [(row.name, row.prompt_tokens, row.completion_tokens) for row in rows] == [("starter", 40, 300)]
-
-
 async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
     refused = EngineAnswer(400, {"error": {"message": "too long"}})
     judged(control, "it is good", refused)

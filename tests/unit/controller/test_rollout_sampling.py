@@ -428,19 +428,6 @@ async def test_an_answer_that_takes_too_long_is_paid_for_by_the_time(control, en
     assert spent(control)["trainer"].prompt_tokens == 2
 
 
-async def test_a_refusal_pays_for_what_was_computed_before(control, engines):
-    control.as_key("trainer")
-    job_id = await control.job()
-
-    async def rule(body):
-        return EngineAnswer(400, {"error": {"message": "no"}}, computed=(40, 300))
-
-    engines.rule, engines.lines = rule, 1
-    assert (await sampling_of(control).sample(job_id, question(3, 2)))["why"] == "no"
-    paid = spent(control)["trainer"]
-    assert (paid.prompt_tokens, paid.completion_tokens) == (40, 300)
-
-
 async def test_answers_whose_numbers_cannot_be_used_are_paid_for(control, engines):
     """Those of a model that has come apart: an engine writes them all the same."""
     control.as_key("trainer")

@@ -162,40 +162,6 @@ async def test_what_a_canary_refused_counts_also_where_the_others_stream_is_cont
     assert list(versions["v2"]["refused"].values()) == [1]
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_what_the_canary_computed_and_refused_is_paid_for_beside_the_others_answer(
-    start_box: Start, answers: bool
-) -> None:
-    """It was free where the other version answered; where that one's engine died, what it had delivered was."""
-    box = await start_box()
-    await split(box, 1.0)
-
-    async def unfollowed(request: UpstreamRequest, reply: Reply) -> None:
-        error = {"error": {"message": "An engine could not follow the form.", "code": 400}}
-        await reply.json(error, 400, "x-appliance-computed: 40 300\r\n")
-
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}\n\n'
-    ends = (usage, b"data: [DONE]\n\n") if answers else ()
-    box.engines["e1"].script = unfollowed
-    box.engines["e0"].script = sends(*chat_events("a", "b", done=False), *ends)
-    answer = await box.ask("POST", "/v1/chat/completions", asked(1) | {"stream": True})
-    assert answer.status == 200
-    (row,) = (row for row in box.state.spending.meter.take() if row["model"] == "m")
-    assert row["completion_tokens"] == 302 and row["prompt_tokens"] > 40, row
-    families = (family for family in box.state.metrics.registry.collect())
-    samples = (sample for family in families for sample in family.samples if sample.labels.get("version") == "v1")
-    told = {
-        (sample.name.removeprefix("appliance_gateway_"), sample.labels.get("direction")): sample.value
-        for sample in samples
-    }
-    assert told["tokens_total", "output"] == 302, "the counters have all that was computed"
-    took_s = told["request_seconds_sum", None] - told["time_to_first_byte_seconds_sum", None]
-    per_token_s = told["time_per_output_token_seconds_sum", None]
-    assert per_token_s == pytest.approx(took_s), "its second token took that, and not 301 of them"
-    part = load_report(box.state)["models"]["m"]["computed_part"]
-    assert part is not None and part <= 1
-
-
 async def test_what_the_canary_refuses_does_not_wait_for_the_other_versions_engine(start_box: Start) -> None:
     """The client's own mistake waited for an engine that was asleep, and was answered "not ready"."""
     box = await start_box()

@@ -451,23 +451,6 @@ async def test_what_an_engine_reads_and_refuses_costs_its_prompt_of_the_minute(b
     assert not any(row["prompt_tokens"] for row in box.state.spending.meter.take()), "nothing was computed"
 
 
-async def test_what_an_engine_has_computed_when_it_refuses_is_paid_for(box: Box) -> None:
-    """A form that could not be followed after 83 s of steps cost its prompt of the minute and nothing of the quota."""
-
-    async def unfollowed(request: UpstreamRequest, reply: Reply) -> None:
-        error = {"error": {"message": "An engine could not follow the form.", "code": 400}}
-        await reply.json(error, 400, "x-appliance-computed: 40 300\r\n")
-
-    box.limit(tokens_per_minute=1000)
-    box.engines["e0"].script = unfollowed
-    answer = await box.ask("POST", "/v1/chat/completions", chat(max_tokens=500))
-    assert answer.status == 400 and set(orjson.loads(answer.body)) == {"error"}
-    (row,) = (row for row in box.state.spending.meter.take() if row["model"] == "m")
-    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"], row["errors"]) == (1, 40, 300, 0)
-    again = await box.ask("POST", "/v1/chat/completions", chat(max_tokens=10))
-    assert int(again.headers["x-ratelimit-remaining-tokens"]) <= 1000 - 340 + 20
-
-
 async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
     for body, status in ((chat("nobody"), 404), (b"{", 400), (chat(nonsense=1), 400), (chat(n=10_000), 400)):
         assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
