@@ -47,8 +47,8 @@ COSTLY: Final = frozenset(
 for counted properties, and 25 s and more, within a step of the engine, for one mask of the pattern
 `^(\\w{1,20}\\s?){1,50}$`."""
 NOT_IN_TOOLS: Final = frozenset(("pattern", "minLength", "maxLength", "multipleOf"))
-"""Calls of a tool are not held to these, even with `strict`: they bind single values, and a refusal would keep the client
-from its tool."""
+"""Calls of a tool are not held to these, even with `strict`: they bind single values, and a refusal would keep the
+client from its tool."""
 _RESTRICTING: Final = COSTLY.union(NOT_IN_TOOLS, _TOOL_ALONE, *_TOOL_KEYS.values(), ("prefixItems", "additionalItems"))
 _COMBINERS: Final = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 _NEAR: Final = re.compile(r"#(/[^/]+/[^/]+)?\Z")
