@@ -43,7 +43,6 @@ from appliance.controller.http.middleware import (
     InFlight,
     KnownAtGateways,
     ReadsInTurns,
-    ReadsWholeBodies,
     RequestIds,
 )
 from appliance.controller.http.routers import make_router
@@ -158,7 +157,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         redoc_url=None,
         redirect_slashes=False,
         middleware=[
-            Middleware(ReadsWholeBodies),
             Middleware(RequestIds),
             Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
             Middleware(InFlight, owner_of=owner_of),

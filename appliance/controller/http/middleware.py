@@ -6,7 +6,6 @@ Not `@app.middleware("http")`: with that, an exception reached clients as a clea
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import secrets
 from collections import Counter, deque
@@ -27,7 +26,6 @@ _MULTIPART_OVERHEAD_BYTES = 64 * 1024
 # Copies of answered responses, from gateways, which limit how much of them they buffer.
 _COPIES = "/internal/responses"
 _INTERNAL = "/internal/"
-_LINGER_S = 5.0
 READS_AT_ONCE = 4
 CONVERSATIONS_AT_ONCE = 16
 """For gateways, of 8 MiB each: whoever asked for one conversation 1,200 times had the controller hold 10 GiB."""
@@ -57,36 +55,6 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-class ReadsWholeBodies:
-    """Reads what is left of a request's body before its answer ends, for a moment: a connection that closes with unread
-    bytes is reset, and the answer on its way is lost."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        whole = False
-
-        async def receive_seen() -> Message:
-            nonlocal whole
-            message = await receive()
-            whole = not message.get("more_body")
-            return message
-
-        async def send_after_body(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body") and not whole:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LINGER_S):
-                        while not whole:
-                            await receive_seen()
-            await send(message)
-
-        await self._app(scope, receive_seen, send_after_body)
 
 
 class KnownAtGateways:

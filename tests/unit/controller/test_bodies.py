@@ -16,7 +16,6 @@ from fastapi.routing import APIRoute
 from appliance.controller.evals.requests import MAX_CRITERIA_BYTES, MAX_SCHEMA_BYTES
 from appliance.controller.http import bodies
 from appliance.controller.http.body_weight import check_weight
-from appliance.controller.http.middleware import ReadsWholeBodies
 from appliance.controller.http.strict_body import MOST_MISTAKES
 from appliance.controller.interfaces.errors import BadRequest
 from tests.unit.controller.conftest import ADMIN, Control
@@ -212,22 +211,3 @@ def test_the_count_of_values_agrees_with_the_parser_about_where_strings_end(text
     check_weight(padded, weight)
     with pytest.raises(BadRequest):
         check_weight(padded, weight - 1)
-
-
-async def test_reads_whole_bodies_refusal_before_its_body_ends_after_it():
-    """aiohttp's client took the reset that follows unread bytes for a controller that stopped, and lost the 413."""
-    waiting, steps = [{"type": "http.request", "body": b"x", "more_body": n < 2} for n in range(3)], []
-
-    async def refuse(scope, receive, send):
-        await send({"type": "http.response.start", "status": 413, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    async def receive():
-        steps.append("read")
-        return waiting.pop(0)
-
-    async def send(message):
-        steps.append(message["type"])
-
-    await ReadsWholeBodies(refuse)({"type": "http"}, receive, send)
-    assert steps == ["http.response.start", "read", "read", "read", "http.response.body"]
