@@ -93,16 +93,16 @@ class EngineAdapters(LoRAResolver):
         return True
 
     async def close(self, timeout_s: float) -> None:
-        """Find no adapters until `serve_on`, and unload all once their requests have ended. Raises TimeoutError, after
-        which adapters are found again."""
+        """Find no adapters until `serve_on`, and unload all once their requests have ended. Raises TimeoutError; after
+        any error adapters are found again."""
         base, self._base = self._base, None
         try:
             await self._ended(timeout_s)
-        except TimeoutError:
+            for number in await self._llm.list_loras():
+                await self._llm.remove_lora(number)
+        except Exception:
             self._base = base
             raise
-        for number in await self._llm.list_loras():
-            await self._llm.remove_lora(number)
 
     def _uses_of(self, name: str | None) -> bool:
         return any(name in (None, adapter.lora_name) for adapter in self._alive.values())

@@ -202,12 +202,14 @@ class EngineControl:
                 if kept:
                     report: dict[str, Any] = {"how": "kept", "bytes_read": [0], "load_s": 0.0}
                     self._rename(model, version, version_path, held)
+                    token = await self._ask_token(version_path)
                     await self.llm.wake_up()
                 else:
                     await self.llm.wake_up(["weights"])
                     report = await self._load(model, version, version_path, held)
+                    token = await self._ask_token(version_path)  # before all that waits
                     await self.llm.wake_up(["kv_cache"])  # scheduling resumes
-                verdict = await (await self._ask_token(version_path))
+                verdict = await token
             except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
                 raise self._failed(version_path, error) from error
             self.state = "ready"
@@ -242,8 +244,10 @@ class EngineControl:
             return
         try:
             await self._adapters.close(self._limits["adapter_drain_timeout_s"])
-        except TimeoutError as error:
+        except Exception as error:
             await self.llm.collective_rpc("shm_drop_staged")
+            if not isinstance(error, TimeoutError):
+                raise
             raise WrongState("adapters of the served version still have requests; route them elsewhere") from error
 
     async def _check(self, path: str) -> tuple[DirectoryLock, dict[str, Any]]:

@@ -43,6 +43,8 @@ from weights.format.errors import IntegrityError, StoreError
 log = logging.getLogger(__name__)
 
 ENTRY = "serve.engine.main:main"
+_LOADS = ("swap", "sleep", "wake")
+"""Calls after a failure of which nobody knows which weights the engine holds."""
 LOG_LINES, LOG_LINE_CHARACTERS = 3, 120
 """Of the end of an engine's log, and of each, in the error that people are shown."""
 _LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\) |[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] ")
@@ -270,7 +272,7 @@ class Replica:
                 return await self._child.call(method, timeout_s=timeout_s, **args)
         except ChildError as error:
             kind = BY_NAME.get(error.type, ServeError)
-            if issubclass(kind, EngineFailed) and self._child.alive:
+            if issubclass(kind, EngineFailed) and self._child.alive and method in _LOADS:
                 self._load_failed = True
                 self._kill(self._child, f"{method} failed: {error.message}")
             raise kind(
@@ -280,7 +282,8 @@ class Replica:
             failed = EngineOutOfMemory if error.starved else EngineFailed
             raise failed(f"{method}: {error}") from error
         except ChildTimeout as error:
-            if method in ("swap", "sleep", "wake"):  # which weights it holds is unknown
+            if method in _LOADS:  # which weights it holds is unknown
+                self._load_failed = True
                 self._kill(self._child, f"{method}: {error}")
             raise EngineFailed(f"{method}: {error}") from error
 

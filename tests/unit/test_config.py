@@ -42,7 +42,7 @@ def test_every_section_can_be_set_from_the_environment(tmp_path):
     environ = {
         "APPLIANCE_DEVICES": "4",
         "APPLIANCE_HUB_OFFLINE": "false",
-        "APPLIANCE_GATEWAY__LIMITS__N": "5",
+        "APPLIANCE_GATEWAY__LIMITS__SEQUENCES": "5",
         "APPLIANCE_GATEWAY__HOLDS__HOLD_S": "60",
         "APPLIANCE_CONTROLLER__ORGANIZATION": "acme",
         "APPLIANCE_SERVE__MAX_NUM_SEQS": "8",
@@ -57,7 +57,7 @@ def test_every_section_can_be_set_from_the_environment(tmp_path):
     }
     config = load_config(None, {"data_dir": str(tmp_path)}, environ)
     assert (config.box.devices, config.box.hub_offline, config.box.port) == (4, False, 8000)
-    assert (config.gateway.limits.n, config.gateway.holds.hold_s) == (5, 60)
+    assert (config.gateway.limits.sequences, config.gateway.holds.hold_s) == (5, 60)
     assert (config.controller.organization, config.serve.max_num_seqs) == ("acme", 8)
     assert config.weights.budget_share == 0.25
 
@@ -88,7 +88,7 @@ def test_the_hub_of_other_tools_counts_where_nothing_else_names_one(tmp_path):
         ("[box]\ndevices = 0", {}, "box.toml: box.devices is 0"),
         ("[box]\ndevices = 'some'", {}, "Input should be 'auto' or Input should be a valid integer"),
         ("[scheduler]\nturn_s = 0", {}, "box.toml: scheduler.turn_s is 0"),
-        ("[gateway.limits]\nn = -1", {}, "box.toml: gateway.limits.n: -1 given"),
+        ("[gateway.limits]\nsequences = -1", {}, "box.toml: gateway.limits.sequences: -1 given"),
         ("[gateway]\ntls_cert_path = 'x'", {}, "tls_cert_path and tls_key_path: one given, expected both"),
         ("box = 3", {}, "box.toml: box is 3; expected a section, [box]"),
         ("[box\n", {}, "box.toml is not TOML"),
@@ -148,7 +148,9 @@ def test_certificates_are_found_beside_the_file(tmp_path):
 
 
 def test_a_resolved_configuration_survives_the_way_to_another_process(tmp_path):
-    config = load(tmp_path, "[gateway.limits]\nn = 5\n[gateway]\ntls_cert_path='c'\ntls_key_path='k'", port=1234)
+    config = load(
+        tmp_path, "[gateway.limits]\nsequences = 5\n[gateway]\ntls_cert_path='c'\ntls_key_path='k'", port=1234
+    )
     assert load_resolved(config.model_dump_json()) == config
     with pytest.raises(ConfigError, match="--config-json: unknown key other"):
         load_resolved(json.dumps({"other": {}}))

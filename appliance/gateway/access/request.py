@@ -23,15 +23,15 @@ class Request:
     """One request. Times by the monotonic clock.
 
     received_s: when its head came, of inference its body (complete_s). sent_s: when an engine got it last;
-    left_after_s: how long that engine had computed when the client left or its key was revoked, else 0. replica,
-    model_version: where it is or was last; the version as the engine names it, once it answers. stream_events: events
-    relayed. trace: its W3C traceparent, empty without one. asked: what it may cost; estimated_tokens: charged to its
-    key's allowance; under_way: counted against its key's quota while it is open; tokens: its cost as the engine told
-    it; counted: as open, weight: as how
-    many, streams: as a stream. rate_headers: about its key's allowance; more_headers: what its head asks for
-    (http/wire.py); ignored: name the parts of it that an engine does not get. head_only: its answer has no
-    body. refused_model: the model it named, once known to exist. session: the login of the page that it came by, empty
-    for a key. spans: its `RequestSpans` (observe/tracing.py), only if traces are exported.
+    left_after_s: how long that engine had computed when the client left or its key was revoked, else 0. row: of the
+    table, by which it was placed. replica, model_version: where it is or was last; the version as the engine names it,
+    once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. asked: what it may
+    cost; estimated_tokens: charged to its key's allowance; under_way: counted against its key's quota while it is open;
+    tokens: its cost as the engine told it; counted: as open, weight: as how many, streams: as a stream. rate_headers:
+    about its key's allowance; more_headers: what its head asks for (http/wire.py); ignored: name the parts of it that
+    an engine does not get. head_only: its answer has no body. refused_model: the model it named, once known to exist.
+    session: the login of the page that it came by, empty for a key. spans: its `RequestSpans` (observe/tracing.py),
+    only if traces are exported.
     """
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None, version: str = "1.1"):
@@ -47,7 +47,8 @@ class Request:
         self.received_s = self.complete_s = self.sent_s = self.first_byte_s = self.left_after_s = 0.0
         self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
         self.status = 0
-        self.model = self.model_version = self.replica = self.refused_model = self.session = ""
+        self.model = self.row = self.model_version = self.replica = ""
+        self.refused_model = self.session = ""
         self.estimated_tokens = self.under_way = 0
         self.rate_headers: Pairs = ()
         self.more_headers: Pairs = ()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import zlib
 from typing import Final
@@ -58,9 +57,11 @@ class Inference:
     """One request. model: as its client calls it; row: of the table that it is placed by, the model's or its canary's.
 
     body: as engines get it, empty where nothing is left to ask for. sent: how often an engine had it and failed;
-    unreached: how often it got to none, its node being gone; lost: replicas that broke off. relayed: the client has a
+    unreached: how often it got to none, its node being gone; avoided: replicas where an attempt failed; died_on: those
+    that broke off. relayed: the client has a
     byte of an answer; continues: its stream goes on at another engine. refused_by: a canary's version that refused it,
-    with canary_error. waiting_since_s: since when it waits for a place, 0.0 if it does not. place: what it waits for.
+    with canary_error. waiting_since_s: since when it waits for a place, 0.0 if it does not;
+    seen_awake_s: when one of its engines was last awake meanwhile. place: what it waits for.
     """
 
     def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked, body: bytes) -> None:
@@ -94,11 +95,12 @@ class Inference:
         self.conversation = None if canary is None else zlib.crc32(checked.conversation())
         checked.forget_prompt()
         self.sent = self.unreached = 0
-        self.lost: list[str] = []
+        self.avoided: set[str] = set()
+        self.died_on: set[str] = set()
         self.relayed = self.continues = False
         self.refused_by = ""
         self.canary_error: HttpError | None = None
-        self.waiting_since_s = 0.0
+        self.waiting_since_s = self.seen_awake_s = 0.0
         if not self.work.batch:
             exchange.row, exchange.prompt_tokens = self.row, checked.prompt_tokens
             exchange.waiting_tokens = checked.prompt_tokens if checked.stream else 0
@@ -133,7 +135,8 @@ class Inference:
         if row is None:
             raise state.unknown_model(self.model, self.caller)  # it was removed while this waited
         # Those who wait go first; otherwise a stream of new requests could starve them.
-        others_wait = self.work.sequences and state.holds.next(row.host or self.model) is not None
+        waits = self.work.sequences and not self.work.batch
+        others_wait = waits and state.holds.next(row.host or self.model) is not None
         choice = None if others_wait else self.choose(time.monotonic())
         if choice is None and self.work.batch:
             raise self.canary_error or errors.batch_gives_way()
@@ -141,7 +144,8 @@ class Inference:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version goes on with it
         if choice is None:
             choice = await self._held(row.host or self.model)
-        self.row, self.exchange.choice = choice.model, choice
+        self.row = self.request.row = choice.model
+        self.exchange.choice = choice
         if not self.work.batch:
             self.exchange.row = choice.model
         self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
@@ -151,7 +155,7 @@ class Inference:
     def choose(self, now_s: float) -> Choice | None:
         for row in self.rows():
             if row in self.state.router.models:
-                choice = self.state.router.choose(row, self.work, now_s, self.lost)
+                choice = self.state.router.choose(row, self.work, now_s, self.avoided)
                 if choice is not None:
                     return choice
         return None
@@ -197,7 +201,7 @@ class Inference:
     async def _place_before_deadline(self) -> Choice:
         """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
         holds, stream = self.state.config.holds, self.checked.stream
-        pause_s = holds.sse_grace_s if stream else math.inf
+        pause_s = holds.sse_grace_s if stream else holds.sse_interval_s
         while (left_s := self._deadline_s() - time.monotonic()) > 0:
             await asyncio.wait((self.place,), timeout=min(left_s, pause_s))
             if self.place.done():
@@ -205,6 +209,8 @@ class Inference:
             if pause_s >= left_s:
                 continue
             pause_s = holds.sse_interval_s
+            if not stream:
+                continue  # the deadline moves when its engines fall asleep
             if not self.exchange.head_sent:
                 await self.exchange.begin_stream(None)
             if not self.exchange.connection.flow.write_paused:
@@ -214,8 +220,10 @@ class Inference:
     def _deadline_s(self) -> float:
         """It waits longer for an engine that is awake, and busy, than for one to wake."""
         model, longest_s = self.state.router.models.get(self.model), self.state.config.holds.hold_s
-        asleep = model is None or all(replica.state != OPEN for replica in model.replicas)
-        return self.waiting_since_s + (min(longest_s, model.hold_s) if model is not None and asleep else longest_s)
+        if model is None or any(replica.state == OPEN for replica in model.replicas):
+            self.seen_awake_s = time.monotonic()
+            return self.waiting_since_s + longest_s
+        return min(self.waiting_since_s + longest_s, max(self.waiting_since_s, self.seen_awake_s) + model.hold_s)
 
     def refuse_hold(self, refusal: Refusal | HttpError) -> None:
         """Call for one whose ticket is out of the queue."""
@@ -489,11 +497,12 @@ class Inference:
                 self.request.left_after_s = time.monotonic() - self.request.sent_s
             raise failure.error
         self.sent += 1
+        self.avoided.add(choice.replica.id)
         if failure.died:
             events["upstream_died"] += 1
             log.warning("the engine broke off", extra=ids)
-            self.lost += [choice.replica.id] if choice.replica.id not in self.lost else []
-        if len(self.lost) >= MAX_DEATHS:
+            self.died_on.add(choice.replica.id)
+        if len(self.died_on) >= MAX_DEATHS:
             events["condemned"] += 1
             log.warning("two engines died of this request: it is not sent again", extra=ids)
             raise errors.engines_died_of_it()

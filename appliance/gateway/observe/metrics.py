@@ -91,7 +91,7 @@ class Metrics:
         """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
         self._series(request)[1].ttft.observe(seconds)
-        self.rows[request.model].first_byte(seconds, now_s)
+        self.rows[request.row].first_byte(seconds, now_s)
 
     def finished(self, request: Request, now_s: float) -> None:
         """Count a finished response, whichever side ended it."""
@@ -110,7 +110,7 @@ class Metrics:
         if request.stream_events and written > 1:
             token_s = (now_s - request.first_byte_s) / (written - 1)
             self.per_token.labels(*key).observe(token_s)
-        self.rows[request.model].finished(request, token_s, now_s)
+        self.rows[request.row].finished(request, token_s, now_s)
 
     # -- bounds
 

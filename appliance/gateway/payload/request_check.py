@@ -143,6 +143,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     check_media(prompts)
     prompt = next(filter(None, prompts), "")
+    if route.name == CHAT:
+        _check_contents(prompt)
     stream = data.get("stream") is True
     inputs = _inputs(route, data)
     choices = max(data.get("n") or 1, data.get("best_of") or 1)
@@ -184,6 +186,21 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         transcript=transcript,
         rewritten=b"" if data is given else orjson.dumps(data),
     )
+
+
+def _check_contents(messages: list[dict[str, Any]]) -> None:
+    """Raises HttpError 400 for a message that says nothing: only the assistant's calls may stand without a content."""
+    for place, message in enumerate(messages):
+        others = message.keys() - {"role", "content", "name"}
+        if message.get("content") is None and not (
+            message["role"] == "function"
+            or (message["role"] == "assistant" and any(message[name] is not None for name in others))
+        ):
+            raise errors.bad_request(
+                f"Invalid value for `messages[{place}].content`: expected a string or a list of parts, got null.",
+                param=f"messages[{place}].content",
+                code="invalid_type",
+            )
 
 
 def _inputs(route: Route, data: dict[str, Any]) -> int:

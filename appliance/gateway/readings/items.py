@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import orjson
+
 from appliance.gateway.core import errors
 from appliance.gateway.readings.messages import result_as_text
 
@@ -27,6 +29,8 @@ def items_as_meant(items: list[Any], left_out: list[str]) -> list[Any]:
     value that is not an item, and for a type that asks for what no engine does."""
     made: list[Any] = []
     for place, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type", "") is None:  # of an object that was dumped with its nulls
+            item = {name: value for name, value in item.items() if name != "type"}
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(kind, str) or (kind == "message" and not isinstance(item.get("role"), str)):
             # An engine would compare it with each of its thirty types.
@@ -47,6 +51,8 @@ def items_as_meant(items: list[Any], left_out: list[str]) -> list[Any]:
             made += _reasoning(item, place, left_out)
         elif kind == "function_call_output":
             made.append({**item, "output": _parts(result_as_text(item.get("output")))})
+        elif kind == "function_call" and isinstance(item.get("arguments"), dict):
+            made.append({**item, "arguments": orjson.dumps(item["arguments"]).decode()})
         elif kind in _AS_THEY_ARE:
             made.append(item)
         else:

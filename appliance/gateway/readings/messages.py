@@ -90,7 +90,7 @@ def _blocks(blocks: list[Any], where: str, left_out: list[str]) -> list[Any]:
             made.append({"type": "text", "text": _document(block, f"{where}[{place}]")})
         else:
             left_out.append(kind[:80])
-    return made
+    return made or ([{"type": "text", "text": ""}] if blocks else made)
 
 
 def _document(block: Message, where: str) -> str:

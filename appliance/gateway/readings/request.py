@@ -57,7 +57,8 @@ def as_meant(route: str, data: Object) -> Reading:
 
 def _response(data: Object, left_out: list[str]) -> None:
     data.pop("client_metadata", None)  # Codex's own notes
-    for name in ("background", "truncation"):  # null is OpenAI's default, at which an engine fails
+    # Null is OpenAI's default, at which an engine fails.
+    for name in ("background", "truncation", "service_tier", "tools", "tool_choice", "top_logprobs"):
         if data.get(name, 0) is None:
             del data[name]
     if isinstance(data.get("input"), list):
@@ -69,9 +70,10 @@ def _response(data: Object, left_out: list[str]) -> None:
 def _one_format(data: Object) -> None:
     """One schema in the place where engines look for it, whatever field the client put it into."""
     for older, newer in _GUIDED.items():
-        value = data.pop(older, None)
-        if value is not None:
-            data.setdefault("structured_outputs", {newer: value})
+        if data.get(older) is None:
+            data.pop(older, None)
+        elif not data.get("structured_outputs"):  # beside them it stays, and is refused
+            data["structured_outputs"] = {newer: data.pop(older)}
     wanted = data.get("response_format")
     if isinstance(wanted, dict):
         flat = _format(wanted)

@@ -186,7 +186,7 @@ class App:
                 body, checked = await self._controller.with_previous(request, body, checked)
                 self._check_model(request, checked)
         state.spending.opened(request, checked, state.limits)
-        request.model = checked.model.partition("@")[0]
+        request.model, request.row = checked.model.partition("@")[0], checked.model
         if state.tracing is not None:
             state.tracing.begin(request)
         return Inference(state, self._controller.copies, exchange, checked, checked.rewritten or body)

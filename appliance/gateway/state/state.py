@@ -201,11 +201,11 @@ class State:
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
+        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine told
         if request.model:
             self.spending.account(request, now_s)
         elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
             self.spending.refused(request)
-        self.metrics.finished(request, now_s)
         if request.spans is not None:
             request.spans.end()
         if self.access_log.enabled:

@@ -755,14 +755,17 @@ async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(cont
             "Missing",
         ),
         (
-            {"grader": GRADER, "response_format": form({"properties": {"a": {"type": "string", "pattern": "a+"}}})},
+            {
+                "grader": GRADER,
+                "response_format": form({"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}),
+            },
             "method.reinforcement.response_format",
             "do not enforce `pattern` at `properties.a.pattern`",
         ),
         (
             {"grader": GRADER, "response_format": form({"type": "array", "maxItems": 1 << 31})},
             "method.reinforcement.response_format",
-            "too",
+            "items in all",
         ),
         (
             # Its ranks were started, and the job failed with words of xgrammar.

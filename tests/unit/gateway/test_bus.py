@@ -135,7 +135,7 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
     assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
 
     request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
-    request.model, request.received_s = "n9", now_s - 0.5
+    request.model, request.row, request.received_s = "n9", "n9", now_s - 0.5
     metrics.first_byte(request, now_s)
     metrics.finished(request, now_s)
     assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] == pytest.approx(0.5)

@@ -241,6 +241,23 @@ async def test_an_adapter_that_is_nowhere_is_not_its_engines_fault(box: Box) -> 
     assert box.state.router.choose("m", Work(), 0.0) is not None, "requests of the base go on"
 
 
+async def test_adapter_missing_on_one_engine_is_asked_of_the_other(box: Box) -> None:
+    async def lacks(request: UpstreamRequest, reply: Reply) -> None:
+        message = "The model `ft:mine@v1` does not exist."
+        await reply.json({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)
+
+    await box.engine("e1", lacks)
+    box.serve("m", "e0", "e1")
+    box.models["ft:mine"] = {**box.models["m"], "adapter": "ft:mine@v1"}
+    box.apply()
+    for turn in range(8):  # by their beginnings some prefer the engine that lacks it
+        answer = await box.ask(
+            "POST", "/v1/chat/completions", chat("ft:mine", messages=[{"role": "user", "content": str(turn)}])
+        )
+        assert answer.status == 200
+    assert 0 < len(box.engines["e1"].requests) <= 8
+
+
 async def test_error_events_inside_a_stream_are_rewritten(box: Box) -> None:
     first = chat_events("hel", "lo")[0]
     error = {"error": {"message": "KV cache lost", "type": "InternalServerError", "param": None, "code": 500}}

@@ -334,6 +334,18 @@ async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Bo
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, 0, 0)
 
 
+async def test_held_stream_that_leaves_before_an_engine_had_it_costs_nothing(start_box: Start) -> None:
+    box = await start_box(holds={"sse_grace_s": 0.0})
+    box.serve("m")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await wire.head()
+    wire.close()
+    await box.until(lambda: not box.state.connections)
+    row = taken(box)
+    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, 0, 0)
+
+
 async def test_a_stream_that_is_left_or_whose_key_is_revoked_pays_for_what_it_got(box: Box) -> None:
     box.engines["e0"].script = sends(*chat_events("a", "b", "c", "d", done=False), ends=False)
     for revoked in (False, True):

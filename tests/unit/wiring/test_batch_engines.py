@@ -249,19 +249,6 @@ async def test_each_owners_lines_have_their_own_turns_in_an_engines_queue(lines,
     assert cache_salt("ann") not in seen, "apart from what she asks a gateway"
 
 
-@pytest.mark.parametrize(("status", "computed"), [(400, True), (400, False), (500, True)])
-async def test_what_an_engine_has_computed_when_it_refuses_is_said(lines, tmp_path, status, computed):
-    async def script(request, reply):
-        error = {"error": {"message": "An engine could not follow the form.", "code": status}}
-        await reply.json(error, status, "x-appliance-computed: 40 300\r\n" if computed else "")
-
-    async with engine_of(tmp_path, script) as engine:
-        lines._bus.set_models(table(("r1", engine.path, "open")))
-        answer = await lines.send("starter", URL, BODY, "req_1")
-    assert answer.status == status and answer.computed == ((40, 300) if (status, computed) == (400, True) else (0, 0))
-    assert set(answer.body) == {"error"}, "its client's result is what a gateway answers"
-
-
 async def test_nothing_stays_open_to_engines_that_have_gone(lines, tmp_path):
     async def script(request, reply):
         await reply.json({"ok": True})
