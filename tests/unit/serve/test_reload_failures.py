@@ -130,7 +130,7 @@ async def test_engine_that_takes_no_other_version_keeps_its_weights_over_a_sleep
     made = control(engine)
     await made.sleep()
     assert (await made.wake("m", "v1", made.spec.version_path))["how"] == "kept"
-    assert engine.done == ["sleep 1", "wake None", "ask"] and made.state == "ready"
+    assert engine.done == ["sleep 1", "ask", "wake None"] and made.state == "ready"
 
 
 async def test_failed_sleep_fails_the_engine(control):
