@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 # The gateway reads it (appliance/gateway/http/wire.py), because its table can lag behind the engine.
@@ -24,11 +25,12 @@ OWNER_HEADER = b"x-appliance-owner"
 @dataclass(slots=True, eq=False)
 class Answer:
     """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
-    key that asks, empty where only the box itself knows."""
+    key that asks, empty where only the box itself knows. adapter: that it has found."""
 
     version: str | None = None
     begun: bool = False
     owner: str = ""
+    adapter: LoRARequest | None = None
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
@@ -86,6 +88,7 @@ class AnswerVersions:
             await self.app(scope, receive, send_named)
         finally:
             _open.discard(answer)
+            answer.adapter = None  # contexts of vLLM's tasks may keep the answer
 
 
 def _owner(scope: Any) -> str:

@@ -461,7 +461,7 @@ async def endings(app: Any) -> list[str]:
     import httpx
 
     found = []
-    state = app.app.app.state
+    state = app.app.state
     client = httpx.AsyncClient(
         transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://engine", timeout=20
     )

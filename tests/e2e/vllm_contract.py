@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 from runtime.devices import kinds
@@ -20,11 +18,6 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
 
 def _claims(every: int):
     """every: one of so many bodies of the scan of unions is tried."""
-    yield (
-        "engines on the CPU, which compile nothing, do without inductor",
-        Path("/dev/nvidiactl").exists() or "torch._inductor.lowering" not in sys.modules,
-    )
-
     import threading
     from dataclasses import fields
     from importlib.util import find_spec
