@@ -144,7 +144,7 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
     check_media(prompts)
     prompt = next(filter(None, prompts), "")
     if route.name == CHAT:
-        _check_contents(prompt)
+        _check_contents(data.get("messages") or [])
     stream = data.get("stream") is True
     inputs = _inputs(route, data)
     choices = max(data.get("n") or 1, data.get("best_of") or 1)
