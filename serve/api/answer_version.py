@@ -18,18 +18,15 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
 # The gateway reads it (appliance/gateway/http/wire.py), because its table can lag behind the engine.
 VERSION_HEADER = b"x-appliance-model-version"
-# Written by the gateway (appliance/gateway/http/wire.py); nobody else reaches an engine's socket.
-OWNER_HEADER = b"x-appliance-owner"
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """State of one HTTP answer; `version` is None until its first token. begun: the core has the request. owner: of the
-    key that asks, empty where only the box itself knows. adapter: that it has found."""
+    """State of one HTTP answer; `version` is None until its first token. begun: the core has the request.
+    adapter: that it has found."""
 
     version: str | None = None
     begun: bool = False
-    owner: str = ""
     adapter: LoRARequest | None = None
 
 
@@ -40,12 +37,6 @@ _open: set[Answer] = set()
 def current() -> Answer | None:
     """The Answer of the request whose task calls this; None outside of a request."""
     return _ANSWER.get()
-
-
-def owner() -> str:
-    """The owner who asks; empty outside of a request, and where only the box itself asks."""
-    asked = current()
-    return "" if asked is None else asked.owner
 
 
 def unbegun() -> int:
@@ -67,7 +58,7 @@ class AnswerVersions:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = Answer(owner=_owner(scope))
+        answer = Answer()
         _ANSWER.set(answer)
         _open.add(answer)
         head: list[Any] = []
@@ -89,11 +80,6 @@ class AnswerVersions:
         finally:
             _open.discard(answer)
             answer.adapter = None  # contexts of vLLM's tasks may keep the answer
-
-
-def _owner(scope: Any) -> str:
-    named = next((value for name, value in scope.get("headers", ()) if name == OWNER_HEADER), b"")
-    return str(named, "latin-1")
 
 
 def apply() -> None:

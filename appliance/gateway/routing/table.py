@@ -16,7 +16,7 @@ from msgspec import Meta, Raw, Struct, ValidationError
 
 from appliance.gateway.core.routes import ADMIN
 
-OPEN, DRAINING = "open", "draining"
+OPEN = "open"
 
 _SHA256: Final = r"\A[0-9a-f]{64}\Z"
 _SHOWN_CHARACTERS: Final = 300
