@@ -36,8 +36,6 @@ COMMANDS = {
     "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
     "distill": ("models.distill", "Distillation: a teacher's answers to prompts, as training data."),
     "eval": ("jobs.eval", "Evaluations: how good models are at a suite of prompts, by graders."),
-    "pipeline": ("jobs.pipeline", "Pipelines: from data to a version that answers, by a few lines of TOML."),
-    "sweep": ("jobs.sweep", "Sweeps: hyperparameters are tried on a part of the data, and the best go on."),
     "gate": ("jobs.gate", "Gates: whether the version of a job may answer, decided by evaluations."),
     "file": ("jobs.file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("box.key", "API keys: who may use the box over the network."),

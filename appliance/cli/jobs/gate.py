@@ -108,5 +108,5 @@ def _table(answer: dict[str, Any]) -> Any:
             )
             for row in answer["data"]
         ),
-        empty="no gates; `appliance job submit --gate` and `appliance pipeline run` make them",
+        empty="no gates; `appliance job submit --gate` makes them",
     )

@@ -8,7 +8,7 @@ import orjson
 from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
-from appliance.controller.http.strict_body import StrictBody, meant, place_in, said_of
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.jobs import devices
 from appliance.controller.jobs.gate_request import GateRequest
@@ -205,22 +205,6 @@ def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
 def method(request: JobCreate) -> Method:
     """The requested method, which `check` has found to be supported."""
     return METHODS[request.method.type] if request.method else DEFAULT
-
-
-def job_in(train: dict[str, Any]) -> JobCreate:
-    """The job request in `train` of a pipeline's or a sweep's file. Raises BadRequest."""
-    try:
-        return JobCreate.model_validate(train)
-    except ValidationError as error:
-        first = meant(error.errors(include_url=False))
-        param = ".".join(["train", *place_in(train, first["loc"])])
-        message, code = said_of(param, first)
-        raise BadRequest(message, param=param, code=code) from None
-
-
-def wrong(param: str, why: str) -> BadRequest:
-    """An error in such a file."""
-    return InvalidValue(f"'{param}' {why}.", param)
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

@@ -12,14 +12,13 @@ from appliance.controller.devices import node_sizes
 from appliance.controller.gates.terms import check_data, new_gate
 from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Principal, allow
+from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
 from appliance.store.ids import new_id
 from appliance.store.objects import files, gates, job_records, jobs
-from appliance.store.records import keys
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
@@ -33,9 +32,6 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
     db = context.db
-    key = keys.find(db, caller.key_id) if caller.key_id is not None else None
-    if key is not None and not allow(key.scopes, FINE_TUNING):  # pipelines and sweeps outlive its scopes
-        raise Forbidden(FINE_TUNING)
     context.quotas.check_job(caller)
     claims.check(db, body, caller)
     row, resolved = _new_job(context, body, caller)
@@ -54,13 +50,6 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     return row
 
 
-def check_job(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """Whether `insert_job` would take it but for the caller's bounds. Raises ApiError."""
-    _, resolved = _new_job(context, body, caller)
-    _judge(context, body, resolved, caller)
-    _check_forms(context, body, caller)
-
-
 async def check_judges(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
     """Reads the code of its grader's python graders, and the data of its gate's suites; `insert_job` checks all else.
     Raises ApiError."""
@@ -71,16 +60,6 @@ async def check_judges(context: ControllerContext, hosts: GraderHosts, body: Job
         return
     await check_code(hosts, grader, caller, f"method.{requests.method(body).name}.grader")
     await _check_form(hosts, body, caller)
-
-
-async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Says of a job that is made later what `insert_job` and `check_judges` would say of its grader, and the latter of
-    its gate. Raises ApiError."""
-    await _check_gate(context, hosts, body, caller)
-    if requests.method(body).judged_by == "grader":
-        given, param = _who_judges(body)
-        await check_code(hosts, grader_of(context, given, caller, param), caller, param)
-        await _check_form(hosts, body, caller)
 
 
 async def _check_gate(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:

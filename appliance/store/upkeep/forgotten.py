@@ -173,9 +173,6 @@ _TEXTS = {
     "evals": ("name", "metadata", "kept", "owner"),
     "eval_runs": ("name", "model", "metadata", "error", "owner"),
     "gates": ("model", "reason", "told", "owner"),
-    "pipelines": ("name", "note", "taken", "owner"),
-    "pipeline_runs": ("reason", "steps", "data", "owner"),
-    "sweeps": ("name", "reason", "owner"),
     "audit": ("target", "detail"),
     "operations": ("target", "progress", "error", "result"),
 }

@@ -83,7 +83,7 @@ async def begun(hub: Hub, who: Principal, last: str | None = None) -> AsyncGener
     [
         (["admin"], set(TOPICS)),
         (["read"], {"box", "handovers", "jobs", "models", "gates"}),
-        (["fine_tuning"], {"jobs", "gates", "files", "evals", "pipelines", "sweeps"}),
+        (["fine_tuning"], {"jobs", "gates", "files", "evals"}),
         (["inference"], {"batches"}),
         (["read", "inference"], {"box", "handovers", "jobs", "models", "gates", "batches"}),
     ],

@@ -61,7 +61,6 @@ _CONFIG = {
     "item_schema": {"type": "object", "properties": {name: {"type": "string"} for name in ("a", "answer")}},
     "include_sample_schema": True,
 }
-_PIPELINE = {"name": "p-{unique}", "data": {"uploads": "day-*.jsonl"}, "train": {"model": MODEL, "publish_as": "new"}}
 _ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
 MORE: dict[Route, list[Any]] = {
@@ -84,29 +83,6 @@ MORE: dict[Route, list[Any]] = {
         {"data_source_config": _CONFIG, "testing_criteria": [one], "metadata": {"a": "b"}} for one in _GRADERS
     ],
     ("POST", "/v1/evals/{eval_id}/runs"): [{"data_source": _TEMPLATE}, {"data_source": _JUDGED}],
-    ("POST", "/v1/pipelines"): [
-        {
-            "spec": {
-                **_PIPELINE,
-                "check": {"at_most": {"duplicates": 0.5}},
-                "prepare": {"drop": ["duplicates"]},
-                "evaluate": [{"eval": "{eval-0}", "data_source": _SUITE["data_source"], "pass_rate_at_least": 0.5}],
-                "gate": {"level": 0.05},
-                "canary": {"share": 0.1},
-            }
-        },
-        {"spec": {**_PIPELINE, "schedule": {"cron": "0 8 * * *"}}},
-    ],
-    ("POST", "/v1/sweeps"): [
-        {
-            "spec": {
-                "name": "rates",
-                "device_hours": 1,
-                "train": {**_JOB, "hyperparameters": {"n_epochs": 1}},
-                "random": {"trials": 4, "parameters": {"learning_rate_multiplier": {"low": 0.1, "high": 1}}},
-            }
-        }
-    ],
     ("POST", "/admin/v1/plan"): [{"serve": {"model": MODEL}}],
     ("POST", "/v1/files/{file_id}/check"): [{"words": ["a"], "leave_out": ["duplicates"], "against": "{file-2}"}],
     ("POST", "/v1/files/{file_id}/prepare"): [

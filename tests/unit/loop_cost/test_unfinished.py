@@ -1,5 +1,5 @@
 """However much has been begun and has not ended, no round of the loop works on all of it: not when an engine answers a
-line, not when gateways report, not in a look of whatever sees sweeps, pipelines, gates and jobs through."""
+line, not when gateways report, not in a look of whatever sees gates and jobs through."""
 
 from __future__ import annotations
 

@@ -21,8 +21,6 @@ from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.ports import SAMPLING, EngineAnswer
 from appliance.controller.jobs.gate_request import RULES
-from appliance.controller.pipelines.pipeline_routes import MAX_PIPELINES
-from appliance.controller.sweeps.sweep_routes import MAX_RUNNING
 from appliance.gateway.core.config import Limits
 from appliance.store.database import Database
 from appliance.store.objects import evals, files, gates, jobs, uploads
@@ -49,7 +47,7 @@ from tests.unit.loop_cost.fill import CRITERION, MODEL
 from tests.unit.loop_cost.meter import Meter, Told
 from tests.unit.loop_cost.sized import call
 
-TRIALS, ITEMS, LINES, CANARIES = 40, 50, 200, 200
+ITEMS, LINES, CANARIES = 50, 200, 200
 PARTS, GATES, JUDGED, GRADERS = 300, 100, 200, 8
 LINES_AT_ENGINES = 64
 BOUNDS = OwnerBounds()
@@ -59,7 +57,7 @@ LINE = (
 )
 
 
-_NOT_HERE = ("a pipeline that is due", "data checks", "rows of the store are told to who follows")
+_NOT_HERE = ("data checks", "rows of the store are told to who follows")
 """Rounds that test_loop_cost.py counts with rows of its own, and one of processes."""
 
 
@@ -135,8 +133,6 @@ async def _measure(folder: Path, owners: int, meter: Meter) -> Unfinished:
             await box.batches_and_responses(engines)
             await box.jobs(rounds)
             await box.evals()
-            await box.sweeps(rounds)
-            await box.pipelines(rounds)
             await box.canaries(rounds)
             await box.uploads()
             await box.gates(rounds)
@@ -252,42 +248,9 @@ class _Box:
         self._found.begun["runs of evaluations"] = self._owners * BOUNDS.eval_runs
         await self.count("runs of evaluations", asyncio.sleep(1.0), patience_s=0.01)
 
-    async def sweeps(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
-        cancel = ""
-        for headers in self._who("sweeps"):
-            file_id = self._file(headers, "fine-tune", chat_lines(12))
-            spec = {
-                "name": "rates",
-                "device_hours": 1,
-                "train": {"model": MODEL, "training_file": file_id, "validation_file": file_id},
-                "grid": {"learning_rate_multiplier": [0.01 * (number + 1) for number in range(TRIALS)]},
-                "first": 1.0,
-            }
-            for _ in range(MAX_RUNNING):
-                made = await self._ask("/v1/sweeps", {"spec": spec}, headers)
-                cancel = f"/v1/sweeps/{made['id']}/cancel"
-        self._found.begun["sweeps"] = self._owners * MAX_RUNNING
-        for look in ("first", "second"):
-            await self.count(f"sweeps, {look} look", self._looked(rounds["sweeps"], self._app.state.sweeps.tasks))
-        await self.count("a sweep is cancelled", self._ask(cancel, None, headers))
-
     async def _looked(self, look: Callable[[], Awaitable[None]], tasks: Any) -> None:
         await look()
         await tasks.idle()
-
-    async def pipelines(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
-        for headers in self._who("pipelines"):
-            file_id = self._file(headers, "fine-tune", chat_lines(12))
-            for number in range(MAX_PIPELINES):
-                train = {"model": MODEL, "publish_as": f"{headers['x-appliance-key-id']}-{number}"}
-                spec = {"name": f"p{number}", "data": {"file": file_id}, "train": train, "promote": False}
-                await self._ask("/v1/pipelines", {"spec": spec}, headers)
-                await self._ask(f"/v1/pipelines/p{number}/runs", None, headers)
-        self._found.begun["runs of pipelines"] = self._owners * MAX_PIPELINES
-        for look in ("first", "second", "third"):
-            await self.count(
-                f"pipelines, {look} look", self._looked(rounds["pipelines"], self._app.state.pipelines.tasks)
-            )
 
     async def canaries(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
         """Which all end in one look: their models answer with another version."""

@@ -15,9 +15,7 @@ from appliance.store.objects import (
     job_records,
     jobs,
     models,
-    pipelines,
     responses,
-    sweeps,
     uploads,
 )
 from appliance.store.records import keys
@@ -32,9 +30,7 @@ LOOKS: dict[str, Callable[[Database], Any]] = {
     "snapshots to give back": jobs.list_left_snapshots,
     # A key is asked for up to forty times in a request: each time all keys there ever were.
     "a key by its name": lambda db: keys.find(db, "nobody"),
-    "a pipeline by its name": lambda db: pipelines.find(db, "nobody"),
     "an owner's gates": lambda db: gates.page(db, viewer="ann", model=None, job_id=None, after=None, limit=20),
-    "sweeps to forget": lambda db: sweeps.forget_old(db, "ann"),
     "adapters on a model": lambda db: adapters.list_on(db, "starter"),
     # 6,000 jobs that had ended 0.04 s, with each job that starts; 20,000 versions under one name a second, with each
     # that ends (see below).
@@ -87,7 +83,7 @@ def test_what_stands_behind_long_texts_is_found_by_an_index_alone(db: Database, 
 
 
 def test_what_belongs_to_a_job_is_found_without_all_that_stands_beside_it(db: Database, plans: list[str]):
-    """200,000 events of a job held the loop for 0.24 s with each trial of a sweep that had ended."""
+    """200,000 events of a job held the loop for 0.24 s with each job that had ended."""
     assert job_records.held_out_reward(db, "ftjob-1") is None
     assert any("USING INDEX job_rewards" in step for step in plans), plans
     plans.clear()
