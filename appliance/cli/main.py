@@ -34,7 +34,6 @@ COMMANDS = {
     "profile": ("models.profile", "Show where the time of a running job or engine goes."),
     "plan": ("models.plan", "Show whether a job or a model would fit, before anything is started."),
     "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
-    "distill": ("models.distill", "Distillation: a teacher's answers to prompts, as training data."),
     "eval": ("jobs.eval", "Evaluations: how good models are at a suite of prompts, by graders."),
     "gate": ("jobs.gate", "Gates: whether the version of a job may answer, decided by evaluations."),
     "file": ("jobs.file", "Files: training and validation data, and what jobs leave behind."),

@@ -31,7 +31,6 @@ PACKAGES = tuple(BELOW)
 # counts too (`if TYPE_CHECKING`): it still says who knows whom.
 SUBPACKAGES = (
     "appliance.demo",
-    "appliance.harness",
     "appliance.controller",
     "appliance.tracking",
     "appliance.support",
@@ -151,7 +150,6 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
-    "lm_eval": {"appliance/harness/"},
     "matplotlib": {"scheduler/simulator/plot.py"},
     "mlflow": {"appliance/tracking/mlflow_tracker.py"},
     "wandb": {"appliance/tracking/wandb_tracker.py"},
