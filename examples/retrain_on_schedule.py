@@ -14,9 +14,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import httpx
 from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob
 
@@ -31,25 +29,26 @@ def retrain(client: OpenAI, base: str, name: str, folder: Path, eval_id: str, po
     job = client.fine_tuning.jobs.create(
         model=base,
         training_file=file.id,
-        extra_body={"publish_as": name, "gate": {"suites": [{"eval_id": eval_id, "not_worse_by": 0}]}},
+        extra_body={"publish_as": name, "gate": {"eval_id": eval_id}},
     )
-    job, gate = wait(client, job, poll_s)
+    job = wait(client, job, poll_s)
     if job.status != "succeeded":
         raise RuntimeError(f"{job.id} {job.status}: {job.error.message if job.error else ''}")
     (folder / "trained").mkdir(exist_ok=True)
     for path in new:
         path.rename(folder / "trained" / path.name)
+    gate = job.model_extra["gate"]
     return f"{job.id}: {gate['version']} {gate['verdict']}: {gate['reason']}"
 
 
-def wait(client: OpenAI, job: FineTuningJob, poll_s: float) -> tuple[FineTuningJob, dict[str, Any]]:
-    """The job and its gate, once both have ended."""
-    while True:
-        job = client.fine_tuning.jobs.retrieve(job.id)
-        gate = client.get(f"/gates?job_id={job.id}", cast_to=httpx.Response).json()["data"][0]
-        if job.status in ("succeeded", "failed", "cancelled") and gate["state"] == "ended":
-            return job, gate
+def wait(client: OpenAI, job: FineTuningJob, poll_s: float) -> FineTuningJob:
+    """The job once it has ended and its gate has decided."""
+    while job.status not in ("failed", "cancelled"):
+        if job.status == "succeeded" and job.model_extra["gate"]["verdict"]:
+            break
         time.sleep(poll_s)
+        job = client.fine_tuning.jobs.retrieve(job.id)
+    return job
 
 
 def main() -> int:

@@ -35,7 +35,6 @@ COMMANDS = {
     "plan": ("models.plan", "Show whether a job or a model would fit, before anything is started."),
     "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
     "eval": ("jobs.eval", "Evaluations: how good models are at a suite of prompts, by graders."),
-    "gate": ("jobs.gate", "Gates: whether the version of a job may answer, decided by evaluations."),
     "file": ("jobs.file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("box.key", "API keys: who may use the box over the network."),
     "usage": ("box.usage", "Show who spent what: tokens by key or model, device-hours of training."),

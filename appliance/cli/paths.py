@@ -19,4 +19,3 @@ def _below(collection: str) -> Callable[[str], str]:
 
 job, admin_job, model = _below(JOBS), _below("/admin/v1/jobs"), _below("/admin/v1/models")
 file, batch, evaluation = _below("/v1/files"), _below("/v1/batches"), _below("/v1/evals")
-gate = _below("/v1/gates")

@@ -28,9 +28,8 @@ from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EV
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, quarantine, storage, upload_routes
-from appliance.controller.gates import gate_routes
-from appliance.controller.gates.runner import LOOK_EVERY_S as GATES_EVERY_S
-from appliance.controller.gates.runner import GateRunner
+from appliance.controller.gates import LOOK_EVERY_S as GATES_EVERY_S
+from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
@@ -89,7 +88,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     key_ends = keys.KeyEnds(context, runner, background)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
-    gates = GateRunner(context, evaluations, activations, compared)
+    gates = Gates(context, evaluations, activations)
     sampling = RolloutSampling(context, metering)
     hub = Hub()
     sources = live.Sources(context, hub)
@@ -132,7 +131,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
-            for part in (gates, compared, validation, running, runner):
+            for part in (compared, validation, running, runner):
                 await part.tasks.stop()
             await background.stop()
             await stored.tasks.stop()
@@ -165,7 +164,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin = make_router("/admin/v1", check=of_admin_routes)
     for part_of_it in (box, mode, queue, tracked, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
-    forgetting = forget.Forgetting(context, runner, background, evaluations, gates)
+    forgetting = forget.Forgetting(context, runner, background, evaluations)
     forget.routes(context, admin, forgetting)
     keys.routes(context, admin, key_ends, background)
     session_keys.routes(context, admin)
@@ -188,7 +187,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         method_routes.routes(),
         grader_routes.routes(context, graders, answers),
         eval_routes.routes(context, evaluations, graders),
-        gate_routes.routes(context, gates),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),

@@ -230,6 +230,8 @@ class JobRow:
     general: what its model knew of the general questions, "before" the job and "after" it, each as
         train.data.general_questions.Answers; "of": what those before follow from (answers_key there).
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
+    gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
+        "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -274,6 +276,7 @@ class JobRow:
     result_files: list[str] = json_column(default_factory=list)
     general: dict[str, Any] | None = json_column(default=None)
     verdict: dict[str, Any] | None = json_column(default=None)
+    gate: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
 
@@ -626,37 +629,3 @@ class ResponseRow:
     @property
     def finished(self) -> bool:
         return self.status not in UNFINISHED_RESPONSE
-
-
-GateState = Literal["waiting", "evaluating", "passed", "canary", "ended"]
-GateVerdict = Literal["passed", "refused", "undecided", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class GateRow:
-    """Whether the version of a job may answer for its model.
-
-    terms: as appliance.controller.gates.terms has them, with the data of every suite. state: "waiting" for the job,
-    "evaluating", "passed" (it is about to answer), "canary", "ended". version: what the job made, empty until it has;
-    before: the version it is compared with, empty where none answered. runs: by the number of a suite, as text,
-    {"candidate", "incumbent"}, ids of eval runs. told: what was found, by suite (`verdict.SuiteVerdict`). reason: what
-    it waits for, or why it ended so. activated: the version got all requests.
-    """
-
-    id: str
-    created_s: float
-    job_id: str
-    model: str
-    key_id: str | None = None
-    owner: str = ""
-    terms: dict[str, Any] = json_column(default_factory=dict)
-    version: str = ""
-    before: str = ""
-    state: GateState = "waiting"
-    verdict: GateVerdict | None = None
-    reason: str = ""
-    activated: int = 0
-    runs: dict[str, dict[str, str]] = json_column(default_factory=dict)
-    told: list[dict[str, Any]] = json_column(default_factory=list)
-    decided_s: float | None = None
-    ended_s: float | None = None

@@ -54,7 +54,6 @@ SUBPACKAGES = (
     "appliance.controller.admin",
     "appliance.controller.live",
     "appliance.controller.openai",
-    "appliance.controller.gates",
     "appliance.controller.evals",
     "appliance.controller.grading",
     "appliance.controller.batches",

@@ -72,9 +72,6 @@ class RetentionSettings(BaseModel):
     """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, as after `jobs_days`."""
     graders_per_owner: int = Field(100, ge=1)
     """Graders of jobs that have ended, up to 2 MiB each, of all keys of one owner; beyond it the oldest are deleted."""
-    gate_terms_per_owner: int = Field(200, ge=1)
-    """Terms of gates that have ended, up to 512 KiB each, of all keys of one owner; beyond it the oldest are deleted.
-    What was found, and the verdict, stay with the job."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
     job_events_days: float | None = Field(None, gt=0)

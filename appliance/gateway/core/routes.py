@@ -137,8 +137,6 @@ ROUTES: tuple[Route, ...] = (
     _control("GET POST DELETE", "/v1/fine_tuning/**", _TUNE),
     _control("GET POST", "/v1/batches/**", _INF),
     _control("GET POST DELETE", "/v1/evals/**", _TUNE),
-    _control("GET", "/v1/gates/**", _TUNE),
-    _control("POST", "/v1/gates/*/cancel", _TUNE),
     _control("GET", "/v1/models/**", _READ_MODELS),
     _control("DELETE", "/v1/models/*", _TUNE),
     _control("POST", "/v1/models/*/share", _TUNE),

@@ -168,11 +168,10 @@ _TEXTS = {
     "files": ("filename", "owner"),
     "models": ("id", "owner", "owned_by", "source"),
     "uploads": ("filename", "owner"),
-    "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner", "reason", "error"),
+    "jobs": ("suffix", "output_model", "model", "metadata", "integrations", "owner", "reason", "error", "gate"),
     "batches": ("model", "metadata", "errors", "owner"),
     "evals": ("name", "metadata", "kept", "owner"),
     "eval_runs": ("name", "model", "metadata", "error", "owner"),
-    "gates": ("model", "reason", "told", "owner"),
     "audit": ("target", "detail"),
     "operations": ("target", "progress", "error", "result"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.responses.completions import completion_row
 from appliance.store.database import Database
 from appliance.store.objects import jobs, responses
-from examples import answers_of_a_teacher, sweep_with_optuna
+from examples import answers_of_a_teacher, retrain_on_schedule, sweep_with_optuna
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
 from train.data.check import check_training_file
@@ -76,6 +77,62 @@ class Trial:
 
     def set_user_attr(self, name: str, value: Any) -> None:
         self.user_attrs[name] = value
+
+
+def evaluated(client: openai.OpenAI) -> str:
+    """An evaluation that has been run on a file."""
+    check: Any = {"type": "string_check", "name": "c", "operation": "eq", "input": "a", "reference": "a"}
+    schema: Any = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
+    made = client.evals.create(data_source_config=schema, testing_criteria=[check])
+    items = [{"item": {"messages": [{"role": "user", "content": str(number)}]}} for number in range(3)]
+    content = "".join(json.dumps(item) + "\n" for item in items).encode()
+    source: Any = {
+        "type": "completions",
+        "model": "starter",
+        "source": {
+            "type": "file_id",
+            "id": client.files.create(file=("s.jsonl", content), purpose="user_data").id,
+        },
+        "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+    }
+    client.evals.runs.create(made.id, data_source=source)
+    return made.id
+
+
+def test_retrain_activates_a_version_of_the_new_files_and_keeps_them_after_a_failure(
+    client: openai.OpenAI,
+    box: ControlledBox,
+    finish: Callable[[float | None], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eval_id, ends = evaluated(client), iter([1.0, None])
+
+    def sleep(_: float) -> None:
+        if all(job.status in ("succeeded", "failed") for job in client.fine_tuning.jobs.list()):
+            asyncio.run_coroutine_threadsafe(box.app.state.gates.look(), box.loop).result(60)
+        else:
+            finish(next(ends))
+
+    monkeypatch.setattr(retrain_on_schedule, "time", SimpleNamespace(sleep=sleep))
+    folder = tmp_path / "new"
+    folder.mkdir()
+
+    def retrain() -> str:
+        return retrain_on_schedule.retrain(client, "starter", "fraud", folder, eval_id)
+
+    assert retrain() == "no new data"
+    for day in (0, 1):
+        (folder / f"{day}.jsonl").write_bytes(chat_lines(12, 20 * day).rstrip())
+    assert "passed" in retrain()
+    assert "fraud" in {model.id for model in client.models.list()}
+    assert {path.name for path in (folder / "trained").iterdir()} == {"0.jsonl", "1.jsonl"}
+    (job,) = client.fine_tuning.jobs.list()
+    assert client.files.content(job.training_file).content.count(b"\n") == 24
+    (folder / "2.jsonl").write_bytes(chat_lines(12, 40))
+    with pytest.raises(RuntimeError, match="failed"):
+        retrain()
+    assert [path.name for path in folder.glob("*.jsonl")] == ["2.jsonl"]
 
 
 def test_sweep_trains_each_trial_and_deletes_all_models_but_the_best(

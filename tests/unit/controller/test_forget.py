@@ -482,7 +482,7 @@ _NO_TEXTS = {
 }
 _SAID = {
     *("responses", "eval_items", "evals.item_schema", "evals.criteria", "eval_runs.data_source", "eval_runs.results"),
-    *("job_judges", "gates.terms"),
+    "job_judges",
     *("jobs.hyperparameters", "files.lineage", "job_events.data", "folder_trials.reason"),
 }
 _KEPT = {"versions", "deployments", "model_shares", "canaries.model", "model_settings", "standby", "checkpoints.model"}
@@ -500,7 +500,7 @@ async def test_every_text_that_may_hold_a_name_is_looked_at(control: Control):
             if column in _NO_TEXTS - {"arguments"} or {table, f"{table}.{column}"} & (_SAID | _KEPT | _GOES):
                 continue
             given = {row["name"]: "0" for row in columns if row["notnull"] and row["name"] != "seq"}
-            given |= {column: f"by {NAME} of old"}
+            given |= {column: f'"by {NAME} of old"'}  # JSON as well
             with db.transaction():
                 holders = ", ".join("?" * len(given))
                 db.execute(f"INSERT INTO {table} ({', '.join(given)}) VALUES ({holders})", list(given.values()))

@@ -51,7 +51,6 @@ NOT_ONCE = {
     "/v1/evals/{eval_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
-    "/v1/gates/{gate_id}/cancel": _AGAIN_SAME,
     "/v1/models/{name:path}/share": _AGAIN_SAME,
     "/v1/chat/completions/{completion_id}": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",

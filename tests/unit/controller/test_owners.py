@@ -17,9 +17,8 @@ from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.store.objects import gates, jobs, models
+from appliance.store.objects import jobs, models
 from appliance.store.records import keys, page_sessions, usage
-from appliance.store.rows import GateRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
 from tests.unit.controller.test_completions import completion
@@ -124,9 +123,6 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/internal/responses/context"): InBody({"id": "response"}, query=True),
     ("POST", "/internal/responses"): ADMINS,
     ("GET", "/v1/models/{name:path}"): Named({"name": "model"}),
-    ("GET", "/v1/gates"): LIST,
-    ("GET", "/v1/gates/{gate_id}"): Named({"gate_id": "gate"}),
-    ("POST", "/v1/gates/{gate_id}/cancel"): Named({"gate_id": "gate"}),
     ("POST", "/v1/models/{name:path}/share"): Named({"name": "model"}, {"owners": ["carol"]}),
     ("DELETE", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
     ("DELETE", "/v1/models/{name:path}"): Named({"name": "model"}),
@@ -272,9 +268,6 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
     objects |= await evaluated(control)
-    gate = GateRow("gate_of_bobs_job_123456", 1.0, objects["job"], "m", key_id=laptop.id, owner="bob")
-    gates.insert(control.db, gate)
-    objects["gate"] = gate.id
     login, _ = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12, most=16)
     objects["login"] = login.id
     made = await control.job(suffix="secret")

@@ -36,11 +36,6 @@ _MULTI = {"type": "multi", "name": "multi", "graders": {"a": CRITERION}, "calcul
 _GRADERS = (_SCORE, _LABEL, _PYTHON, _SIMILAR, _MULTI)
 _FILE = {"type": "file_id", "id": "{file-1}"}
 _ASKED = {"type": "item_reference", "item_reference": "item.messages"}
-_SUITE = {
-    "eval_id": "{eval-0}",
-    "data_source": {"type": "completions", "source": _FILE, "input_messages": _ASKED},
-    "pass_rate_at_least": 0.5,
-}
 _JOB = {"model": MODEL, "training_file": "{file-1}", "validation_file": "{file-2}"}
 _TEMPLATE = {
     "type": "completions",
@@ -66,7 +61,6 @@ _ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "
 MORE: dict[Route, list[Any]] = {
     ("POST", "/v1/fine_tuning/jobs"): [
         {**_JOB, "hyperparameters": {"n_epochs": 1}, "metadata": {"a": "b"}, "allowed_sizes": [1]},
-        {**_JOB, "publish_as": "mine-{unique}", "gate": {"suites": [_SUITE], "then": "hold"}},
         {**_JOB, "integrations": [{"type": "wandb", "wandb": {"project": "p", "tags": ["a"]}}]},
         {**_JOB, "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}},
         {**_JOB, "method": {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 1}}}},

@@ -180,7 +180,6 @@ def _end_all(db: Database) -> None:
         ("batches", "status", "cancelled"),
         ("responses", "status", "cancelled"),
         ("eval_runs", "status", "canceled"),
-        ("gates", "state", "ended"),
     ):
         db.execute(f"UPDATE {table} SET {column} = ?", [ended])
 

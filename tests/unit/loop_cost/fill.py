@@ -102,12 +102,6 @@ def _resolved(_: At) -> dict[str, Any]:
     }
 
 
-def _terms(at: At) -> dict[str, Any]:
-    rules = {"at_least": None, "drop": 0.02, "test": "auto"}
-    suite = {"eval_id": at.id("eval", 0), "name": "suite", "criterion": None, "data_source": dict(_SAMPLED)}
-    return {"suites": [{**suite, **rules, "text": LONG_TEXT}], "level": 0.05, "then": "hold", "canary": None}
-
-
 def _completion(at: At) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": LONG_TEXT}}
     return {
@@ -472,23 +466,6 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "item": {"answer": LONG_TEXT, "messages": []},
             "sample": {"answer": {"text": LONG_TEXT}, "input": []},
             "results": [{"name": "same", "passed": True, "score": 1.0}],
-        },
-    ),
-    "gates": (
-        rows.GateRow,
-        lambda at: {
-            "id": at.id("gate"),
-            "job_id": at.id("job"),
-            "model": at.id("model", 0),
-            "key_id": at.key,
-            "owner": at.owner,
-            "terms": _terms(at),
-            "state": at.of("waiting", "ended"),
-            "verdict": at.of(None, "passed"),
-            "version": at.of("", f"v{at.place}"),
-            "before": "",
-            "runs": {},
-            "told": LIST_TEXT,
         },
     ),
     # Without a dataclass: their columns by name.

@@ -2,7 +2,7 @@
 long: each list, map, text and nesting of each route's body is grown to the route's own bound, and what one round of the
 loop does is counted.
 
-Each of many bodies (a gate of many suites, an evaluation of many judges) once held the loop,
+Each of many bodies (an evaluation of many judges) once held the loop,
 and with it everybody's control routes and hand-overs, and each was found alone. A new field grows by itself; a route
 with a body that nobody has given an example of fails.
 """

@@ -31,7 +31,6 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
-from appliance.controller.gates.runner import GateRunner
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
@@ -88,11 +87,9 @@ class Forgetting:
         batch_runner: BatchRunner,
         background: BackgroundResponses,
         evaluations: EvalRunner,
-        gate_runner: GateRunner,
     ):
         self._context, self._db = context, context.db
         self._batch_runner, self._background, self._evaluations = batch_runner, background, evaluations
-        self._gate_runner = gate_runner
 
     async def forget(self, body: Forget, caller: Principal) -> dict[str, Any]:
         """Raises Conflict if the owner's work goes on and may not be cancelled, or somebody uses one of its models."""
@@ -178,9 +175,6 @@ class Forgetting:
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 self._background.cancel(row)
-            await asyncio.sleep(0)
-        for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
-            self._gate_runner.cancel(gate_id)
             await asyncio.sleep(0)
         for run_id in evals.unfinished_ids(db, owner=owner):
             self._evaluations.cancel(run_id)
