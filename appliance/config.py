@@ -451,7 +451,6 @@ def _message(errors: list[Any], layers: list[_Layer]) -> str:
 FORMS = {
     r"^[a-z0-9][a-z0-9-]{0,31}$": "1 to 32 of a to z, 0 to 9 and '-', the first of them no '-'",
     r"^https?://\S+$": "a URL that begins with http:// or https://",
-    r"^s3://[^/]": "a URL such as s3://bucket/prefix",
     r"^([01]\d|2[0-3]):[0-5]\d$": "a time of day such as 03:30",
 }
 

@@ -19,5 +19,3 @@ def _below(collection: str) -> Callable[[str], str]:
 
 job, admin_job, model = _below(JOBS), _below("/admin/v1/jobs"), _below("/admin/v1/models")
 file, batch, evaluation = _below("/v1/files"), _below("/v1/batches"), _below("/v1/evals")
-gate, sweep = _below("/v1/gates"), _below("/v1/sweeps")
-pipeline, pipeline_run = _below("/v1/pipelines"), _below("/v1/pipeline_runs")

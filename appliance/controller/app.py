@@ -28,9 +28,8 @@ from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EV
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, quarantine, storage, upload_routes
-from appliance.controller.gates import gate_routes
-from appliance.controller.gates.runner import LOOK_EVERY_S as GATES_EVERY_S
-from appliance.controller.gates.runner import GateRunner
+from appliance.controller.gates import LOOK_EVERY_S as GATES_EVERY_S
+from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
@@ -64,13 +63,7 @@ from appliance.controller.openai import (
     model_routes,
     response_routes,
 )
-from appliance.controller.pipelines import pipeline_routes
-from appliance.controller.pipelines.runner import LOOK_EVERY_S as PIPELINES_EVERY_S
-from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.controller.responses.stored import StoredResponses
-from appliance.controller.sweeps import sweep_routes
-from appliance.controller.sweeps.runner import LOOK_EVERY_S as SWEEPS_EVERY_S
-from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store.chunks import little_by_little
 from appliance.store.database import BOX
 from appliance.store.objects import files as file_rows
@@ -95,9 +88,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     key_ends = keys.KeyEnds(context, runner, background)
     graders, answers = GraderHosts(), ModelAnswers(context, metering)
     evaluations = EvalRunner(context, graders, answers)
-    gates = GateRunner(context, evaluations, activations, compared)
-    pipelines = PipelineRunner(context, data_work, validation, gates)
-    sweeping = SweepRunner(context, validation)
+    gates = Gates(context, evaluations, activations)
     sampling = RolloutSampling(context, metering)
     hub = Hub()
     sources = live.Sources(context, hub)
@@ -130,8 +121,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("data checks", partial(data_work.look, SMALL), CHECKS_EVERY_S),
             tasks.keep_every("data checks of large files", partial(data_work.look, LARGE), CHECKS_EVERY_S),
-            tasks.keep_every("sweeps", sweeping.look, SWEEPS_EVERY_S),
-            tasks.keep_every("pipelines", pipelines.look, PIPELINES_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:
@@ -142,7 +131,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
-            for part in (pipelines, sweeping, gates, compared, validation, running, runner):
+            for part in (compared, validation, running, runner):
                 await part.tasks.stop()
             await background.stop()
             await stored.tasks.stop()
@@ -167,8 +156,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
-    app.state.rollouts, app.state.gates, app.state.pipelines = rollouts, gates, pipelines
-    app.state.sweeps = sweeping
+    app.state.rollouts, app.state.gates = rollouts, gates
     app.state.graders = answers
     app.state.live = hub
     error_handlers.install(app)
@@ -176,7 +164,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin = make_router("/admin/v1", check=of_admin_routes)
     for part_of_it in (box, mode, queue, tracked, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
-    forgetting = forget.Forgetting(context, runner, background, evaluations, gates, pipelines, sweeping)
+    forgetting = forget.Forgetting(context, runner, background, evaluations)
     forget.routes(context, admin, forgetting)
     keys.routes(context, admin, key_ends, background)
     session_keys.routes(context, admin)
@@ -199,9 +187,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         method_routes.routes(),
         grader_routes.routes(context, graders, answers),
         eval_routes.routes(context, evaluations, graders),
-        gate_routes.routes(context, gates),
-        *pipeline_routes.routes(context, pipelines, graders),
-        sweep_routes.routes(context, sweeping, graders),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),

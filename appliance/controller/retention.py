@@ -107,9 +107,8 @@ class _Round:
             drop = partial(retention.delete_rows, db, "audit")
             await self._past(retention.audit_past, drop, key_id, kept.audit_rows_per_key, CHUNK)
         for owner in await self._read(retention.owners, "jobs"):
-            graders, terms = partial(retention.delete_graders, db), partial(retention.empty_gate_terms, db)
+            graders = partial(retention.delete_graders, db)
             await self._past(retention.graders_past, graders, owner, kept.graders_per_owner, _FEW_LONG)
-            await self._past(retention.gate_terms_past, terms, owner, kept.gate_terms_per_owner, _FEW_LONG)
             await self._delete_jobs(await self._read(retention.jobs_past, owner, kept.jobs_per_owner, CHUNK))
         if kept.jobs_days is not None:
             before_s = self._now_s - kept.jobs_days * DAY_S

@@ -230,6 +230,8 @@ class JobRow:
     general: what its model knew of the general questions, "before" the job and "after" it, each as
         train.data.general_questions.Answers; "of": what those before follow from (answers_key there).
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
+    gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
+        "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
     asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
@@ -274,6 +276,7 @@ class JobRow:
     result_files: list[str] = json_column(default_factory=list)
     general: dict[str, Any] | None = json_column(default=None)
     verdict: dict[str, Any] | None = json_column(default=None)
+    gate: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None
     finished_s: float | None = None
 
@@ -626,106 +629,3 @@ class ResponseRow:
     @property
     def finished(self) -> bool:
         return self.status not in UNFINISHED_RESPONSE
-
-
-GateState = Literal["waiting", "evaluating", "passed", "canary", "ended"]
-GateVerdict = Literal["passed", "refused", "undecided", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class GateRow:
-    """Whether the version of a job may answer for its model.
-
-    terms: as appliance.controller.gates.terms has them, with the data of every suite. state: "waiting" for the job,
-    "evaluating", "passed" (it is about to answer), "canary", "ended". version: what the job made, empty until it has;
-    before: the version it is compared with, empty where none answered. runs: by the number of a suite, as text,
-    {"candidate", "incumbent"}, ids of eval runs. told: what was found, by suite (`verdict.SuiteVerdict`). reason: what
-    it waits for, or why it ended so. activated: the version got all requests.
-    """
-
-    id: str
-    created_s: float
-    job_id: str
-    model: str
-    key_id: str | None = None
-    owner: str = ""
-    terms: dict[str, Any] = json_column(default_factory=dict)
-    version: str = ""
-    before: str = ""
-    state: GateState = "waiting"
-    verdict: GateVerdict | None = None
-    reason: str = ""
-    activated: int = 0
-    runs: dict[str, dict[str, str]] = json_column(default_factory=dict)
-    told: list[dict[str, Any]] = json_column(default_factory=list)
-    decided_s: float | None = None
-    ended_s: float | None = None
-
-
-RunState = Literal["running", "succeeded", "failed", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRow:
-    """spec: as appliance.controller.pipelines.spec has it. scheduled: its schedule is in force. next_s: when its
-    clock or its next look at the data is due. note: why the last due run was not begun."""
-
-    id: str
-    name: str
-    created_s: float
-    key_id: str | None = None
-    owner: str = ""
-    spec: dict[str, Any] = json_column(default_factory=dict)
-    scheduled: int = 0
-    next_s: float | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRunRow:
-    """spec: the pipeline's when it was begun; its name alone once it has ended. trigger: "request", "clock" or "data".
-    outcome: of one that succeeded: "answers", "left" (its version does not answer), "nothing_new". data_files,
-    data_bytes, data_sha256: how much it has chosen, and what (`pipelines.chosen`). file_id: all of it in one file.
-    made: {"checked" and "beyond": what its check has found, "prepared" and "validation": files that were made of it,
-    "dropped": what was left out}. steps: `steps.Step`, in order."""
-
-    id: str
-    pipeline_id: str
-    created_s: float
-    trigger: str
-    key_id: str | None = None
-    owner: str = ""
-    spec: dict[str, Any] = json_column(default_factory=dict)
-    state: RunState = "running"
-    outcome: str = ""
-    reason: str = ""
-    steps: list[dict[str, Any]] = json_column(default_factory=list)
-    data_files: int = 0
-    data_bytes: int = 0
-    data_sha256: str = ""
-    file_id: str | None = None
-    made: dict[str, Any] = json_column(default_factory=dict)
-    job_id: str | None = None
-    ended_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SweepRow:
-    """A search of hyperparameters. spec: as appliance.controller.sweeps.spec has it. round: the one that goes on, from
-    0. trials: {"parameters", "jobs": one {"job_id", "state", "loss"} for each round that it took part in}. files: by
-    the number of a round, as text, the file with its share of the data. spent_s: of devices. best: a trial's number."""
-
-    id: str
-    name: str
-    created_s: float
-    key_id: str | None = None
-    owner: str = ""
-    spec: dict[str, Any] = json_column(default_factory=dict)
-    state: RunState = "running"
-    reason: str = ""
-    round: int = 0
-    trials: list[dict[str, Any]] = json_column(default_factory=list)
-    files: dict[str, str] = json_column(default_factory=dict)
-    spent_s: float = 0.0
-    best: int | None = None
-    ended_s: float | None = None

@@ -17,8 +17,7 @@ from typing import Any
 from appliance.controller.jobs.events import JobEvents
 from appliance.power.settings import PowerSettings
 from appliance.store.objects import jobs
-from appliance.store.records import energy, keys, usage
-from tests.e2e import page_rows
+from appliance.store.records import energy, usage
 from tests.front.box import MODEL, Front, running_front
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -49,7 +48,7 @@ def take(browser: Any, front: Front, folder: Path) -> list[str]:
         page.keyboard.press("Enter")
         page.get_by_role("navigation").wait_for()
         page.locator(".loading").first.wait_for(state="detached")
-        page.locator(".u-wrap, .halving svg").last.wait_for()
+        page.locator(".u-wrap").last.wait_for()
         page.screenshot(path=folder / name)
         context.close()
     return list(PICTURES)
@@ -91,20 +90,7 @@ def _job(front: Front) -> str:
     return f"#/jobs/{job_id}"
 
 
-def _sweep(front: Front) -> str:
-    """One of which the best trial was trained on all data; its place."""
-    context = front.context
-    assert context is not None
-
-    def tell() -> None:
-        (key,) = [row for row in keys.list_live(context.db) if row.name == "everything"]
-        page_rows.insert_sweep(context.db, key.id, key.owner, "sweep_shown", "multipliers")
-
-    front.call(tell)
-    return "#/pipelines/sweep/sweep_shown"
-
-
-PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job, "ui-sweep.png": _sweep}
+PICTURES: dict[str, Callable[[Front], str]] = {"ui-job.png": _job}
 """By file name: what makes the place ready and says where it is."""
 
 

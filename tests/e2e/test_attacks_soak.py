@@ -289,10 +289,7 @@ def test_scopes(attacked, routes, tally):
     before = attacked.key_names()
     may = {
         "inference": ("/v1/batches", "/v1/responses", "/v1/chat/completions", "/v1/models"),
-        "fine_tuning": (
-            *("/v1/files", "/v1/uploads", "/v1/fine_tuning", "/v1/evals", "/v1/models"),
-            *("/v1/gates", "/v1/pipelines", "/v1/sweeps"),
-        ),
+        "fine_tuning": (*("/v1/files", "/v1/uploads", "/v1/fine_tuning", "/v1/evals", "/v1/models"),),
         "read": ("/v1/models",),
         "metrics": (),
     }

@@ -21,7 +21,7 @@ import pytest
 
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.objects import models
-from appliance.store.records import deployments, keys
+from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow
 from appliance.ui.site import site
 from tests.e2e import page_pictures, page_rows
@@ -460,18 +460,12 @@ def evaluated(front: Front) -> str:
 
 @pytest.fixture(scope="module")
 def judged(front: Front) -> str:
-    """An evaluation, whose id this is; gates, a pipeline and a sweep."""
-    context = front.context
-    assert context is not None
-    front.call(lambda: page_rows.insert(context.db, keys.list_live(context.db)[0].id, "everything"))
+    """An evaluation, whose id this is."""
     return evaluated(front)
 
 
-def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
-    visit: Visit, front: Front, judged: str
-) -> None:
+def test_evaluations_are_shown_to_the_last_item(visit: Visit, front: Front, judged: str) -> None:
     page = visit(place="#/evals")
-    main = page.locator("main")
     page.get_by_role("link", name="sums").click()
     page.get_by_role("row").filter(has_text="first").get_by_text("67 %").wait_for()
     page.get_by_role("link", name="first").click()
@@ -482,37 +476,6 @@ def test_evaluations_gates_pipelines_and_sweeps_are_shown_to_the_last_item(
     page.get_by_role("button", name="Passed").click()
     page.get_by_text('{"answer":"six"}').wait_for()
     assert page.get_by_text('{"answer":"five"}').count() == 0
-    page.goto(f"{front.url}/ui#/evals")
-    page.get_by_role("link", name=MODEL).click()
-    page.get_by_text("-8 % (95 %: -13 % to -3 %): 2 items gained, 10 lost, of 99").wait_for()
-    assert "refused" in main.inner_text() and page_rows.REFUSED in main.inner_text()
-    page.goto(f"{front.url}/ui#/pipelines")
-    page.get_by_role("link", name="rates").click()
-    page.get_by_text("9 → 3 → 1").wait_for()
-    assert "learning_rate_multiplier 1 best" in " ".join(page.get_by_role("row").nth(1).inner_text().lower().split())
-    plot = page.get_by_role("img", name="learning_rate_multiplier 1: 1.94 → 1.62 → 1.41")
-    expect(plot.locator(".trial"), "the ninth came to no loss").to_have_count(8)
-    expect(plot.locator(".trial.best circle")).to_have_count(3)
-    plot.locator(".trial", has=page.locator("circle")).first.hover(force=True)
-    plot.locator(".trial.picked").wait_for()
-    page.goto(f"{front.url}/ui#/pipelines")
-    page.get_by_role("link", name="nightly").click()
-    page.get_by_text("24 examples, 3 duplicates").wait_for()
-    page.get_by_text("the version stays aside").wait_for()
-    page.get_by_role("link", name="gate_refused").or_(page.get_by_text("Its specification")).first.wait_for()
-
-
-def test_parts_of_a_page_keep_their_order_whichever_comes_first(visit: Visit, judged: str) -> None:
-    page, held = visit(place="#/pipelines"), list[Any]()
-    page.get_by_role("link", name="nightly").wait_for()
-    page.route("**/v1/pipelines/nightly", lambda asked: held.append(asked))
-    page.get_by_role("link", name="nightly").click()
-    page.get_by_text("24 examples, 3 duplicates").wait_for()
-    until(page, lambda: held)
-    held[0].continue_()
-    page.get_by_role("button", name="Run now").wait_for()
-    told = page.locator("main").inner_text()
-    assert told.index("All pipelines") < told.index("Run now") < told.index("24 examples")
 
 
 @pytest.fixture(scope="module")
@@ -545,7 +508,7 @@ def test_axe_finds_no_fault_on_any_page(
         page.evaluate(f"location.hash = {json.dumps(place)}")
         settled(page)
         found[place] = faults_of(page, axe)
-        # What is behind a link of a list: a run, a gate, a pipeline, a sweep, a file.
+        # What is behind a link of a list: a run, a file.
         for link in page.locator("main td a").all()[:3] if place in places else ():
             href = str(link.get_attribute("href"))
             if href.startswith("#/") and href not in found:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,38 +66,6 @@ def cancel(session: Session, batch_id: BATCH) -> None:
     session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
 
 
-def begun_before(session: Session, mark: str, key: str, done_too: bool = True) -> dict[str, Any] | None:
-    """The batch that an earlier command began with this mark and key (`begin`), unless it failed. done_too: a completed
-    one counts as well."""
-    good = ("validating", "in_progress", "finalizing", *(["completed"] if done_too else []))
-    for batch in session.client.listed("/v1/batches")["data"]:
-        if batch["status"] in good and (batch.get("metadata") or {}).get(mark) == key:
-            return dict(batch)
-    return None
-
-
-def begin(session: Session, endpoint: str, bodies: Iterable[tuple[str, Any]], mark: str, key: str) -> dict[str, Any]:
-    """Begin a batch of (custom id, body) requests. `begun_before` finds it again by its mark and key."""
-    with tempfile.TemporaryDirectory() as folder, kept_if_taken(session) as uploaded:
-        path = Path(folder, "questions.jsonl")
-        with open(path, "w") as file:
-            for custom_id, body in bodies:
-                row = {"custom_id": custom_id, "method": "POST", "url": endpoint, "body": body}
-                file.write(json.dumps(row) + "\n")
-        uploaded.append(send(session, path, "batch")["id"])
-        made = {"input_file_id": uploaded[0], "endpoint": endpoint, "completion_window": "24h", "metadata": {mark: key}}
-        return dict(session.client.post("/v1/batches", made))
-
-
-def rows(session: Session, file_id: str) -> Iterator[dict[str, Any]]:
-    """The lines of a batch's output or error file."""
-    with tempfile.TemporaryFile() as file:
-        session.client.download(f"{paths.file(file_id)}/content", file)
-        file.seek(0)
-        for line in file:
-            yield json.loads(line)
-
-
 def wait_for_end(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
     """The batch once it has ended. Raises WaitTimedOut."""
     patience = Patience(timeout_s)
@@ -117,20 +82,15 @@ def wait_for_end(session: Session, batch: dict[str, Any], timeout_s: float | Non
 
 def _refuse_bad(batch: dict[str, Any]) -> None:
     """Raises CommandFailed unless every line was answered without an error. What was shown has the other reasons."""
-    refuse_unfinished(batch)
-    if batch["request_counts"]["failed"]:
-        failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]
-        raise CommandFailed(f"{failed} lines failed; `appliance file get {file_id} --save -` shows why")
-
-
-def refuse_unfinished(batch: dict[str, Any]) -> None:
-    """Raises CommandFailed for one that has failed, expired or was cancelled."""
     errors = (batch.get("errors") or {}).get("data") or []
     if batch["status"] != "completed":
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         reason = f": {_reason(errors[0])}{more}" if errors else ""
         ended = "failed" if batch["status"] == "failed" else f"is {batch['status']}"
         raise CommandFailed(f"{batch['id']} {ended}{reason}")
+    if batch["request_counts"]["failed"]:
+        failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]
+        raise CommandFailed(f"{failed} lines failed; `appliance file get {file_id} --save -` shows why")
 
 
 def _reason(error: dict[str, Any]) -> str:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,85 +97,6 @@ def run(
     session.show({"id": eval_id, "runs": found}, _side_by_side)
     if wait:
         _refuse_bad(found)
-
-
-@box_command(
-    app,
-    "appliance eval harness fraud@v1 fraud@v2 --tasks capitals --tasks-path my-tasks/        side by side",
-    "appliance eval harness starter --tasks gsm8k --limit 100 --hub                          data from Hugging Face",
-    "",
-    "Tasks are those of lm-evaluation-harness, and your own: a YAML file each, whose data may be a local file",
-    "(docs/evals.md). The library is optional: `pip install 'lm-eval[api]'` in this command's environment.",
-)
-def harness(
-    session: Session,
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", autocompletion=complete_models)],
-    tasks: Annotated[str, typer.Option("--tasks", metavar="NAME,...", help="Tasks, or groups of them.")],
-    folder: Annotated[
-        Path | None, typer.Option("--tasks-path", metavar="DIR", help="Where your own tasks are.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions of each task. [default: all]")] = None,
-    examples: Annotated[
-        int | None, typer.Option("--examples", min=0, help="Shown before each question. [default: as the task says]")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat-template/--no-chat-template", help="Ask as messages, where an answer is a text.")
-    ] = True,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Where a task names none.")] = 256,
-    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
-    hub: Annotated[bool, typer.Option("--hub", help="Data may come over the network.")] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="As evaluations of the box, question by question.")
-    ] = True,
-) -> None:
-    """Ask models the tasks of lm-evaluation-harness, as batches while engines are idle; figures with 95 % intervals."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise BadUsage(
-            "lm-evaluation-harness is not installed here: `pip install 'lm-eval[api]'` brings it. A box need not have "
-            "it: in another virtual environment, with appliance[client], this command asks a box by --url"
-        )
-    for model in models:  # before anything is made
-        session.client.get(f"/v1/models/{paths.segment(model)}")
-    wish = {
-        "address": dataclasses.asdict(session.client.address),
-        "api_key": session.api_key,
-        "models": models,
-        "tasks": [name for name in tasks.split(",") if name],
-        "folder": None if folder is None else str(folder),
-        "limit": limit,
-        "examples": examples,
-        "chat": chat,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "hub": hub,
-        "keep": keep,
-    }
-    command = [sys.executable, "-P", "-m", "appliance.harness.main"]
-    done = subprocess.run(command, input=json.dumps(wish), stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise CommandFailed("the tasks were not done; the reason is above")
-    session.show({"data": json.loads(done.stdout)}, _figures)
-
-
-def _figures(answer: dict[str, Any]) -> Any:
-    header = ("MODEL", "TASK", "FIGURE", ">VALUE", "95 %", ">QUESTIONS", "ASKED AS")
-    rows = (
-        (
-            row["model"],
-            row["task"],
-            row["metric"],
-            f"{row['value']:.4g}",
-            "-" if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}",
-            formats.or_dash(row["questions"]),
-            row["as"],
-        )
-        for row in sorted(answer["data"], key=lambda row: (row["task"], row["metric"]))
-    )
-    table = output.table(header, rows, empty="the tasks gave no figures")
-    kept = dict.fromkeys(
-        f"{row['task']}: appliance eval show {row['eval_id']}" for row in answer["data"] if row["eval_id"]
-    )
-    return output.stack(table, *kept)
 
 
 @box_command(app, "appliance eval list", name="list")

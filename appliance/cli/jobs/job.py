@@ -210,7 +210,7 @@ def _one(job: dict[str, Any]) -> Any:
 
 
 def _gate(gate: dict[str, Any]) -> str:
-    return f"{gate['id']} {gate['verdict'] or gate['state']}: {gate['reason']}"
+    return f"{gate['verdict']}: {gate['reason']}" if gate["verdict"] else f"waits for {gate['eval_id']}"
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:

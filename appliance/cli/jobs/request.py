@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,25 +41,12 @@ _NONE = ("none", "any")
 
 def json_file(option: str, path: Path) -> Any:
     """Read a JSON file. Raises BadUsage."""
-    return _parsed(option, path, json.loads, "JSON")
-
-
-def table_file(option: str, path: Path) -> Any:
-    """Read a TOML file, or a JSON file if its name ends in .json. Raises BadUsage."""
-    if path.suffix == ".json":
-        return json_file(option, path)
-    import tomllib  # fenced, for the time of `--help`
-
-    return _parsed(option, path, tomllib.loads, "TOML")
-
-
-def _parsed(option: str, path: Path, parse: Callable[[str], Any], form: str) -> Any:
     try:
-        return parse(path.expanduser().read_text())
+        return json.loads(path.expanduser().read_text())
     except OSError as error:
         raise BadUsage(f"{option} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise BadUsage(f"{option} {path} is not {form}: {error}") from error
+        raise BadUsage(f"{option} {path} is not JSON: {error}") from error
 
 
 def pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
 from appliance.cli.jobs.hyperparameters import NO_TRAINING, Training, judged_by, with_training
-from appliance.cli.jobs.request import DEVICES, NO_FIELDS, device_fields, json_file, pairs, table_file
+from appliance.cli.jobs.request import DEVICES, NO_FIELDS, device_fields, json_file, pairs
 
 app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
 
@@ -34,7 +34,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "appliance job submit --model starter --file train.jsonl --validation-file v.jsonl --epochs 9 --publish best \\",
     "    --set early_stopping_patience=2",
     "appliance job submit --model starter --file today.jsonl --publish-as fraud --no-activate   a version of `fraud`",
-    "appliance job submit --model starter --file today.jsonl --publish-as fraud --gate gate.toml   only if better",
+    "appliance job submit --model starter --file today.jsonl --publish-as fraud --gate eval_abc123   only if not worse",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
@@ -82,10 +82,12 @@ def submit(
         bool, typer.Option("--activate/--no-activate", help="Does the version answer at once? Default: yes.")
     ] = True,
     gate: Annotated[
-        Path | None,
-        typer.Option(
-            "--gate", metavar="PATH", help="Evaluations that decide whether the version answers, TOML or JSON."
-        ),
+        str | None,
+        typer.Option("--gate", metavar="EVAL_ID", help="The version answers unless this evaluation shows it is worse."),
+    ] = None,
+    pass_rate: Annotated[
+        float | None,
+        typer.Option("--pass-rate-at-least", min=0, max=1, help="With --gate: the share of items that has to pass."),
     ] = None,
     publish: Annotated[
         Literal["checkpoints", "end", "epoch", "best"] | None,
@@ -107,6 +109,8 @@ def submit(
     """Fine-tune a model on a file of conversations, or of what else the method learns from. Files are uploaded and
     checked before any device is taken."""
     _check_judge(training, grader=grader, teacher=teacher)
+    if pass_rate is not None and gate is None:
+        raise BadUsage("--pass-rate-at-least belongs to --gate")
     if response_format is not None and training.judged_by != "grader":
         raise BadUsage(f"--response-format belongs to --method {' and '.join(judged_by('grader'))}")
     block = given(
@@ -120,7 +124,7 @@ def submit(
         suffix=suffix,
         publish_as=publish_as,
         activate=None if activate else False,
-        gate=None if gate is None else table_file("--gate", gate),
+        gate=None if gate is None else given(eval_id=gate, pass_rate_at_least=pass_rate),
         seed=seed,
         metadata=dict(pairs("--metadata", metadata or [])) or None,
         method={"type": training.method, training.method: block},

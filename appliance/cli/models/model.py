@@ -78,8 +78,7 @@ def starter(
 
 @box_command(app, "appliance model list", "appliance model list -o json | jq -r '.data[].name'", name="list")
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """List models: the version that answers, its challenger (a canary, or what a gate judges), and whether it is
-    awake.
+    """List models: the version that answers, its challenger (a canary), and whether it is awake.
 
     A key without the scope read gets the names that it may ask, as OpenAI's API has them.
     """
@@ -260,7 +259,6 @@ def _one(model: dict[str, Any]) -> Any:
     return output.stack(
         _about(model),
         _versions(model),
-        _judged(model) if model.get("gates") else None,
         canary_fields(last) if last else None,
         output.notes((model.get("info") or {}).get("warnings", ())),
     )
@@ -318,22 +316,6 @@ def _versions(model: dict[str, Any]) -> Any:
             for v in model["versions"]
         ),
         empty="no versions",
-    )
-
-
-def _judged(model: dict[str, Any]) -> Any:
-    return output.table(
-        ("GATE", "VERSION", "AGAINST", "VERDICT", "ANSWERED", "REASON"),
-        (
-            (
-                *formats.cells(one, "id version before"),
-                one["verdict"] or one["state"],
-                "yes" if one["activated"] else "no",
-                one["reason"],
-            )
-            for one in model.get("gates", ())
-        ),
-        empty="",
     )
 
 

@@ -115,8 +115,7 @@ def check_may_ask(db: Database, caller: Principal, name: str, *, chats: bool = T
         model, _, version = name.partition("@")
         if version == CHALLENGER and caller_may_use(db, caller, model):
             raise NotFound(
-                f"No version of the model {shown(model)} is its challenger now: none is its canary, and no gate judges "
-                "one.",
+                f"No version of the model {shown(model)} is its challenger now: none is its canary.",
                 param=param,
                 code="model_not_found",
             )

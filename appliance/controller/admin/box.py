@@ -20,7 +20,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit, energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
-from appliance.controller.gates import views as gate_views
 from appliance.controller.http.paging import After, RecentLimit, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
@@ -29,7 +28,7 @@ from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, 
 from appliance.controller.jobs.wanted import unknown_job
 from appliance.last_backup import LastBackup
 from appliance.store.database import Database
-from appliance.store.objects import gates, job_records, jobs
+from appliance.store.objects import job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow
 from runtime.devices.kind import Reading
@@ -175,7 +174,7 @@ def _add_jobs(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/jobs/{job_id}")
     def show_job(job_id: str) -> dict[str, Any]:
         drawn = energy_views.of_job(db, context.power, row := _known_job(db, job_id), time.time())
-        return views.job(row) | {"gate": gate_views.in_short(gates.of_job(db, job_id)), "energy": drawn}
+        return views.job(row) | {"energy": drawn}
 
     @router.get("/jobs/{job_id}/metrics")
     def metrics(

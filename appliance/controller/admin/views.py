@@ -34,7 +34,7 @@ def job(row: JobRow) -> dict[str, Any]:
         "held": bool(row.held),
         **columns(row, "step total_steps loss valid_loss"),
         "general": forgetting.in_short(row.general),
-        "verdict": row.verdict,
+        **columns(row, "verdict gate"),
         **columns(row, "tokens_per_s eta_s snapshot error hyperparameters resolved training_file validation_file"),
         **columns(row, "seed metadata created_s started_s finished_s"),
     }

@@ -1,4 +1,4 @@
-"""Makes runs of evaluations: for requests, and for gates that judge a version."""
+"""Makes runs of evaluations: for requests, and for gates of jobs."""
 
 from __future__ import annotations
 

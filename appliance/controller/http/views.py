@@ -111,7 +111,7 @@ def job_object(row: JobRow, organization: str, caller: Principal, judge: JobJudg
             "type": row.method,
             row.method: said | {"hyperparameters": hyperparameters(row)},
         },
-        "verdict": row.verdict,
+        **columns(row, "verdict gate"),
         **taught_by,
     } | whose(row, caller)
 

@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from weights.format.config import Location
-
 Seconds = Annotated[float, Field(gt=0)]
 MIB, GIB = 2**20, 2**30
 
@@ -74,9 +72,6 @@ class RetentionSettings(BaseModel):
     """Jobs that have ended, of all keys of one owner; beyond it the oldest are deleted, as after `jobs_days`."""
     graders_per_owner: int = Field(100, ge=1)
     """Graders of jobs that have ended, up to 2 MiB each, of all keys of one owner; beyond it the oldest are deleted."""
-    gate_terms_per_owner: int = Field(200, ge=1)
-    """Terms of gates that have ended, up to 512 KiB each, of all keys of one owner; beyond it the oldest are deleted.
-    What was found, and the verdict, stay with the job."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of ended jobs: events, TensorBoard files. The copy of the training data is deleted at once."""
     job_events_days: float | None = Field(None, gt=0)
@@ -145,12 +140,6 @@ class OidcSettings(BaseModel):
         return self
 
 
-class Bucket(Location):
-    """A bucket of an S3-compatible store that pipelines take data from. url: what lies below it is looked through."""
-
-    url: str = Field(pattern=r"^s3://[^/]")
-
-
 class ControllerConfig(BaseModel):
     """Every limit and wait of the controller, with its unit in the name."""
 
@@ -172,9 +161,6 @@ class ControllerConfig(BaseModel):
     bounds: OwnerBounds = Field(default_factory=OwnerBounds)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
     oidc: OidcSettings = Field(default_factory=OidcSettings)
-    buckets: dict[str, Bucket] = {}
-    """By the names that pipelines know them by: `[controller.buckets.chats]` with `url` (s3://bucket/prefix) and, as
-    backups have them, `endpoint`, `region`, `credentials_file` and `credentials_profile`."""
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""

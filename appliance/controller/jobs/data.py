@@ -37,7 +37,7 @@ def check(context: ControllerContext, row: JobRow, caller: Principal) -> None:
     # The owner may have the copies of as many jobs as his bound of jobs, none larger than this one's.
     now_s = time.time()
 
-    @cache  # a sweep has hundreds of jobs on the same files
+    @cache
     def bytes_of(file_id: str) -> int:
         return files.bytes_of(context.db, file_id, now_s=now_s)
 

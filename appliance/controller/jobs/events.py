@@ -22,7 +22,7 @@ from appliance.controller.files import results
 from appliance.controller.jobs import forgetting, stable_names
 from appliance.store.database import BOX, Database
 from appliance.store.ids import new_id
-from appliance.store.objects import gates, job_records, jobs, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
 from train.methods.methods import METHODS
@@ -210,8 +210,8 @@ class JobEvents:
         activated = activate(db, row, version)
         if not row.stable_name:
             return f"New fine-tuned model created: {name}"
-        if not activated and (gate := gates.of_job(db, row.id)) is not None:
-            return f"New version of {name}: {version}. Whether it answers, {gate.id} decides (`appliance gate show`)."
+        if row.gate is not None:
+            return f"New version of {name}: {version}. Its gate decides whether it answers."
         if not activated:
             return (
                 f"New version of {name}: {version}. {before} goes on answering; `appliance model canary {name} "

@@ -8,10 +8,9 @@ import orjson
 from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
-from appliance.controller.http.strict_body import StrictBody, meant, place_in, said_of
+from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue, shown
 from appliance.controller.jobs import devices
-from appliance.controller.jobs.gate_request import GateRequest
 from train.methods.method import Method
 from train.methods.methods import DEFAULT, METHODS
 from train.plan.errors import InvalidHyperparameter
@@ -60,11 +59,19 @@ class Integration(StrictBody):
     wandb: Wandb
 
 
+class Gate(StrictBody):
+    """An evaluation that has been run on a file. pass_rate_at_least: the share of its items that the version has to
+    pass; None: the version must not be shown to be worse than the one that answers."""
+
+    eval_id: Name
+    pass_rate_at_least: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
 class JobCreate(StrictBody):
     """OpenAI's request plus our own fields (`extra_body` in the SDK) for how the job may use the box's devices.
 
     publish_as: the model that the job makes a version of, new or the owner's; None: a model of its own. activate: the
-    version answers at once. gate: it answers once its suites say that it may. deadline_s: seconds since 1970.
+    version answers at once. gate: it answers once an evaluation lets it. deadline_s: seconds since 1970.
     allowed_sizes: numbers of devices. held: stays in the queue until it is released.
     """
 
@@ -86,7 +93,7 @@ class JobCreate(StrictBody):
     held: bool = False
     publish_as: Name | None = None
     activate: bool = True
-    gate: GateRequest | None = None
+    gate: Gate | None = None
 
 
 def check(request: JobCreate) -> None:
@@ -205,22 +212,6 @@ def beside_hyperparameters(request: JobCreate) -> dict[str, Any]:
 def method(request: JobCreate) -> Method:
     """The requested method, which `check` has found to be supported."""
     return METHODS[request.method.type] if request.method else DEFAULT
-
-
-def job_in(train: dict[str, Any]) -> JobCreate:
-    """The job request in `train` of a pipeline's or a sweep's file. Raises BadRequest."""
-    try:
-        return JobCreate.model_validate(train)
-    except ValidationError as error:
-        first = meant(error.errors(include_url=False))
-        param = ".".join(["train", *place_in(train, first["loc"])])
-        message, code = said_of(param, first)
-        raise BadRequest(message, param=param, code=code) from None
-
-
-def wrong(param: str, why: str) -> BadRequest:
-    """An error in such a file."""
-    return InvalidValue(f"'{param}' {why}.", param)
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

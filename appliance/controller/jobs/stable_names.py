@@ -15,7 +15,7 @@ from appliance.controller.interfaces.errors import Conflict, InvalidValue, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.jobs.requests import JobCreate
 from appliance.store.database import Database
-from appliance.store.objects import gates, job_records, jobs, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, ModelRow
 
 
@@ -91,7 +91,7 @@ def answers_at_once(db: Database, job: JobRow, version: str) -> bool:
     """Whether this version of a job answers now: the job asks for that, or nothing else would answer, or the job's own
     version answers. Never if the version that answers is of the other kind (adapter, whole weights), because its
     engines would have to go first. Nor if a gate judges the job: the gate lets it answer."""
-    if gates.of_job(db, job.id) is not None:
+    if job.gate is not None:
         return False
     model, new = models.find(db, job.output_model), models.find_version(db, job.output_model, version)
     active = models.find_version(db, job.output_model, model.active_version) if model and model.active_version else None

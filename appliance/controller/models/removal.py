@@ -121,7 +121,6 @@ def _rests_on(db: Database, row: VersionRow) -> bool:
         bool(row.pinned)
         or (model is not None and model.active_version == row.version)
         or (running is not None and running.version == row.version)
-        or models.challengers(db, row.model).get(row.model) == row.version
         or (name is not None and job_records.is_permitted(db, name))
         or bool(jobs.list_unfinished_with(db, names, ""))
         or bool(jobs.list_unfinished_judged_by(db, row.model, names, False))

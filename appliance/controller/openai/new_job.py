@@ -9,17 +9,15 @@ from typing import Any
 from appliance.controller.access.model_access import base_for
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
-from appliance.controller.gates.terms import check_data, new_gate
 from appliance.controller.grading.given import check_code, check_form, form_of, grader_of
 from appliance.controller.grading.teachers import teacher_of
-from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
-from appliance.controller.interfaces.principal import FINE_TUNING, Principal, allow
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, NotFound, shown
+from appliance.controller.interfaces.principal import INFERENCE, Principal
 from appliance.controller.jobs import claims, data, devices, requests, settings, stable_names
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.requests import JobCreate
+from appliance.controller.jobs.requests import Gate, JobCreate
 from appliance.store.ids import new_id
-from appliance.store.objects import files, gates, job_records, jobs
-from appliance.store.records import keys
+from appliance.store.objects import evals, files, job_records, jobs
 from appliance.store.rows import FileRow, JobJudgeRow, JobRow, columns
 from train.data.check import DataReport
 from train.graders.errors import InvalidGrader
@@ -33,60 +31,30 @@ def insert_job(context: ControllerContext, body: JobCreate, caller: Principal) -
     """With what belongs to it, in a transaction of the caller's; its validation has still to be started. Raises
     ApiError."""
     db = context.db
-    key = keys.find(db, caller.key_id) if caller.key_id is not None else None
-    if key is not None and not allow(key.scopes, FINE_TUNING):  # pipelines and sweeps outlive its scopes
-        raise Forbidden(FINE_TUNING)
     context.quotas.check_job(caller)
     claims.check(db, body, caller)
     row, resolved = _new_job(context, body, caller)
     judge = _judge(context, body, resolved, caller)
     _check_forms(context, body, caller)
-    gate = new_gate(context, body.gate, row, caller) if body.gate is not None else None
     data.check(context, row, caller)
     jobs.insert(db, row)
     if judge is not None:
         job_records.insert_judge(db, JobJudgeRow(row.id, judge))
-    if gate is not None:
-        gates.insert(db, gate)
     add_message(db, row.id, f"Created fine-tuning job: {row.id}")
     if body.integrations:
         add_message(db, row.id, _of_wandb(context.wandb_mode), level="info" if context.wandb_mode else "warn")
     return row
 
 
-def check_job(context: ControllerContext, body: JobCreate, caller: Principal) -> None:
-    """Whether `insert_job` would take it but for the caller's bounds. Raises ApiError."""
-    _, resolved = _new_job(context, body, caller)
-    _judge(context, body, resolved, caller)
-    _check_forms(context, body, caller)
-
-
 async def check_judges(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Reads the code of its grader's python graders, and the data of its gate's suites; `insert_job` checks all else.
-    Raises ApiError."""
-    await _check_gate(context, hosts, body, caller)
+    """Reads the code of its grader's python graders; `insert_job` checks all else. Raises ApiError."""
+    requests.check(body)
     try:
         grader = parse(requests.beside_hyperparameters(body).get("grader"))
     except InvalidGrader:
         return
     await check_code(hosts, grader, caller, f"method.{requests.method(body).name}.grader")
     await _check_form(hosts, body, caller)
-
-
-async def check_judging(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    """Says of a job that is made later what `insert_job` and `check_judges` would say of its grader, and the latter of
-    its gate. Raises ApiError."""
-    await _check_gate(context, hosts, body, caller)
-    if requests.method(body).judged_by == "grader":
-        given, param = _who_judges(body)
-        await check_code(hosts, grader_of(context, given, caller, param), caller, param)
-        await _check_form(hosts, body, caller)
-
-
-async def _check_gate(context: ControllerContext, hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
-    requests.check(body)
-    if body.gate is not None:
-        await check_data(context, hosts, body.gate, body.model, caller)
 
 
 async def _check_form(hosts: GraderHosts, body: JobCreate, caller: Principal) -> None:
@@ -160,10 +128,29 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
         output_model=output_model,
         stable_name=int(body.publish_as is not None),
         activate=int(body.activate),
+        gate=None if body.gate is None else _gate(context, body.gate, caller),
         created_s=time.time(),
         reason="the training file is being validated",
     )
     return row, chosen.resolved
+
+
+def _gate(context: ControllerContext, given: Gate, caller: Principal) -> dict[str, Any]:
+    """As `JobRow.gate` has it. Raises ApiError."""
+    if not caller.may(INFERENCE):  # the box asks models for it
+        raise Forbidden(INFERENCE)
+    if evals.find(context.db, given.eval_id, viewer=caller.viewer) is None:
+        message = f"No eval found with id {shown(given.eval_id)}."
+        raise NotFound(message, param="gate.eval_id", code="eval_not_found")
+    if evals.newest_sampled(context.db, given.eval_id, viewer=caller.viewer) is None:
+        raise BadRequest(
+            f"{given.eval_id} has no run yet in which a model answered items of a file, whose data the gate could use: "
+            "run it once (`appliance eval run`).",
+            param="gate.eval_id",
+            code="eval_not_run",
+        )
+    open_gate = {"version": None, "before": None, "runs": {}, "verdict": None, "reason": "", "activated": None}
+    return {**given.model_dump(), **open_gate}
 
 
 _MISSING = {

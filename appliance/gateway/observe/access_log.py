@@ -15,9 +15,8 @@ from runtime.logs import timestamp
 
 log = logging.getLogger("appliance.gateway")
 
-# Names that people give keys (often their own) and pipelines: a person who is forgotten leaves none here. Ids of keys
-# stay.
-_NAMED: Final = re.compile(rb"(/(?:keys|pipelines)/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
+# Names that people give keys, often their own: a person who is forgotten leaves none here. Ids of keys stay.
+_NAMED: Final = re.compile(rb"(/keys/)(?!key_[A-Za-z0-9]{24}(?:/|\Z))[^/]+")
 
 
 class AccessLog:

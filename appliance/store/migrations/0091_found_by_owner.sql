@@ -6,10 +6,6 @@ CREATE INDEX keys_of_commands ON keys (revoked_s, created_s) WHERE session;
 -- What an owner has of each, in the order of lists.
 CREATE INDEX models_owned ON models (owner, seq);
 CREATE INDEX evals_owned ON evals (owner, seq);
-CREATE INDEX gates_owned ON gates (owner, seq);
-CREATE INDEX pipelines_owned ON pipelines (owner, seq);
-CREATE INDEX sweeps_owned ON sweeps (owner, seq, state);
-CREATE INDEX pipelines_named ON pipelines (name, seq);
 CREATE INDEX permissions_of ON permissions (checkpoint, seq);
 CREATE INDEX checkpoints_of_version ON checkpoints (model, version, name);
 -- The few of many: long operations under way, canaries that run, versions that are adapters or know no conversations.

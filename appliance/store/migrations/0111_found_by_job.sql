@@ -1,4 +1,4 @@
--- Found by an index, for a job's start, its success and a sweep ask for them on the controller's loop: what another job has
+-- Found by an index, for a job's start and its success ask for them on the controller's loop: what another job has
 -- heard of the same starting model, among all that have ended; the versions that a job has made, among those of all jobs
 -- under its name; the rewards of its validations, among all its events.
 CREATE INDEX jobs_heard ON jobs (general ->> '$.of', json_array_length(general, '$.before.known'))

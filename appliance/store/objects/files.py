@@ -79,13 +79,3 @@ def delete(db: Database, file_id: str) -> None:
     """Raises RowNotFound."""
     if db.execute("DELETE FROM files WHERE id = ?", [file_id]).rowcount == 0:
         raise RowNotFound("files", file_id)
-
-
-def named(db: Database, owner: str, *, now_s: float, purpose: str = "fine-tune") -> list[tuple[str, int, str]]:
-    """(id, bytes, file name) of an owner's files of this purpose, oldest first."""
-    rows = db.execute(
-        "SELECT id, bytes, filename FROM files WHERE owner = ?1 AND purpose = ?2"
-        " AND (expires_s IS NULL OR expires_s > ?3) ORDER BY seq",
-        [owner, purpose, now_s],
-    )
-    return [(row["id"], row["bytes"], row["filename"]) for row in rows]

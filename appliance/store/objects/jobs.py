@@ -228,6 +228,14 @@ def update(db: Database, job_id: str, **changes: Any) -> None:
     _TABLE.update(db, job_id, **changes)
 
 
+def gated(db: Database) -> list[str]:
+    """Ids of ended jobs whose gate is open, oldest first."""
+    return db.column(
+        "SELECT id FROM jobs WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL"
+        f" AND phase IN ({sql_list(FINISHED_PHASES)}) ORDER BY seq"
+    )
+
+
 def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> None:
     """Move a job on; the times of start and end, the devices and the estimate follow from the phase.
 

@@ -108,18 +108,9 @@ def without_chat_template(db: Database) -> set[tuple[str, str]]:
 
 
 def challengers(db: Database, name: str | None = None) -> dict[str, str]:
-    """For each model the version that is compared with the one that answers: its canary, else that of its newest gate,
-    if it was made after the one that answers. name: of this model alone."""
-    rows = db.execute(
-        "SELECT g.model, g.version FROM gates g JOIN models m ON m.id = g.model"
-        " JOIN versions v ON v.model = g.model AND v.version = g.version"
-        " LEFT JOIN versions a ON a.model = m.id AND a.version = m.active_version"
-        " WHERE g.seq IN (SELECT max(seq) FROM gates WHERE version != '' AND (?1 IS NULL OR model = ?1) GROUP BY model)"
-        " AND v.seq > coalesce(a.seq, 0)"
-        " UNION ALL SELECT model, version FROM canaries WHERE state = 'running' AND (?1 IS NULL OR model = ?1)",
-        [name],
-    )
-    return {model: version for model, version in rows}
+    """The versions that are canaries, by model. name: of this model alone."""
+    sql = "SELECT model, version FROM canaries WHERE state = 'running' AND (?1 IS NULL OR model = ?1)"
+    return {model: version for model, version in db.execute(sql, [name])}
 
 
 def activate(db: Database, name: str, version: str) -> None:

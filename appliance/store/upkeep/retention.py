@@ -76,7 +76,6 @@ graders_past = _past(
     "SELECT jobs.id FROM job_judges CROSS JOIN jobs ON jobs.id = job_id"
     f" WHERE owner = ?1 AND phase IN ({_FINISHED}) ORDER BY jobs.seq"
 )
-gate_terms_past = _past("SELECT seq FROM gates WHERE owner = ?1 AND state = 'ended' AND has_terms = 1 ORDER BY seq")
 
 
 def jobs_before(db: Database, before_s: float, limit: int) -> list[str]:
@@ -108,10 +107,6 @@ def delete_graders(db: Database, job_ids: list[str]) -> None:
     db.many("DELETE FROM job_judges WHERE job_id = ?", [[job_id] for job_id in job_ids])
 
 
-def empty_gate_terms(db: Database, numbers: list[int]) -> None:
-    db.many("UPDATE gates SET terms = '{}' WHERE seq = ?", [[number] for number in numbers])
-
-
 def delete_some_of_job(db: Database, job_id: str) -> bool:
     """Delete a few of what belongs to an ended job (events, steps, checkpoints, who may use these), then the job; False
     when it is gone. A job may have 100,000 of each, which one statement would take along by their references."""
@@ -126,11 +121,10 @@ def delete_some_of_job(db: Database, job_id: str) -> bool:
 
 
 def delete_some_texts_of_job(db: Database, job_id: str) -> bool:
-    """Delete a few of a job's events, then its judge and its gate; False when it has none of them."""
+    """Delete a few of a job's events, then its judge; False when it has neither."""
     return (
         chunks.delete_some(db, "job_events", "job_id = ?", [job_id], "length(message) + coalesce(length(data), 0)")
         or db.execute("DELETE FROM job_judges WHERE job_id = ?", [job_id]).rowcount > 0
-        or db.execute("DELETE FROM gates WHERE job_id = ?", [job_id]).rowcount > 0
     )
 
 

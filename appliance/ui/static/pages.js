@@ -6,7 +6,6 @@ export const PAGES = [
   { id: "box", scopes: ["read"], fetched: () => import("./pages/box.js") },
   { id: "jobs", scopes: ["fine_tuning", "read"], fetched: () => import("./pages/jobs.js") },
   { id: "data", scopes: ["fine_tuning"], fetched: () => import("./pages/data.js") },
-  { id: "pipelines", scopes: ["fine_tuning"], fetched: () => import("./pages/pipelines.js") },
   { id: "evals", scopes: ["fine_tuning"], fetched: () => import("./pages/evals.js") },
   { id: "chat", scopes: ["inference"], fetched: () => import("./pages/chat.js") },
   { id: "models", scopes: ["read"], fetched: () => import("./pages/models.js") },

@@ -386,7 +386,7 @@ def test_a_bundle_of_this_checkout_has_what_it_takes(key, tmp_path, monkeypatch,
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert wanted - names == set(), "every file of the packages is in the appliance's wheel"
-    assert set(metadata.get_all("Provides-Extra")) == {"client", "cpu", "cuda", "harness", "tracking"}
+    assert set(metadata.get_all("Provides-Extra")) == {"client", "cpu", "cuda", "tracking"}
     asked = [one for one in metadata.get_all("Requires-Dist") if one.endswith('extra == "cpu"')]
     lock = wheels.builds(main.make.PROJECT)["cpu"].read_text()
     pins = re.findall(r"^([\w.-]+)(?:\[.*\])?==([^ ;]+)", lock, re.MULTILINE)

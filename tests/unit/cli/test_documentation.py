@@ -54,7 +54,8 @@ def test_every_file_that_the_documents_name_is_there():
         if page.name == "log.md":  # of its time
             continue
         named = re.findall(
-            r"`((?:appliance|scheduler|train|serve|weights|runtime|tests|benchmarks|images)/[\w/.-]+)", page.read_text()
+            r"`((?:appliance|scheduler|train|serve|weights|runtime|tests|benchmarks|images|examples)/[\w/.-]+)",
+            page.read_text(),
         )
         missing = {name for name in named if not (ROOT / name).exists()}
         assert {name for name in missing if not re.search(r"[A-Z]{3}", name)} == set(), page.name

@@ -105,7 +105,7 @@ def graders_load_what_they_use() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def rounds_come_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look themselves, and count the looks: one that went on beside theirs, as each second, left out theirs."""
-    for name in ("GATES_EVERY_S", "CHECKS_EVERY_S", "SWEEPS_EVERY_S", "PIPELINES_EVERY_S"):
+    for name in ("GATES_EVERY_S", "CHECKS_EVERY_S"):
         monkeypatch.setattr(app_module, name, 3600.0)
 
 

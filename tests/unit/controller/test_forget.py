@@ -458,7 +458,7 @@ async def test_nor_is_what_is_still_prepared(control: Control, tmp_path: Path):
 
 # What nobody writes a name into, what people say to models, and names of models that are kept: these are in `models`.
 _NO_TEXTS = {
-    *("id", "key_id", "job_id", "eval_id", "run_id", "upload_id", "pipeline_id", "handover_id", "file_id", "sha256"),
+    *("id", "key_id", "job_id", "eval_id", "run_id", "upload_id", "handover_id", "file_id", "sha256"),
     *("input_file_id", "output_file_id", "error_file_id", "training_file", "validation_file", "result_files", "files"),
     *("previous_id", "body_sha256", "data_sha256", "sha256", "digest", "fingerprint", "prefix", "subject", "contents"),
     *("kind", "task", "arch", "method", "purpose", "mime_type", "status", "state", "phase", "wanted", "outcome"),
@@ -482,8 +482,8 @@ _NO_TEXTS = {
 }
 _SAID = {
     *("responses", "eval_items", "evals.item_schema", "evals.criteria", "eval_runs.data_source", "eval_runs.results"),
-    *("job_judges", "gates.terms", "pipelines.spec", "pipeline_runs.spec", "sweeps.spec", "sweeps.trials"),
-    *("jobs.hyperparameters", "files.lineage", "pipeline_runs.made", "job_events.data", "folder_trials.reason"),
+    "job_judges",
+    *("jobs.hyperparameters", "files.lineage", "job_events.data", "folder_trials.reason"),
 }
 _KEPT = {"versions", "deployments", "model_shares", "canaries.model", "model_settings", "standby", "checkpoints.model"}
 _GOES = {"idempotency", "models.base", "models.info", "box.name", "eval_deletions", "page_sessions", "held", "spent"}
@@ -500,7 +500,7 @@ async def test_every_text_that_may_hold_a_name_is_looked_at(control: Control):
             if column in _NO_TEXTS - {"arguments"} or {table, f"{table}.{column}"} & (_SAID | _KEPT | _GOES):
                 continue
             given = {row["name"]: "0" for row in columns if row["notnull"] and row["name"] != "seq"}
-            given |= {column: f"by {NAME} of old"}
+            given |= {column: f'"by {NAME} of old"'}  # JSON as well
             with db.transaction():
                 holders = ", ".join("?" * len(given))
                 db.execute(f"INSERT INTO {table} ({', '.join(given)}) VALUES ({holders})", list(given.values()))

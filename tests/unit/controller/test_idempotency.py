@@ -51,12 +51,6 @@ NOT_ONCE = {
     "/v1/evals/{eval_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}": _AGAIN_SAME,
     "/v1/evals/{eval_id}/runs/{run_id}/cancel": _AGAIN_SAME,
-    "/v1/gates/{gate_id}/cancel": _AGAIN_SAME,
-    "/v1/pipelines": _AGAIN_SAME,
-    "/v1/sweeps/{sweep_id}/cancel": _AGAIN_SAME,
-    "/v1/pipelines/{name}/schedule": _AGAIN_SAME,
-    "/v1/pipelines/{name}/runs": "one at a time: while the first goes on, a second attempt is refused and names it",
-    "/v1/pipeline_runs/{run_id}/cancel": _AGAIN_SAME,
     "/v1/models/{name:path}/share": _AGAIN_SAME,
     "/v1/chat/completions/{completion_id}": _AGAIN_SAME,
     "/internal/responses": "a copy that is there is left",
@@ -97,8 +91,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         "completion_window": "24h",
     }
     job = {"model": "starter", "training_file": await control.upload()}
-    data = {**job, "validation_file": job["training_file"]}
-    sweep = {"name": "a", "device_hours": 1, "train": data, "grid": {"n_epochs": [1, 2]}}
     window = {"policy": "serve", "cron": "0 6 * * *", "for_s": 60.0}
     asked = {"model": "starter", "input": "1", "background": True}
     run = {"data_source": given(("yes", "yes"))}
@@ -113,7 +105,6 @@ async def bodies(control: Control) -> dict[str, tuple[str, dict[str, Any], dict[
         ),
         "/v1/batches": ("/v1/batches", {"json": batch}, {"json": batch | {"metadata": {"a": "b"}}}),
         "/v1/fine_tuning/jobs": ("/v1/fine_tuning/jobs", {"json": job}, {"json": job | {"suffix": "b"}}),
-        "/v1/sweeps": ("/v1/sweeps", {"json": {"spec": sweep}}, {"json": {"spec": sweep | {"name": "b"}}}),
         "/v1/responses": ("/v1/responses", {"json": asked}, {"json": asked | {"input": "2"}}),
         "/v1/evals": ("/v1/evals", {"json": one}, {"json": one | {"name": "b"}}),
         "/v1/evals/{eval_id}/runs": (f"/v1/evals/{eval_id}/runs", {"json": run}, {"json": run | {"name": "b"}}),
@@ -149,8 +140,8 @@ async def test_what_was_named_may_be_gone_when_a_request_comes_again(control: Co
     """A retry was refused for a file that its first attempt had named, though that had been accepted."""
     control.as_key("ann", owner="ann")
     made = await bodies(control)
-    routes = ("/v1/batches", "/v1/fine_tuning/jobs", "/v1/sweeps", "/v1/responses", "/v1/evals/{eval_id}/runs")
-    named_none = routes[3:]
+    routes = ("/v1/batches", "/v1/fine_tuning/jobs", "/v1/responses", "/v1/evals/{eval_id}/runs")
+    named_none = routes[2:]
     first = {}
     for path in routes:
         answer = await control.http.post(made[path][0], headers=KEYED, **made[path][1])
@@ -199,9 +190,6 @@ BOUNDS: dict[str, dict[str, int] | str] = {
     "/v1/evals": {"evals": 0},
     "/v1/evals/{eval_id}/runs": {"eval_runs": 0},
     # Each where it says so.
-    "/v1/pipelines": "MAX_PIPELINES of an owner: test_pipelines.py",
-    "/v1/sweeps": "MAX_RUNNING and KEPT of an owner: test_sweeps.py",
-    "/v1/pipelines/{name}/runs": "one of a pipeline goes on, and RUNS_KEPT that have ended: test_pipelines.py",
     "/v1/uploads/{upload_id}/parts": "MAX_PARTS of an upload: test_uploads.py",
     "/v1/models/{name:path}/share": "MAX_SHARED_WITH of a model: test_owners.py",
     "/internal/responses": "bounds.responses and responses_bytes, past which the oldest go: test_responses.py",
@@ -215,7 +203,6 @@ CHANGES_ONLY = {
     *OPERATIONS,
     *(path for path in NOT_ONCE if path.startswith("/admin/v1/") or path.endswith(("/cancel", "/pause", "/resume"))),
     "/v1/files/{file_id}/check",  # its report replaces the one before
-    "/v1/pipelines/{name}/schedule",
     "/v1/uploads/{upload_id}/complete",  # its bytes and number count since the upload began
     "/v1/fine_tuning/alpha/graders/validate",
     "/v1/fine_tuning/alpha/graders/run",

@@ -82,10 +82,10 @@ async def begun(hub: Hub, who: Principal, last: str | None = None) -> AsyncGener
     ("scopes", "heard"),
     [
         (["admin"], set(TOPICS)),
-        (["read"], {"box", "handovers", "jobs", "models", "gates"}),
-        (["fine_tuning"], {"jobs", "gates", "files", "evals", "pipelines", "sweeps"}),
+        (["read"], {"box", "handovers", "jobs", "models"}),
+        (["fine_tuning"], {"jobs", "files", "evals"}),
         (["inference"], {"batches"}),
-        (["read", "inference"], {"box", "handovers", "jobs", "models", "gates", "batches"}),
+        (["read", "inference"], {"box", "handovers", "jobs", "models", "batches"}),
     ],
 )
 async def test_a_key_hears_of_what_it_may_see(hub: Hub, scopes: list[str], heard: set[str]) -> None:

@@ -14,9 +14,9 @@ from appliance.controller.access.naming import fine_tuned_name, is_model_name, r
 from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.models import removal
 from appliance.store import chunks
-from appliance.store.objects import gates, job_records, jobs, models
-from appliance.store.records import keys
-from appliance.store.rows import CheckpointRow, GateRow, JobJudgeRow, JobRow, KeyRow, VersionRow
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import canaries, keys
+from appliance.store.rows import CanaryRow, CheckpointRow, JobJudgeRow, JobRow, KeyRow, VersionRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 TUNED = "ft:starter:local:maths:AbCd1234"
@@ -190,7 +190,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_d
     db, names = control.db, [f"{TUNED}@step-30", f"{TUNED}:ckpt-step-30", f"{TUNED}@challenger"]
     models.insert_version(db, VersionRow(TUNED, "step-30", "test", 10, time.time(), disk_path="/models/step-30"))
     job_records.insert_checkpoint(db, CheckpointRow("ftckpt_3", "ftjob-1", names[1], TUNED, "step-30", 30, time.time()))
-    gates.insert(db, GateRow("gate_1", time.time(), "ftjob-1", TUNED, version="step-30"))
+    canaries.put(db, CanaryRow(TUNED, "step-30", "step-20", 0.1, time.time()))
     for number, used in enumerate(2 * names):
         job = JobRow(f"ftjob-u{number}", used, "distillation", "f", 1, f"made-{number}", 1.0, phase="running")
         key = KeyRow(f"key_{number}", f"k{number}", f"{number}", "", 0.0, scopes=["admin"], models=["starter", used])
@@ -204,6 +204,7 @@ async def test_a_version_that_a_job_uses_stays_by_whichever_of_its_names_it_is_d
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use"), (name, job.id)
             assert job.id in refused.json()["error"]["message"]
         jobs.set_phase(db, job.id, "failed")
+    canaries.end(db, TUNED, "rolled_back", "asked for", now_s=time.time(), compared=None)
     assert (await control.http.delete(f"/v1/models/{quote(names[0], safe='')}", headers=ADMIN)).status_code == 200
 
 

@@ -295,7 +295,7 @@ async def test_who_is_in_no_group_any_more_is_logged_out(way: Way) -> None:
     assert (await way.back()).status_code == 403
     assert page_sessions.list_live(way.db, time.time()) == []
     assert [row.get("sessions") for row in way.sink.keys.values()] == [None]
-    assert [row.scopes for row in keys.list_all(way.db)] == [[]], "their pipelines make no more jobs"
+    assert [row.scopes for row in keys.list_all(way.db)] == [[]]
 
 
 async def test_without_a_provider_there_is_none(control: Any) -> None:

@@ -22,7 +22,7 @@ class Clock:
 
 
 async def test_the_loop_is_free_for_as_long_as_each_has_held_it(monkeypatch: pytest.MonkeyPatch):
-    """A hundred pipelines of one owner held it at a stretch."""
+    """A hundred gates of one owner held it at a stretch."""
     clock, slept = Clock(), list[float]()
 
     async def sleep(seconds: float) -> None:

@@ -17,9 +17,8 @@ from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.store.objects import gates, jobs, models, pipelines, sweeps
+from appliance.store.objects import jobs, models
 from appliance.store.records import keys, page_sessions, usage
-from appliance.store.rows import GateRow, SweepRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
 from tests.unit.controller.test_completions import completion
@@ -49,12 +48,6 @@ class InBody:
 
 
 _RUN = {"data_source": {"type": "jsonl", "source": {"type": "file_content", "content": [{"item": {"a": "1"}}]}}}
-_SWEEP = {
-    "name": "n",
-    "device_hours": 1,
-    "grid": {"n_epochs": [1, 2]},
-    "train": {"model": "starter", "training_file": "{own file}", "validation_file": "{file}"},
-}
 # What a gateway lets nobody through to: asked by processes of the box alone.
 CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
 # What it lets anybody through to: the way to a login provider and back (test_oidc.py, gateway/test_page_login.py).
@@ -130,29 +123,11 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/internal/responses/context"): InBody({"id": "response"}, query=True),
     ("POST", "/internal/responses"): ADMINS,
     ("GET", "/v1/models/{name:path}"): Named({"name": "model"}),
-    ("GET", "/v1/gates"): LIST,
-    ("GET", "/v1/gates/{gate_id}"): Named({"gate_id": "gate"}),
-    ("POST", "/v1/gates/{gate_id}/cancel"): Named({"gate_id": "gate"}),
-    ("GET", "/v1/pipelines"): LIST,
-    ("POST", "/v1/pipelines"): Named(
-        {}, {"spec": {"name": "n", "data": {"file": "{file}"}, "train": {"model": "starter"}}}
-    ),
-    ("GET", "/v1/pipelines/{name}"): Named({"name": "pipeline"}),
-    ("GET", "/v1/pipelines/{name}/runs"): Named({"name": "pipeline"}),
-    ("POST", "/v1/pipelines/{name}/runs"): Named({"name": "pipeline"}),
-    ("POST", "/v1/pipelines/{name}/schedule"): Named({"name": "pipeline"}, {"on": False}),
-    ("GET", "/v1/sweeps"): LIST,
-    ("POST", "/v1/sweeps"): Named({}, {"spec": _SWEEP}),
-    ("GET", "/v1/sweeps/{sweep_id}"): Named({"sweep_id": "sweep"}),
-    ("POST", "/v1/sweeps/{sweep_id}/cancel"): Named({"sweep_id": "sweep"}),
-    ("GET", "/v1/pipeline_runs/{run_id}"): Named({"run_id": "pipeline run"}),
-    ("POST", "/v1/pipeline_runs/{run_id}/cancel"): Named({"run_id": "pipeline run"}),
     ("POST", "/v1/models/{name:path}/share"): Named({"name": "model"}, {"owners": ["carol"]}),
     ("DELETE", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
     ("DELETE", "/v1/models/{name:path}"): Named({"name": "model"}),
     ("DELETE", "/v1/files/{file_id}"): Named({"file_id": "file"}),
     ("DELETE", "/v1/evals/{eval_id}/runs/{run_id}"): Named({"eval_id": "eval", "run_id": "eval run"}),
-    ("DELETE", "/v1/pipelines/{name}"): Named({"name": "pipeline"}),
     ("DELETE", "/v1/evals/{eval_id}"): Named({"eval_id": "eval"}),
     **dict.fromkeys(
         [
@@ -292,7 +267,7 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     await send(control, copy(1, key=laptop.id), completion("chatcmpl-secret", key=laptop.id))
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
     objects["background response"] = asked.id
-    objects |= await evaluated(control) | await piped(control, objects["file"], objects["job"], laptop.id)
+    objects |= await evaluated(control)
     login, _ = page_sessions.create(control.db, laptop.id, agent="", now_s=1.0, until_s=1e12, most=16)
     objects["login"] = login.id
     made = await control.job(suffix="secret")
@@ -308,20 +283,6 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     }
     control.http.headers.update(SCOPES)
     return People(headers(alice), headers(desktop), objects, own_file)
-
-
-_KEPT = {"first": 0.1, "keep_one_in": 3}
-
-
-async def piped(control: Control, file_id: str, job_id: str, key_id: str) -> dict[str, str]:
-    gate = GateRow("gate_of_bobs_job_123456", 1.0, job_id, "m", key_id=key_id, owner="bob")
-    gates.insert(control.db, gate)
-    spec = {"name": "nightly", "data": {"file": file_id}, "train": {"model": "starter"}}
-    made = (await control.http.post("/v1/pipelines", json={"spec": spec})).json()["id"]
-    run = (await control.http.post(f"/v1/pipelines/{made}/runs")).json()["id"]
-    pipelines.update_run(control.db, run, state="succeeded")
-    sweeps.insert(control.db, SweepRow("sweep_of_bobs_123456", "n", 1.0, key_id, "bob", spec=_KEPT, state="succeeded"))
-    return {"gate": gate.id, "pipeline": made, "pipeline run": run, "sweep": "sweep_of_bobs_123456"}
 
 
 async def evaluated(control: Control) -> dict[str, str]:

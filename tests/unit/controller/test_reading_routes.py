@@ -90,7 +90,6 @@ def seen_threads(monkeypatch: pytest.MonkeyPatch, db: Database) -> list[tuple[bo
         ("/v1/batches", "batches"),
         ("/v1/evals", "evals"),
         ("/v1/models", "models"),
-        ("/v1/gates", "gates"),
         ("/admin/v1/status", "jobs"),
         ("/admin/v1/metrics", "jobs"),
         ("/admin/v1/models", "models"),

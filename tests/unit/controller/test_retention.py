@@ -9,14 +9,13 @@ from appliance.controller import retention
 from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.retention import CHUNK, DAY_S
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, gates, job_records, jobs, models
+from appliance.store.objects import batches, files, job_records, jobs, models
 from appliance.store.records import audit, handovers, keys, operations, usage
 from appliance.store.rows import (
     AuditRow,
     BatchRow,
     CheckpointRow,
     FileRow,
-    GateRow,
     HandoverRow,
     HandoverStepRow,
     JobEventRow,
@@ -263,24 +262,6 @@ async def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Pa
     assert db.execute("SELECT count(*) FROM jobs").fetchone()[0] == 27
 
 
-async def test_of_ended_gates_each_owner_keeps_the_terms_of_the_newest(tmp_path: Path, db: Database):
-    """Half a MiB each, and a gate stays with its job."""
-    for owner, state in (("ann", "ended"), ("bob", "ended"), ("ann", "evaluating")):
-        for number in range(9):
-            name = f"{owner}-{state}-{number}"
-            job(db, name, phase="failed", owner=owner)
-            gate = GateRow(name, NOW_S, name, "m", None, owner, terms={"then": "hold"}, state=state)  # type: ignore[arg-type]
-            gates.insert(db, gate)
-    db.execute("UPDATE gates SET terms = '{}' WHERE id IN ('bob-ended-7', 'bob-ended-8')")
-    look = "SELECT seq FROM gates WHERE owner = 'ann' AND state = 'ended' AND has_terms = 1 ORDER BY seq DESC"
-    read = [row["opcode"] for row in db.execute(f"EXPLAIN {look}") if row["opcode"] in ("Column", "SeekRowid")]
-    assert not read, "the terms that stay are not read for it"
-    await retention.keep_house(simulated_context(tmp_path, db, retention={"gate_terms_per_owner": 7}), NOW_S)
-    empty = {row[0] for row in db.execute("SELECT id FROM gates WHERE terms = '{}'")}
-    assert empty == {"ann-ended-0", "ann-ended-1", "bob-ended-7", "bob-ended-8"}
-    assert db.execute("SELECT count(*) FROM gates").fetchone()[0] == 27
-
-
 def test_a_look_costs_the_same_however_much_is_kept(db: Database):
     """Nothing is scanned that is not old: the first rows say whether anything is."""
     with db.transaction():
@@ -308,7 +289,6 @@ def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
         "events_per_job",
         "jobs_per_owner",
         "graders_per_owner",
-        "gate_terms_per_owner",
         "batches_per_owner",
         "eval_runs_per_owner",
         "audit_rows_per_key",

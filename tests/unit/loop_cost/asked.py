@@ -47,10 +47,6 @@ LISTS: dict[str, list[str]] = {
     "/v1/evals": [WHOLE, "order=desc", "after={eval-1}"],
     "/v1/evals/{eval_id}/runs": [WHOLE, "status=failed", "order=desc&status=canceled", "after={evalrun-1}"],
     "/v1/evals/{eval_id}/runs/{run_id}/output_items": [WHOLE, "status=error", "after={item-1}"],
-    "/v1/gates": [WHOLE, "model=nobodys", "model={model-0}", "job_id={job-1}", "job_id=nobodys"],
-    "/v1/pipelines": [WHOLE],
-    "/v1/pipelines/{name}/runs": [WHOLE],
-    "/v1/sweeps": [WHOLE],
     "/v1/fine_tuning/checkpoints/{name:path}/permissions": [WHOLE, "project_id=nobodys", "order=ascending"],
     "/v1/responses/{response_id}/input_items": ["order=asc", "after={in-1}", "after=nobodys"],
     "/v1/chat/completions": [
@@ -79,18 +75,6 @@ NO_REQUEST = {
 }
 
 DATA = {"/v1/files": FILE, "/v1/uploads/{upload_id}/parts": b"x"}
-_SPEC = {
-    "name": "new",
-    "data": {"uploads": "day-*.jsonl"},
-    "train": {"model": MODEL, "publish_as": "new"},
-    "promote": False,
-}
-_SWEEP = {
-    "name": "rates",
-    "device_hours": 1,
-    "train": {"model": MODEL, "training_file": "{file-1}", "validation_file": "{file-2}"},
-    "grid": {"learning_rate_multiplier": [0.1, 0.3]},
-}
 _RUN = {
     "data_source": {
         "type": "completions",
@@ -138,11 +122,6 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/v1/evals/{eval_id}/runs"): _RUN,
     ("POST", "/v1/evals/{eval_id}/runs/{run_id}"): None,
     ("POST", "/v1/evals/{eval_id}/runs/{run_id}/cancel"): None,
-    ("POST", "/v1/gates/{gate_id}/cancel"): None,
-    ("POST", "/v1/pipelines"): {"spec": _SPEC},
-    ("POST", "/v1/pipelines/{name}/schedule"): {"on": True},
-    ("POST", "/v1/pipelines/{name}/runs"): None,
-    ("POST", "/v1/sweeps"): {"spec": _SWEEP},
     ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): {"project_ids": ["new"]},
     ("POST", "/v1/models/{name:path}/share"): {"owners": ["carol"]},
     ("POST", "/admin/v1/oidc/begin"): None,
@@ -177,15 +156,12 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/admin/v1/models/{name:path}/rollback"): {"version": "v1"},
     ("POST", "/admin/v1/models/{name:path}/pin"): {"version": "v1", "pinned": True},
     ("POST", "/admin/v1/plan"): {"job": {"model": MODEL, "training_file": "{file-1}"}},
-    ("POST", "/v1/pipeline_runs/{run_id}/cancel"): None,
-    ("POST", "/v1/sweeps/{sweep_id}/cancel"): None,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): None,
     ("DELETE", "/v1/files/{file_id}"): None,
     ("DELETE", "/v1/responses/{response_id}"): None,
     ("DELETE", "/v1/chat/completions/{completion_id}"): None,
     ("DELETE", "/v1/evals/{eval_id}/runs/{run_id}"): None,
     ("DELETE", "/v1/evals/{eval_id}"): None,
-    ("DELETE", "/v1/pipelines/{name}"): None,
     ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): None,
     ("DELETE", "/v1/models/{name:path}"): None,
     ("DELETE", "/admin/v1/mode/schedule/{window_id}"): None,
@@ -213,18 +189,12 @@ PLACES: dict[Route, str] = {
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): "job-going",
     ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): "job-going",
     ("POST", "/v1/evals/{eval_id}/runs/{run_id}"): "evalrun-going",
-    ("POST", "/v1/gates/{gate_id}/cancel"): "gate-going",
-    ("POST", "/v1/pipelines/{name}/schedule"): "pipe-1",
-    ("POST", "/v1/pipelines/{name}/runs"): "pipe-5",
-    ("POST", "/v1/pipeline_runs/{run_id}/cancel"): "piperun-going",
-    ("POST", "/v1/sweeps/{sweep_id}/cancel"): "sweep-going",
     ("PATCH", "/admin/v1/jobs/{job_id}"): "job-going",
     ("POST", "/admin/v1/jobs/{job_id}/hold"): "job-going",
     ("POST", "/admin/v1/jobs/{job_id}/release"): "job-going",
     ("POST", "/admin/v1/jobs/{job_id}/profile"): "job-going",
     ("POST", "/admin/v1/models/{name:path}/profile"): MODEL,
     ("DELETE", "/v1/files/{file_id}"): "file-4",
-    ("DELETE", "/v1/pipelines/{name}"): "pipe-2",
     ("DELETE", "/v1/models/{name:path}"): "model-3",
     ("DELETE", "/admin/v1/models/{name:path}"): "model-0",
     ("DELETE", "/admin/v1/keys/{id_or_name}"): "key-2",
@@ -242,8 +212,6 @@ _KINDS = {
     "eval_id": "eval-0",
     "run_id": "evalrun-0",
     "item_id": "item-0",
-    "gate_id": "gate-0",
-    "sweep_id": "sweep-0",
     "handover_id": "ho-0",
     "window_id": "window-0",
     "permission_id": "cp-0",
@@ -253,9 +221,7 @@ _KINDS = {
     "key_id": "key-2",
     "device_id": "n0/0",
 }
-_FEW = ("pipe", "piperun", "sweep")
 _NAMES = (
-    ("/v1/pipelines/", "pipe-0"),
     ("/v1/fine_tuning/checkpoints/", "checkpoint"),
     ("/admin/v1/nodes/", "n9"),
     ("/", "model-0"),
@@ -327,8 +293,6 @@ def _path(method: str, route: str, by: str, last: int, going: int) -> str:
         name = match[1].partition(":")[0]
         said = PLACES.get((method, route))
         mine = said if said and _KINDS.get(name, "-").split("-")[0] in (said.split("-")[0], "-") else None
-        if name == "run_id" and "pipeline_runs" in route:
-            return _id(said or "piperun-0", by, last, going)
         if name == "name":
             return _id(said or next(kind for prefix, kind in _NAMES if route.startswith(prefix)), by, last, going)
         return _id(mine or _KINDS[name], by, last, going)
@@ -346,7 +310,7 @@ def _id(named: str, by: str, last: int, going: int) -> str:
     if not dash:
         return named
     if place == "going":
-        number = (going if owner == OWNER and kind not in _FEW else FEW_ROWS) + (by == "admin")
+        number = (going if owner == OWNER else FEW_ROWS) + (by == "admin")
     elif place == "last":
         number = last if owner == OWNER else 11
     else:

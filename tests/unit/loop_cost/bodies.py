@@ -36,11 +36,6 @@ _MULTI = {"type": "multi", "name": "multi", "graders": {"a": CRITERION}, "calcul
 _GRADERS = (_SCORE, _LABEL, _PYTHON, _SIMILAR, _MULTI)
 _FILE = {"type": "file_id", "id": "{file-1}"}
 _ASKED = {"type": "item_reference", "item_reference": "item.messages"}
-_SUITE = {
-    "eval_id": "{eval-0}",
-    "data_source": {"type": "completions", "source": _FILE, "input_messages": _ASKED},
-    "pass_rate_at_least": 0.5,
-}
 _JOB = {"model": MODEL, "training_file": "{file-1}", "validation_file": "{file-2}"}
 _TEMPLATE = {
     "type": "completions",
@@ -61,13 +56,11 @@ _CONFIG = {
     "item_schema": {"type": "object", "properties": {name: {"type": "string"} for name in ("a", "answer")}},
     "include_sample_schema": True,
 }
-_PIPELINE = {"name": "p-{unique}", "data": {"uploads": "day-*.jsonl"}, "train": {"model": MODEL, "publish_as": "new"}}
 _ITEM = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
 MORE: dict[Route, list[Any]] = {
     ("POST", "/v1/fine_tuning/jobs"): [
         {**_JOB, "hyperparameters": {"n_epochs": 1}, "metadata": {"a": "b"}, "allowed_sizes": [1]},
-        {**_JOB, "publish_as": "mine-{unique}", "gate": {"suites": [_SUITE], "then": "hold"}},
         {**_JOB, "integrations": [{"type": "wandb", "wandb": {"project": "p", "tags": ["a"]}}]},
         {**_JOB, "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}},
         {**_JOB, "method": {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 1}}}},
@@ -84,29 +77,6 @@ MORE: dict[Route, list[Any]] = {
         {"data_source_config": _CONFIG, "testing_criteria": [one], "metadata": {"a": "b"}} for one in _GRADERS
     ],
     ("POST", "/v1/evals/{eval_id}/runs"): [{"data_source": _TEMPLATE}, {"data_source": _JUDGED}],
-    ("POST", "/v1/pipelines"): [
-        {
-            "spec": {
-                **_PIPELINE,
-                "check": {"at_most": {"duplicates": 0.5}},
-                "prepare": {"drop": ["duplicates"]},
-                "evaluate": [{"eval": "{eval-0}", "data_source": _SUITE["data_source"], "pass_rate_at_least": 0.5}],
-                "gate": {"level": 0.05},
-                "canary": {"share": 0.1},
-            }
-        },
-        {"spec": {**_PIPELINE, "schedule": {"cron": "0 8 * * *"}}},
-    ],
-    ("POST", "/v1/sweeps"): [
-        {
-            "spec": {
-                "name": "rates",
-                "device_hours": 1,
-                "train": {**_JOB, "hyperparameters": {"n_epochs": 1}},
-                "random": {"trials": 4, "parameters": {"learning_rate_multiplier": {"low": 0.1, "high": 1}}},
-            }
-        }
-    ],
     ("POST", "/admin/v1/plan"): [{"serve": {"model": MODEL}}],
     ("POST", "/v1/files/{file_id}/check"): [{"words": ["a"], "leave_out": ["duplicates"], "against": "{file-2}"}],
     ("POST", "/v1/files/{file_id}/prepare"): [

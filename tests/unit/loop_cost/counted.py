@@ -30,10 +30,9 @@ from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.jobs.validation import JobValidation
-from appliance.controller.pipelines.runner import PipelineRunner
 from appliance.store import chunks, database
 from appliance.store.database import Database
-from appliance.store.objects import jobs, pipelines
+from appliance.store.objects import jobs
 from appliance.store.records import usage
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
@@ -181,9 +180,6 @@ def _end_all(db: Database) -> None:
         ("batches", "status", "cancelled"),
         ("responses", "status", "cancelled"),
         ("eval_runs", "status", "canceled"),
-        ("gates", "state", "ended"),
-        ("sweeps", "state", "cancelled"),
-        ("pipeline_runs", "state", "cancelled"),
     ):
         db.execute(f"UPDATE {table} SET {column} = ?", [ended])
 
@@ -208,19 +204,6 @@ class _Bus:
         return Load()
 
 
-async def _due(db: Database, runner: PipelineRunner) -> None:
-    """From the look that begins a run to the one that has made its job, however many there are in between."""
-    pipeline_id = f"pipe-{OWNER}-8"
-    pipelines.update(db, pipeline_id, scheduled=1, next_s=0.0)
-    for _ in range(10):
-        await runner.look()
-        await runner.tasks.idle()
-        run = pipelines.last_of(db, pipeline_id)
-        if run is not None and run.job_id is not None:
-            return
-    raise AssertionError(run)
-
-
 def _others(context: ControllerContext, app: FastAPI) -> dict[str, Callable[[], Awaitable[Any]]]:
     """Rounds of the main process that are not the app's."""
     db = context.db
@@ -235,7 +218,6 @@ def _others(context: ControllerContext, app: FastAPI) -> dict[str, Callable[[], 
         return called
 
     return {
-        "a pipeline that is due": lambda: _due(db, app.state.pipelines),
         "the scheduler reads the store": of(states.load),
         "the table of models for gateways": of(routing.refresh),
         "the table of keys for gateways": of(lambda: key_table(db, time.time())),

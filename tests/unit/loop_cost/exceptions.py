@@ -18,10 +18,6 @@ GROWS: Mapping[str, tuple[frozenset[str], str]] = {
         "the table of keys itself: administrators make keys, and each person who comes by a login provider has one",
     ),
     "round: housekeeping": (TOGETHER, "keys, one after the other"),
-    "round: a pipeline that is due": (
-        AT_ONCE,
-        "once for each run: new_data.MOST_FILES, 10,000; check.COUNTED_EXAMPLES, 2,000; bounds.models, 200",
-    ),
     "POST /v1/uploads/.*/complete": (AT_ONCE, "the request names each part: upload_routes.MAX_PARTS, 10,000"),
     "POST /internal/responses": (AT_ONCE, "stored.MAX_TURNS, 2,000"),
     "GET /internal/responses/context": (TOGETHER, "stored.MAX_TURNS, one at a time"),

@@ -102,35 +102,6 @@ def _resolved(_: At) -> dict[str, Any]:
     }
 
 
-def _pipeline_spec(at: At, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "data": {"uploads": "day-*.jsonl", "take": "new"},
-        "train": {"model": MODEL, "publish_as": "fraud", "metadata": METADATA},
-        "promote": False,
-        "check": True,
-        "schedule": {"on_new_data": True, "every_s": 60.0, "tz": "UTC"},
-    }
-
-
-def _sweep_spec(at: At) -> dict[str, Any]:
-    train = {"model": MODEL, "training_file": at.id("file", 1), "validation_file": at.id("file", 2)}
-    return {
-        "name": "rates",
-        "device_hours": 1000.0,
-        "train": train | {"metadata": METADATA},
-        "grid": {"learning_rate_multiplier": [0.1, 0.3, 1.0]},
-        "first": 1.0,
-        "keep_one_in": 3,
-    }
-
-
-def _terms(at: At) -> dict[str, Any]:
-    rules = {"at_least": None, "drop": 0.02, "test": "auto"}
-    suite = {"eval_id": at.id("eval", 0), "name": "suite", "criterion": None, "data_source": dict(_SAMPLED)}
-    return {"suites": [{**suite, **rules, "text": LONG_TEXT}], "level": 0.05, "then": "hold", "canary": None}
-
-
 def _completion(at: At) -> dict[str, Any]:
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": LONG_TEXT}}
     return {
@@ -497,76 +468,6 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "results": [{"name": "same", "passed": True, "score": 1.0}],
         },
     ),
-    "gates": (
-        rows.GateRow,
-        lambda at: {
-            "id": at.id("gate"),
-            "job_id": at.id("job"),
-            "model": at.id("model", 0),
-            "key_id": at.key,
-            "owner": at.owner,
-            "terms": _terms(at),
-            "state": at.of("waiting", "ended"),
-            "verdict": at.of(None, "passed"),
-            "version": at.of("", f"v{at.place}"),
-            "before": "",
-            "runs": {},
-            "told": LIST_TEXT,
-        },
-    ),
-    "pipelines": (
-        rows.PipelineRow,
-        lambda at: {
-            "id": at.id("pipe"),
-            "name": at.id("pipe"),
-            "key_id": at.key,
-            "owner": at.owner,
-            "spec": _pipeline_spec(at, at.id("pipe")),
-            # None is due: how far a run comes in the look that begins it is a matter of time (see counted._due).
-            "scheduled": 0,
-            "next_s": None,
-        },
-    ),
-    "pipeline_runs": (
-        rows.PipelineRunRow,
-        lambda at: {
-            "id": at.id("piperun"),
-            "pipeline_id": at.id("pipe", at.place if at.goes_on else 0),
-            "key_id": at.key,
-            "owner": at.owner,
-            "spec": _pipeline_spec(at, at.id("pipe")),
-            "state": at.of("running", "succeeded"),
-            "trigger": "request",
-            "steps": [],
-            "made": {},
-            "data_files": 1,
-            "data_bytes": 100,
-            "data_sha256": "0" * 64,
-            "file_id": at.id("file", 1),
-            "job_id": at.id("job"),
-        },
-    ),
-    "sweeps": (
-        rows.SweepRow,
-        lambda at: {
-            "id": at.id("sweep"),
-            "key_id": at.key,
-            "owner": at.owner,
-            "spec": _sweep_spec(at),
-            "state": at.of("running", "succeeded"),
-            "trials": [
-                {
-                    "parameters": {"learning_rate_multiplier": 0.1 * n},
-                    "jobs": [{"job_id": at.id("job", n), "state": "succeeded", "loss": 1.0 + n}],
-                }
-                for n in range(3)
-            ],
-            "files": {},
-            "round": 0,
-            "best": at.of(None, 0),
-            "spent_s": 1.0,
-        },
-    ),
     # Without a dataclass: their columns by name.
     "model_shares": (None, lambda at: {"model": at.id("model", 0), "owner": at.id("friend"), "created_s": 1.0}),
     "usage": (
@@ -605,9 +506,6 @@ TABLES: dict[str, tuple[Any, Make]] = {
 FEW = {
     "windows": "appliance.controller.admin.mode.MAX_WINDOWS",
     "model_shares": "appliance.controller.openai.model_routes.MAX_SHARED_WITH, of a model",
-    "pipelines": "appliance.controller.pipelines.pipeline_routes.MAX_PIPELINES",
-    "pipeline_runs": "appliance.store.objects.pipelines.RUNS_KEPT, of a pipeline",
-    "sweeps": "appliance.store.objects.sweeps.KEPT",
     "page_sessions": "appliance.controller.admin.owners.logins.MOST_OF_A_KEY, of a key",
 }
 """Tables of which an owner keeps two hundred rows at most, by what bounds them: they do not grow here."""

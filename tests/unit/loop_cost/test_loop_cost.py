@@ -1,7 +1,7 @@
 """No work on the controller's event loop grows with what an owner keeps: each route and each round is counted with a
 little in the store and with ten times as much of everything, and what ran on the loop is the same.
 
-Each of many readings and loops that grew with what somebody kept (files, jobs, gates, keys) once held the loop, and
+Each of many readings and loops that grew with what somebody kept (files, jobs, keys) once held the loop, and
 with it everybody's control routes and hand-overs, and each was found alone. A new table, column, route or round joins
 by itself; a table or a route that nobody has judged fails.
 """

@@ -2,7 +2,7 @@
 long: each list, map, text and nesting of each route's body is grown to the route's own bound, and what one round of the
 loop does is counted.
 
-Each of many bodies (a gate of many suites, an evaluation of many judges, a sweep of long values) once held the loop,
+Each of many bodies (an evaluation of many judges) once held the loop,
 and with it everybody's control routes and hand-overs, and each was found alone. A new field grows by itself; a route
 with a body that nobody has given an example of fails.
 """
@@ -63,7 +63,6 @@ def check_that_they_are_taken(counted: Sized) -> None:
     }
     assert len(counted.taken) > 200
     for place in (
-        "/v1/sweeps .spec.name text",
         "/v1/fine_tuning/alpha/graders/run .item any numbers",
         "/v1/evals .testing_criteria[].labels items",
         "/v1/evals/{eval_id}/runs .data_source.source.content items",

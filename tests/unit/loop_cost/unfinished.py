@@ -20,21 +20,13 @@ from appliance.controller.files import upload_routes
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OwnerBounds
 from appliance.controller.interfaces.ports import SAMPLING, EngineAnswer
-from appliance.controller.jobs.gate_request import RULES
-from appliance.controller.pipelines.pipeline_routes import MAX_PIPELINES
-from appliance.controller.sweeps.sweep_routes import MAX_RUNNING
 from appliance.gateway.core.config import Limits
 from appliance.store.database import Database
-from appliance.store.objects import evals, files, gates, jobs, uploads
+from appliance.store.objects import files, uploads
 from appliance.store.records import canaries, keys
 from appliance.store.rows import (
     CanaryRow,
-    EvalItemRow,
-    EvalRow,
-    EvalRunRow,
     FileRow,
-    GateRow,
-    JobRow,
     KeyRow,
     UploadPartRow,
 )
@@ -49,8 +41,8 @@ from tests.unit.loop_cost.fill import CRITERION, MODEL
 from tests.unit.loop_cost.meter import Meter, Told
 from tests.unit.loop_cost.sized import call
 
-TRIALS, ITEMS, LINES, CANARIES = 40, 50, 200, 200
-PARTS, GATES, JUDGED, GRADERS = 300, 100, 200, 8
+ITEMS, LINES, CANARIES = 50, 200, 200
+PARTS = 300
 LINES_AT_ENGINES = 64
 BOUNDS = OwnerBounds()
 LINE = (
@@ -59,7 +51,7 @@ LINE = (
 )
 
 
-_NOT_HERE = ("a pipeline that is due", "data checks", "rows of the store are told to who follows")
+_NOT_HERE = ("data checks", "rows of the store are told to who follows")
 """Rounds that test_loop_cost.py counts with rows of its own, and one of processes."""
 
 
@@ -135,11 +127,8 @@ async def _measure(folder: Path, owners: int, meter: Meter) -> Unfinished:
             await box.batches_and_responses(engines)
             await box.jobs(rounds)
             await box.evals()
-            await box.sweeps(rounds)
-            await box.pipelines(rounds)
             await box.canaries(rounds)
             await box.uploads()
-            await box.gates(rounds)
             await box.wanted()
             for name, once in {**rounds, **counted._others(context, app)}.items():
                 if name not in _NOT_HERE:
@@ -252,42 +241,9 @@ class _Box:
         self._found.begun["runs of evaluations"] = self._owners * BOUNDS.eval_runs
         await self.count("runs of evaluations", asyncio.sleep(1.0), patience_s=0.01)
 
-    async def sweeps(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
-        cancel = ""
-        for headers in self._who("sweeps"):
-            file_id = self._file(headers, "fine-tune", chat_lines(12))
-            spec = {
-                "name": "rates",
-                "device_hours": 1,
-                "train": {"model": MODEL, "training_file": file_id, "validation_file": file_id},
-                "grid": {"learning_rate_multiplier": [0.01 * (number + 1) for number in range(TRIALS)]},
-                "first": 1.0,
-            }
-            for _ in range(MAX_RUNNING):
-                made = await self._ask("/v1/sweeps", {"spec": spec}, headers)
-                cancel = f"/v1/sweeps/{made['id']}/cancel"
-        self._found.begun["sweeps"] = self._owners * MAX_RUNNING
-        for look in ("first", "second"):
-            await self.count(f"sweeps, {look} look", self._looked(rounds["sweeps"], self._app.state.sweeps.tasks))
-        await self.count("a sweep is cancelled", self._ask(cancel, None, headers))
-
     async def _looked(self, look: Callable[[], Awaitable[None]], tasks: Any) -> None:
         await look()
         await tasks.idle()
-
-    async def pipelines(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
-        for headers in self._who("pipelines"):
-            file_id = self._file(headers, "fine-tune", chat_lines(12))
-            for number in range(MAX_PIPELINES):
-                train = {"model": MODEL, "publish_as": f"{headers['x-appliance-key-id']}-{number}"}
-                spec = {"name": f"p{number}", "data": {"file": file_id}, "train": train, "promote": False}
-                await self._ask("/v1/pipelines", {"spec": spec}, headers)
-                await self._ask(f"/v1/pipelines/p{number}/runs", None, headers)
-        self._found.begun["runs of pipelines"] = self._owners * MAX_PIPELINES
-        for look in ("first", "second", "third"):
-            await self.count(
-                f"pipelines, {look} look", self._looked(rounds["pipelines"], self._app.state.pipelines.tasks)
-            )
 
     async def canaries(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
         """Which all end in one look: their models answer with another version."""
@@ -318,63 +274,6 @@ class _Box:
             ("uploads that have ended are forgotten", 2 * config.upload_open_s + config.idempotency_keep_s + 2),
         ):
             await self.count(name, upload_routes.keep_house(self._context, time.time() + later_s))
-
-    async def gates(self, rounds: dict[str, Callable[[], Awaitable[None]]]) -> None:
-        """Whose jobs go on, whose suites are asked, and whose items are all judged: of each as many for each owner."""
-        evals.insert(self._db, EvalRow("eval-1", "suite", time.time()))
-        owners = [(one["x-appliance-key-id"], one["x-appliance-key-id"].removeprefix("key_")) for one in self._who("g")]
-        for key_id, owner in owners:
-            with self._db.transaction():
-                for number in range(GATES):
-                    for state in ("waiting", "asked", "judged"):
-                        self._gate(key_id, owner, number, state)
-        self._found.begun["gates"] = len(gates.unfinished(self._db))
-        for look in ("first", "second"):
-            await self.count(f"gates, {look} look", self._looked(rounds["gates"], self._app.state.gates.tasks))
-        (self._found.begun["gates that were judged"],) = self._db.execute(
-            "SELECT count(*) FROM gates WHERE verdict = 'passed'"
-        ).fetchone()
-
-    def _gate(self, key_id: str, owner: str, number: int, state: str) -> None:
-        name = f"{owner}-{state}-{number}"
-        insert_model(self._db, name, versions=("v2", "v1"), info={})
-        jobs.insert(
-            self._db,
-            JobRow(
-                f"job-{name}", MODEL, "supervised", "file-1", 7, name, time.time(), key_id=key_id, owner=owner,
-                phase="running" if state == "waiting" else "succeeded",
-            ),
-        )  # fmt: skip
-        runs = {}
-        for side in ("candidate", "incumbent") if state != "waiting" else ():
-            runs[side] = f"run-{name}-{side}"
-            status: Any = "completed" if state == "judged" else "queued"
-            run = EvalRunRow(runs[side], "eval-1", side, time.time(), key_id, owner, status, MODEL, total=JUDGED)
-            evals.insert_run(self._db, run)
-            results = [{"name": f"grader-{one}", "passed": True, "score": 1.0} for one in range(GRADERS)]
-            judged = range(JUDGED if state == "judged" else 0)
-            evals.insert_items(
-                self._db,
-                (EvalItemRow(f"{run.id}-{place}", run.id, place, 1.0, "pass", {}, None, results) for place in judged),
-            )
-        rules = dict.fromkeys(RULES) | {"pass_rate_at_least": 0.5, "measure": "pass_rate"}
-        suite = {"eval_id": "eval-1", "name": "suite", "criterion": None, "data_source": {}, **rules}
-        gates.insert(
-            self._db,
-            GateRow(
-                f"gate-{name}",
-                time.time(),
-                f"job-{name}",
-                name,
-                key_id,
-                owner,
-                {"suites": [suite], "level": 0.05, "then": "hold", "canary": None},
-                version="" if state == "waiting" else "v2",
-                before="" if state == "waiting" else "v1",
-                state="waiting" if state == "waiting" else "evaluating",
-                runs={} if state == "waiting" else {"0": runs},
-            ),
-        )
 
     async def wanted(self) -> None:
         """Models that batches, evaluations, responses and rollouts want, of all owners, among all that there are."""

@@ -11,13 +11,10 @@ from appliance.store.database import Database
 from appliance.store.objects import (
     adapters,
     files,
-    gates,
     job_records,
     jobs,
     models,
-    pipelines,
     responses,
-    sweeps,
     uploads,
 )
 from appliance.store.records import keys
@@ -32,9 +29,7 @@ LOOKS: dict[str, Callable[[Database], Any]] = {
     "snapshots to give back": jobs.list_left_snapshots,
     # A key is asked for up to forty times in a request: each time all keys there ever were.
     "a key by its name": lambda db: keys.find(db, "nobody"),
-    "a pipeline by its name": lambda db: pipelines.find(db, "nobody"),
-    "an owner's gates": lambda db: gates.page(db, viewer="ann", model=None, job_id=None, after=None, limit=20),
-    "sweeps to forget": lambda db: sweeps.forget_old(db, "ann"),
+    "jobs whose gate is open": jobs.gated,
     "adapters on a model": lambda db: adapters.list_on(db, "starter"),
     # 6,000 jobs that had ended 0.04 s, with each job that starts; 20,000 versions under one name a second, with each
     # that ends (see below).
@@ -73,21 +68,18 @@ def test_it_is_found_by_an_index(db: Database, plans: list[str], look: Callable[
 
 def test_what_stands_behind_long_texts_is_found_by_an_index_alone(db: Database, plans: list[str]):
     """SQLite goes over all pages of a text for a column behind it: 10,000 responses of a key that was changed for
-    another held the loop for 0.15 s with each round of housekeeping, and 600 gates with each table for the gateways;
+    another held the loop for 0.15 s with each round of housekeeping;
     an owner's 2,000 ended jobs held it for 0.05 s with each line of a batch whose key has a list of models."""
     plans.clear()
     assert not responses.keys_without_owners(db)
     assert not any(step.startswith("SCAN responses") for step in plans) and any("held" in step for step in plans), plans
-    plans.clear()
-    assert not models.challengers(db)
-    assert any("SCAN gates USING COVERING INDEX gates_of_version" in step for step in plans), plans
     plans.clear()
     assert not jobs.names_made_by(db, "ann")
     assert [step for step in plans if " jobs " in step] == ["SEARCH jobs USING COVERING INDEX jobs_named (owner=?)"] * 2
 
 
 def test_what_belongs_to_a_job_is_found_without_all_that_stands_beside_it(db: Database, plans: list[str]):
-    """200,000 events of a job held the loop for 0.24 s with each trial of a sweep that had ended."""
+    """200,000 events of a job held the loop for 0.24 s with each job that had ended."""
     assert job_records.held_out_reward(db, "ftjob-1") is None
     assert any("USING INDEX job_rewards" in step for step in plans), plans
     plans.clear()

@@ -8,9 +8,9 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.bus.load import Arrived, Load, ModelLoad, ReplicaLoad
 from appliance.controller.jobs.fit import shape_of
 from appliance.controller.models.engine_sizes import EngineSizes
-from appliance.store.objects import gates, job_records, jobs, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, model_settings
-from appliance.store.rows import CanaryRow, CheckpointRow, GateRow, JobRow, VersionRow
+from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
 from appliance.wiring.routing_table import BusRouting
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device
@@ -155,10 +155,6 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert "starter@v2" not in bus.table
 
 
-def judge(db, model, version):
-    gates.insert(db, GateRow("gate_" + version, 1.0, "ftjob-1", model, version=version, state="evaluating"))
-
-
 async def test_aliases_ask_the_engines_of_what_they_mean_now(routing, bus, db):
     await routing.open("r1", "starter", "v1", SOCKET)
     assert not [name for name in bus.table if "@ch" in name], "no job makes versions of it"
@@ -178,21 +174,6 @@ async def test_aliases_ask_the_engines_of_what_they_mean_now(routing, bus, db):
     canaries.end(db, "starter", "promoted", "asked for", now_s=9.0, compared=None)
     routing.refresh()
     assert "starter@challenger" not in bus.table and resolve(db, "starter@challenger") is None
-
-
-async def test_the_newest_that_a_gate_judges_is_the_challenger_by_its_checkpoint(routing, bus, db):
-    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
-    jobs.insert(db, JobRow("ftjob-1", "starter", "supervised", "f", 0, "starter", 1.0))
-    job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "starter:ckpt-v2", "starter", "v2", 2, 1.0))
-    judge(db, "starter", "v2")
-    await routing.open("r1", "starter", "v1", SOCKET)
-    await routing.open("r2", "starter:ckpt-v2", "v2", "/run/r2.sock")
-    row = bus.table["starter@challenger"]
-    assert (row["version"], row["adapter"], [one["id"] for one in row["replicas"]]) == ("v2", "starter:ckpt-v2", ["r2"])
-    assert resolve(db, "starter@challenger").version.version == "v2"
-    judge(db, "ft:a", "step-1")  # older than the one that answers
-    routing.refresh()
-    assert "ft:a@challenger" not in bus.table
 
 
 async def test_the_alias_of_an_adapter_is_served_by_its_bases_engines(routing, bus, db):

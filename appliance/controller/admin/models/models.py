@@ -15,7 +15,6 @@ from appliance.controller.access.model_access import no_version, stored_model
 from appliance.controller.admin import views
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.gates import views as gate_views
 from appliance.controller.http.idempotency import Attempt, Carried, Deed
 from appliance.controller.http.paging import After, RecentLimit, list_object
 from appliance.controller.http.reading import Status, answer
@@ -97,14 +96,14 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
 
     @router.get("/models/{name:path}", response_model=dict[str, Any])
     async def show(name: str, caller: Caller, now: Status) -> Response:
-        """`canary`: the most recent one, running or ended; `gates`: the newest of its versions."""
+        """`canary`: the most recent one, running or ended."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
 
         def shown_model() -> dict[str, Any]:
             row = stored_model(db, name)
             found = views.model(db, row, now, ModelStates(db, now), context.tiers, context.sizes)
-            return found | {"canary": shown_canary, "gates": gate_views.of_model(db, name)}
+            return found | {"canary": shown_canary}
 
         return await answer(db, caller.viewer, shown_model)
 

@@ -31,18 +31,15 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import storage as files
-from appliance.controller.gates.runner import GateRunner
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import Conflict, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
-from appliance.controller.pipelines.runner import PipelineRunner
-from appliance.controller.sweeps.runner import SweepRunner
 from appliance.store import write_log
 from appliance.store.chunks import little_by_little
 from appliance.store.database import Database
-from appliance.store.objects import batches, evals, jobs, responses, sweeps
+from appliance.store.objects import batches, evals, jobs, responses
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
@@ -90,13 +87,9 @@ class Forgetting:
         batch_runner: BatchRunner,
         background: BackgroundResponses,
         evaluations: EvalRunner,
-        gate_runner: GateRunner,
-        pipeline_runner: PipelineRunner,
-        sweep_runner: SweepRunner,
     ):
         self._context, self._db = context, context.db
         self._batch_runner, self._background, self._evaluations = batch_runner, background, evaluations
-        self._gate_runner, self._pipeline_runner, self._sweep_runner = gate_runner, pipeline_runner, sweep_runner
 
     async def forget(self, body: Forget, caller: Principal) -> dict[str, Any]:
         """Raises Conflict if the owner's work goes on and may not be cancelled, or somebody uses one of its models."""
@@ -183,15 +176,6 @@ class Forgetting:
             if (row := responses.find(db, response_id)) is not None:
                 self._background.cancel(row)
             await asyncio.sleep(0)
-        for sweep_id in sweeps.running(db, owner):
-            if (sweep := sweeps.find(db, sweep_id)) is not None:
-                await self._sweep_runner.cancel(sweep)
-        for run_id in forgotten.ids(db, "pipeline_runs", owner, "state = 'running'"):
-            self._pipeline_runner.cancel(run_id)
-            await asyncio.sleep(0)
-        for gate_id in forgotten.ids(db, "gates", owner, "state NOT IN ('canary', 'ended')"):
-            self._gate_runner.cancel(gate_id)
-            await asyncio.sleep(0)
         for run_id in evals.unfinished_ids(db, owner=owner):
             self._evaluations.cancel(run_id)
             await asyncio.sleep(0)
@@ -221,7 +205,7 @@ class Forgetting:
         await self._evaluations.delete(gone, within_s=None)
         await little_by_little(partial(forgotten.delete_some_parts, db, owner))
         await to_thread.run_sync(backup_copies.sweep, context.files_dir.parent)  # the whole database, of one killed
-        for table in ("uploads", "batches", "responses", "idempotency", "pipeline_runs", "pipelines", "sweeps"):
+        for table in ("uploads", "batches", "responses", "idempotency"):
             await little_by_little(partial(forgotten.delete_some, db, owner, table))
 
 

@@ -1,19 +1,17 @@
-// Evaluations and gates: what models were asked and how they did, item by item; what decided whether versions answer.
+// Evaluations: what models were asked and how they did, item by item.
 import { get, post } from "../api.js";
 import { ago, moment, number, percent } from "../format.js";
 import { t } from "../i18n.js";
 import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Live, Sure, Table, html, useAct, useLive, useState } from "../ui.js";
 
-const VERDICTS = { passed: "ok", refused: "failed", undecided: "warn", cancelled: "cancelled" };
 const ITEMS = 50;
 
 export function Page({ rest }) {
   const [first, second] = rest;
-  if (first === "gate" && second) return html`<${Gate} key=${second} id=${second} />`;
   if (first && second) return html`<${Run} key=${second} of=${first} id=${second} />`;
-  if (first && first !== "gate") return html`<${Evaluation} key=${first} id=${first} />`;
-  return html`<${List} /><${Gates} />`;
+  if (first) return html`<${Evaluation} key=${first} id=${first} />`;
+  return html`<${List} />`;
 }
 
 function List() {
@@ -114,63 +112,3 @@ function Items({ path, of }) {
 }
 
 const short = (text) => (text.length > 400 ? `${text.slice(0, 400)}…` : text);
-
-function Verdict({ gate }) {
-  return html`<${Badge} state=${gate.verdict ? VERDICTS[gate.verdict] || "warn" : gate.state === "waiting" ? "queued" : "running"}>${t(`gate.is.${gate.verdict || gate.state}`)}</${Badge}>`;
-}
-
-function Gates() {
-  const gates = useLive((signal) => get("/v1/gates?limit=50", signal), 5, [], ["gates"]);
-  return html`<${Live} of=${gates}>${(answer) => html`<${Card} title=${t("gates")}>
-    <${Rows} answer=${answer} older=${(after) => `/v1/gates?limit=50&after=${after}`} empty=${t("gates.none")}
-      text=${(row) => `${row.model} ${row.version || ""} ${row.verdict || row.state} ${row.reason || ""}`}>${(rows, empty) => html`
-    <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
-      [t("model"), (row) => html`<a href=${`#/evals/gate/${row.id}`}>${row.model}</a>`],
-      [t("models.version"), (row) => row.version || "–"],
-      [t("gate.against"), (row) => row.before || "–"],
-      [t("gate.verdict"), (row) => html`<${Verdict} gate=${row} />`],
-      [t("gate.reason"), (row) => row.reason || "–"],
-      [t("created"), (row) => ago(row.created_at), "nowrap"],
-    ]} />`}</${Rows}>
-  </${Card}>`}</${Live}>`;
-}
-
-function Gate({ id }) {
-  const gate = useLive((signal) => get(`/v1/gates/${id}`, signal), 3, [id], [`gates/${id}`]);
-  const [cancel, { busy, error }] = useAct(async () => {
-    await post(`/v1/gates/${id}/cancel`);
-    gate.reload();
-  });
-  return html`<p class="back"><a href="#/evals">← ${t("evals.all")}</a></p>
-    <${Live} of=${gate}>${(one) => html`<${Card} title=${t("gate.of", { model: one.model })} aside=${html`<${Verdict} gate=${one} />`}>
-        ${one.reason ? html`<p class=${`alert ${one.verdict === "refused" ? "bad" : "quiet"}`} role="status">${one.reason}</p>` : null}
-        <${Facts} pairs=${[
-          [t("models.version"), one.version],
-          [t("gate.against"), one.before],
-          [t("job"), html`<a href=${`#/jobs/${one.job_id}`}>${one.job_id}</a>`],
-          [t("gate.then"), t(`gate.then.${(one.terms || {}).then || "activate"}`)],
-          [t("gate.activated"), one.activated ? t("yes") : one.verdict ? t("no") : null],
-          [t("gate.decided"), one.decided_at ? moment(one.decided_at) : null],
-        ]} />
-        ${one.state === "ended" ? null : html`<div class="buttons"><${Sure} class="bad" label=${t("gate.cancel")} question=${t("gate.cancel.sure")} busy=${busy} onYes=${cancel} /></div>`}
-        <${Failure} error=${error} />
-      </${Card}>
-      ${(one.suites || []).filter((suite) => suite.rules).map((suite) => html`<${Suite} key=${suite.name} suite=${suite} />`)}`}</${Live}>`;
-}
-
-/** What a suite found: both versions, their difference with its interval, and each rule. */
-function Suite({ suite }) {
-  const sides = ["candidate", "incumbent"].filter((side) => suite[side]);
-  const { compared } = suite;
-  const shown = (value) => (compared && compared.measure === "mean_reward" ? number(value, 3) : percent(value));
-  return html`<${Card} title=${suite.name} aside=${html`<${Badge} state=${VERDICTS[suite.verdict] || "warn"}>${t(`gate.is.${suite.verdict}`)}</${Badge}>`}>
-    <${Table} label=${suite.name} rows=${sides} rowKey=${(side) => side} empty="" columns=${[
-      [t("models.version"), (side) => t(`gate.${side}`)],
-      [t("eval.judged"), (side) => t("of", { a: number(suite[side].judged), b: number(suite.items) }), "right"],
-      [t("eval.rate"), (side) => percent(suite[side].pass_rate), "right"],
-      [t("eval.reward"), (side) => number(suite[side].mean_reward, 3), "right"],
-    ]} />
-    ${compared && compared.difference !== null ? html`<p>${t("gate.difference", { difference: shown(compared.difference), low: shown(compared.low), high: shown(compared.high), gained: number(compared.gained), lost: number(compared.lost), pairs: number(compared.pairs) })}</p>` : null}
-    ${suite.rules.map((rule) => html`<p class=${`alert ${rule.ok ? "quiet" : "bad"}`}>${rule.says}</p>`)}
-  </${Card}>`;
-}

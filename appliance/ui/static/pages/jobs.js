@@ -117,7 +117,7 @@ function About({ job, may, onChange }) {
       [t("energy"), job.step || job.energy ? energy(job.energy) : null],
       [t("job.allowed"), job.allowed_sizes ? job.allowed_sizes.join(", ") : null],
       [t("job.snapshot"), job.snapshot ? t("job.snapshot_at", { step: number(job.snapshot.step) }) : null],
-      [t("gate"), job.gate ? html`<b>${job.gate.verdict || job.gate.state}</b>: ${job.gate.reason}` : null],
+      [t("gate"), job.gate ? `${job.gate.verdict || job.gate.eval_id} ${job.gate.reason}` : null],
       [t("owner"), job.owner],
       [t("created"), moment(job.created_s)],
       [t("job.finished"), job.finished_s ? moment(job.finished_s) : null],

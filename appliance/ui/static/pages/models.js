@@ -14,7 +14,7 @@ export function Page({ rest }) {
 }
 
 function List() {
-  const models = useLive((signal) => get("/admin/v1/models", signal), 5, [], ["models", "gates"]);
+  const models = useLive((signal) => get("/admin/v1/models", signal), 5, [], ["models"]);
   const adds = useMay("admin");
   return html`<${Live} of=${models}>${(answer) => html`
   ${adds ? html`<${AddModel} empty=${!answer.data.length} names=${answer.data.map((row) => row.name)} onDone=${models.reload} />` : null}
@@ -37,27 +37,13 @@ function sized(params) {
 }
 
 function Model({ name }) {
-  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name], ["models", "gates", "box"]);
+  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name], ["models", "box"]);
   return html`<p class="back"><a href="#/models">← ${t("models.all")}</a></p>
     <${Live} of=${model}>${(one) => html`
       <${About} one=${one} />
       ${one.canary ? html`<${Canary} one=${one} canary=${one.canary} onChange=${model.reload} />` : null}
       <${Versions} one=${one} onChange=${model.reload} />
-      ${one.gates && one.gates.length ? html`<${Gates} rows=${one.gates} />` : null}
     `}</${Live}>`;
-}
-
-/** What decided whether versions answer, the newest first. */
-function Gates({ rows }) {
-  const tunes = useMay("fine_tuning");
-  return html`<${Card} title=${t("gates")}>
-    <${Table} label=${t("gates")} rows=${rows} rowKey=${(row) => row.id} empty="" columns=${[
-      [t("models.version"), (row) => (tunes ? html`<a href=${`#/evals/gate/${row.id}`}>${row.version || "–"}</a>` : html`<b>${row.version || "–"}</b>`)],
-      [t("gate.against"), (row) => row.before || "–"],
-      [t("gate.verdict"), (row) => html`<${Badge} state=${row.verdict === "passed" ? "ok" : row.verdict ? "warn" : "running"}>${t(`gate.is.${row.verdict || row.state}`)}</${Badge}>`],
-      [t("gate.reason"), (row) => row.reason],
-    ]} />
-  </${Card}>`;
 }
 
 function About({ one }) {
