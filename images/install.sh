@@ -8,8 +8,8 @@
 #   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; an option wins
 #   --production                    without the packages that only tests need (images/requirements/test.txt)
 #   --unhashed-torch                a torch of your own, whose SHA-256 the lock does not know
-#   --wheelhouse DIR                without a network: everything from the directory that `make wheelhouse` filled, the
-#                                   appliance too; implies --production
+#   --wheelhouse DIR                without a network: all from the directory that `make wheelhouse` filled; implies
+#                                   --production, and installs our wheel in place of this checkout
 #
 # The set of packages is the full lock file images/requirements/<build>.txt, installed by plain pip with --no-deps and
 # --require-hashes: a file that is not one of those in the lock is refused. Every pip setting of the user counts:

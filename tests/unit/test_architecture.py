@@ -34,7 +34,6 @@ SUBPACKAGES = (
     "appliance.harness",
     "appliance.controller",
     "appliance.tracking",
-    "appliance.support",
     "appliance.doctor",
     "appliance.boot",
     "appliance.backup",

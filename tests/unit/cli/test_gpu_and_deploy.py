@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from appliance.cli.box import support
-from appliance.cli.client import Address, Client
 from appliance.cli.models import engine_settings
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.store.database import Database
@@ -133,10 +131,3 @@ def test_deep_checks_show_every_device_and_refuse_in_words(box: ControlledBox):
     assert bad.exit_code == 1 and "FAIL" in bad.stdout
     assert box.run("doctor", "n0/2").exit_code == 2 and "belong to --deep" in box.run("doctor", "n0/2").stderr
     assert box.run("gpu", "undrain", "n0/2", "--check").exit_code == 5
-
-
-def test_a_support_bundle_asks_the_box_for_what_it_has(box: ControlledBox):
-    """Its list of devices was asked for under a name that no route has, and every bundle went without."""
-    client = Client(Address(socket_path=str(box.data_dir / "controller.sock")))
-    for path, query in support.ASKED.values():
-        assert client.get(path, **query), path
