@@ -27,7 +27,7 @@ FROZEN = {
     "usage": [*BOX, "--by", "--since"],
     "power": [*BOX, "--since"],
     "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
-    "doctor": ["--all", "--config", "--data-dir", "--deep", "--help", "--new-baseline", "--output", "DEVICES"],
+    "doctor": ["--all", "--config", "--data-dir", "--help", "--output"],
     "support bundle": ["--config", "--data-dir", "--help", "--hours", "--output", "--to"],
     "backup make": ["--config", "--data-dir", "--help", "--keep", "--key-file", "--output", "--secrets", "PLACE"],
     "backup list": ["--config", "--data-dir", "--help", "--key-file", "--output", "PLACE"],
@@ -66,7 +66,7 @@ FROZEN = {
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
     "gpu limits": [*BOX, "--measure"],
     "gpu forget": [*BOX, "NODE"],
-    "gpu undrain": [*BOX, "--check", "DEVICE"],
+    "gpu undrain": [*BOX, "DEVICE"],
     "model deploy": [
         *BOX,
         "--chat-template",
