@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check map pictures hooks lock sbom clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench gpu-smoke sdk-conformance clients lint check map pictures hooks lock wheelhouse clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -71,8 +71,13 @@ hooks: ## let git run lint and the architecture test before each commit
 lock: ## resolve images/requirements/*.in again into cpu.txt, cuda.txt, test.txt and tracking.txt, with hashes
 	images/lock.sh
 
-sbom: setup ## what the appliance is made of, with licences: build/sbom.json (CycloneDX)
-	@mkdir -p build && $(PY) images/sbom.py > build/sbom.json && echo build/sbom.json
+# torch by string equality: pip may find another build of the same version first.
+wheelhouse: setup ## all that a machine without a network installs, in one directory: build/wheelhouse
+	@rm -rf build/wheelhouse build/lib && mkdir -p build/wheelhouse && cp -r images build/wheelhouse
+	@read -r build _ < $(VENV)/.appliance-installed; \
+	sed 's/^torch==/torch===/' "images/requirements/$$build.txt" > build/requirements.txt
+	$(PY) -m pip download --no-deps --no-build-isolation --require-hashes -r build/requirements.txt -d build/wheelhouse
+	$(PY) -m pip wheel --no-deps --no-build-isolation . -w build/wheelhouse
 
 clean: ## remove the environment, caches and demo data
 	rm -rf $(VENV) .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info

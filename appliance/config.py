@@ -175,22 +175,6 @@ class BackupSettings(Location, _Section):
     )
 
 
-class DoctorSettings(_Section):
-    """When the doctor takes devices out of use to measure them (`appliance doctor --deep`)."""
-
-    deep_at: str | None = Field(
-        None,
-        pattern=r"^([01]\d|2[0-3]):[0-5]\d$",
-        description="time of day on the box's clock, such as `03:30`, at which every device that can be spared is "
-        "measured, one after the other; unset: only when asked",
-    )
-    before_return: bool = Field(
-        True,
-        description="a device that the box took out of use by itself is measured before it is tried again, and stays "
-        "out of use if it is slow or computes wrong",
-    )
-
-
 class TrackingSettings(_Section):
     """Experiment trackers that hear of jobs (docs/tracking.md). Off: nothing leaves the box unasked."""
 
@@ -233,7 +217,6 @@ class BoxConfig(_Section):
     serve: EngineConfig = Field(default_factory=EngineConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     backup: BackupSettings = Field(default_factory=BackupSettings)
-    doctor: DoctorSettings = Field(default_factory=DoctorSettings)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     power: PowerSettings = Field(default_factory=PowerSettings)
 
@@ -451,7 +434,6 @@ def _message(errors: list[Any], layers: list[_Layer]) -> str:
 FORMS = {
     r"^[a-z0-9][a-z0-9-]{0,31}$": "1 to 32 of a to z, 0 to 9 and '-', the first of them no '-'",
     r"^https?://\S+$": "a URL that begins with http:// or https://",
-    r"^([01]\d|2[0-3]):[0-5]\d$": "a time of day such as 03:30",
 }
 
 

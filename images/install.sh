@@ -3,11 +3,13 @@
 # unit, `make setup` and the tests all go through this one script.
 #
 #   images/install.sh [--venv DIR] [--build cpu|cuda] [--python PYTHON] [--no-compile] [--packages-only] [--print-commands]
-#                     [--production] [--unhashed-torch]
+#                     [--production] [--unhashed-torch] [--wheelhouse DIR]
 #
 #   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; an option wins
 #   --production                    without the packages that only tests need (images/requirements/test.txt)
 #   --unhashed-torch                a torch of your own, whose SHA-256 the lock does not know
+#   --wheelhouse DIR                without a network: all from the directory that `make wheelhouse` filled; implies
+#                                   --production, and installs our wheel in place of this checkout
 #
 # The set of packages is the full lock file images/requirements/<build>.txt, installed by plain pip with --no-deps and
 # --require-hashes: a file that is not one of those in the lock is refused. Every pip setting of the user counts:
@@ -26,7 +28,9 @@ compile=1
 packages_only=0
 production=0
 unhashed_torch=0
+wheelhouse=
 dry=0
+arguments=("$@")
 
 say() { printf 'install: %s\n' "$*" >&2; }
 die() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
@@ -37,13 +41,13 @@ while [ $# -gt 0 ]; do
         --venv) venv=${2:?--venv needs a directory}; shift 2 ;;
         --build) build=${2:?--build needs cpu or cuda}; shift 2 ;;
         --python) wanted_python=${2:?--python needs an interpreter}; shift 2 ;;
-        --compile) compile=1; shift ;;
         --no-compile) compile=0; shift ;;
         --packages-only) packages_only=1; shift ;; # for image layers: everything but the appliance itself
         --production) production=1; shift ;;
         --unhashed-torch) unhashed_torch=1; shift ;;
+        --wheelhouse) wheelhouse=$(realpath -- "${2:?--wheelhouse needs a directory}"); production=1; shift 2 ;;
         --print-commands) dry=1; shift ;;
-        -h | --help) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) die "unknown option $1; see --help" ;;
     esac
 done
@@ -63,6 +67,11 @@ case $build in
     cuda) need_gb=20 torch_index= ;;
     *) die "APPLIANCE_BUILD or --build is '$build'; expected cpu or cuda" ;;
 esac
+own_wheel=
+if [ -n "$wheelhouse" ]; then
+    torch_index=
+    own_wheel=$(ls "$wheelhouse"/appliance-*.whl 2>/dev/null) || die "$wheelhouse has no wheel of the appliance"
+fi
 [ "$(uname -s)" = Linux ] || die "this is $(uname -s); the appliance needs Linux (shared memory, process groups)"
 
 # --- which Python --------------------------------------------------------------------------------------------------
@@ -80,7 +89,7 @@ fi
 # --- already done? -------------------------------------------------------------------------------------------------
 digest() { cat "$@" | sha256sum | cut -c1-64; }
 stamp=$venv/.appliance-installed
-project_stamp="$(digest "$project/pyproject.toml") $project"
+project_stamp="$(digest "${own_wheel:-$project/pyproject.toml}") ${own_wheel:-$project}"
 [ "$packages_only" = 0 ] || project_stamp='packages only'
 clear=()
 if [ -L "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
@@ -127,10 +136,7 @@ if [ "$dry" = 0 ]; then
         say "another installation into $venv is running; waiting for it"
         flock 9
         # What stands there has changed since it was looked at above: begin again.
-        exec env VENV="$venv" APPLIANCE_BUILD="$build" PYTHON="$python" "${BASH_SOURCE[0]}" \
-            "$([ $compile = 1 ] && echo --compile || echo --no-compile)" \
-            $([ $packages_only = 0 ] || echo --packages-only) $([ $production = 0 ] || echo --production) \
-            $([ $unhashed_torch = 0 ] || echo --unhashed-torch)
+        exec "${BASH_SOURCE[0]}" ${arguments[@]+"${arguments[@]}"}
     fi
     if [ "$done_lock" != "$lock_stamp" ]; then
         free_kb=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}')
@@ -168,6 +174,7 @@ fi
 [ "$dry" = 1 ] || pip_command || die "$python has no pip that can install into $venv"
 # `user = true` in a pip.conf is about other environments and would fail in this one.
 pip+=(--disable-pip-version-check install --no-user --no-deps --no-compile)
+[ -z "$wheelhouse" ] || pip+=(--no-index --find-links "$wheelhouse")
 
 # pip's two thousand lines as one line that counts (on a terminal) or a line now and then; its errors stay on stderr.
 progress() {
@@ -238,7 +245,9 @@ fi
 
 if [ "$packages_only" = 0 ]; then
     say "installing the appliance itself"
-    pip_install 1 --no-build-isolation --editable "$project" || die "pip could not install $project (see above)"
+    own=(--no-build-isolation --editable "$project")
+    [ -z "$own_wheel" ] || own=(--force-reinstall "$own_wheel")
+    pip_install 1 "${own[@]}" || die "pip could not install the appliance (see its message above)"
 fi
 
 # --- byte-compile --------------------------------------------------------------------------------------------------
@@ -253,7 +262,9 @@ if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
         "$venv"/lib/python3*/site-packages || true
 fi
 if [ "$compile" = 1 ] && [ "$packages_only" = 0 ]; then
-    run "$venv/bin/python" -m compileall -q "$project"/{appliance,runtime,scheduler,serve,train,weights} || true
+    sources=$project
+    [ -z "$own_wheel" ] || sources=$(echo "$venv"/lib/python3*/site-packages)
+    run "$venv/bin/python" -m compileall -q "$sources"/{appliance,runtime,scheduler,serve,train,weights} || true
 fi
 
 # --- does it work? -------------------------------------------------------------------------------------------------

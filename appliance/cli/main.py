@@ -43,17 +43,14 @@ COMMANDS = {
     "support": ("box.support", "Collect what somebody else needs to see what is wrong with a box."),
     "backup": ("box.backup", "Backups: copies of the box elsewhere, taken while it runs."),
     "restore": ("box.restore", "Bring a backup back, on this machine or another one."),
-    "bundle": ("releases.bundle", "Bundles: a release in one signed file, for a machine without a network."),
-    "upgrade": ("releases.release", "Move the box to another installed release."),
-    "rollback": ("releases.release", "Move the box back to the release before."),
     "audit": ("box.audit", "Show who did what: every change, by whom, and its outcome."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
     "power": ("mode.power", "Show power and energy: the profile in force, and who has drawn how much."),
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (
-    *("init", "up", "down", "status", "top", "join", "usage", "forget", "doctor", "restore", "upgrade", "rollback"),
-    *("audit", "chat", "power", "simulate"),
+    *("init", "up", "down", "status", "top", "join", "usage", "forget", "doctor", "restore", "audit"),
+    *("chat", "power", "simulate"),
 )
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 

@@ -19,7 +19,6 @@ TIMEOUT = Annotated[
 ]
 LOOK_EVERY_S = 0.5
 PATIENCE_S = 120.0
-CHECK_TIMEOUT_S = 1500.0  # of a deep check: the drain of a device may take ten minutes by itself
 
 
 class Patience:

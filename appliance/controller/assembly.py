@@ -23,7 +23,6 @@ from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.cordons import DRAINS
-from appliance.controller.devices.deep_checks import DeepChecks
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import PowerKeeper
@@ -52,7 +51,6 @@ from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
-from appliance.wiring.device_measure import NodeMeasures
 from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.job_runs import JobRuns
@@ -100,7 +98,6 @@ class Parts:
     health: DeviceWatch
     states: SqliteStateStore
     box_status: BoxStatus
-    deep_checks: DeepChecks
     power: PowerKeeper
     energy: EnergyMeter
     context: ControllerContext
@@ -211,17 +208,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         partial(_of_profiles, db, devices),
         None if helper is None else HelperClient(Path(helper)),
     )
-    deep_checks = DeepChecks(
-        db,
-        port,
-        NodeMeasures(nodes, node_config),
-        lambda: sum(model.held for model in bus.load().models.values()),
-        health.measured,
-        config.scheduler.drain_timeout_s,
-        limits=power.limits_of,
-    )
-    if config.doctor.before_return:
-        health.checks_with(deep_checks.before_return)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
@@ -249,7 +235,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         power_status=power.status,
         device_readings=health.newest,
         open_engines=routing.open_engines,
-        deep_checks=deep_checks,
         doctor_findings=partial(read_findings, paths.last_checkup),
         doctor_looked_s=partial(looked_at_s, paths.last_checkup),
         doctor=DoctorProcess(
@@ -282,7 +267,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         health=health,
         states=states,
         box_status=box_status,
-        deep_checks=deep_checks,
         power=power,
         energy=EnergyMeter(db, health.newest, port.status),
         context=context,

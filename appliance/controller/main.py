@@ -31,7 +31,6 @@ from appliance.controller.access.spending import USAGE_EVERY_S
 from appliance.controller.app import create_app
 from appliance.controller.assembly import Parts, assemble
 from appliance.controller.devices import copy_limit
-from appliance.controller.devices.night_round import Nightly, NightRound
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
 from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.interfaces.errors import OperationFailed
@@ -55,7 +54,6 @@ log = logging.getLogger(__name__)
 
 SUSPEND_S = 60.0
 LOOK_AGAIN_S = 1.0
-NIGHTLY_LOOK_S = 20.0
 DEGRADED_EVERY_S = 2.0
 # Limit for open requests when the controller ends: a client that follows a background response would block the exit.
 ANSWERS_S = 10
@@ -135,7 +133,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         parts.loop.stop()
         await asyncio.wait({deciding, *serving})
         await parts.background.stop()
-        await parts.deep_checks.tasks.stop()
         parts.power.close()
     saved = await _save_everything(parts.effects, parts.flow)
     await parts.lines.close()
@@ -159,10 +156,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep_every("usage", parts.spending.flush, USAGE_EVERY_S)
     keep_every("snapshots of finished jobs", parts.runs.tidy, TIDY_EVERY_S, at_once=True)
     keep("tiers", parts.flow.run)
-    if config.doctor.deep_at is not None:
-        night = NightRound(parts.db, parts.context.scheduler, parts.deep_checks)
-        nightly = Nightly(config.doctor.deep_at, night.all_devices)
-        keep_every("deep checks", nightly.look, NIGHTLY_LOOK_S)
     if every_s := config.observability.profile_jobs_every_s:
         keep_every("profiles of jobs", partial(_profile_jobs, parts), every_s)
     if copy_limit.read(parts.db)["measured_s"] is None:

@@ -255,7 +255,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     yield _judged("devices", not facts.refused, facts.refused or count, "devices that can be used", facts.refused)
     for device in facts.devices:
         if device.unfit:
-            remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id} --check`"
+            remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id}`"
             yield Finding(f"device {device.id}", "fail", device.unfit, "", remedy)
     for reading in facts.readings or ():
         wrong = [reason for reason in (reading.lost, reading.unfit, *reading.faults) if reason]
@@ -270,7 +270,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         state: State = "fail" if wrong else "warn" if hot or errors or slowed else "ok"
         name = reading.device_id
         remedy = (
-            f"`appliance gpu drain {name}`; cool or reset it (docs/gpu.md); `appliance gpu undrain {name} --check`"
+            f"`appliance gpu drain {name}`; cool or reset it (docs/gpu.md); `appliance gpu undrain {name}`"
             if state != "ok"
             else ""
         )

@@ -18,7 +18,6 @@ from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
 from scheduler.handover.journal import Journal
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.loop.spare import Spare
 from scheduler.ray.effects import RayEffects
 
 
@@ -50,9 +49,6 @@ class LoopPort:
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         return self._loop.explain(policy)
-
-    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
-        return self._loop.spare(without, idle_for_s)
 
     def status(self) -> SchedulerStatus:
         return self._box_status.read()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from appliance.controller.devices import cordons, night_round
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.interfaces.ports import TRAINING_FAILED
 from appliance.controller.jobs import devices as job_devices
@@ -107,17 +107,10 @@ class SqliteStateStore:
             windows=mode_windows(self._db, self._size.serving_floor),
             jobs=tuple(self._job(row) for row in unfinished if row.phase != "validating" and row.wanted != "cancel"),
             deployments=self._live.bounded(
-                tuple(
-                    night_round.with_awake_again(
-                        self._db,
-                        [*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters)],
-                        time.time(),
-                    )
-                )
+                (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters))
             ),
             cordoned=frozenset(box.get(self._db, cordons.CORDONED, [])),
             max_asleep=self._live.max_asleep(),
-            measured=cordons.measured(self._db),
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:

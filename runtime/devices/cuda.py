@@ -66,7 +66,6 @@ class Cuda(TorchCuda):
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
     has_compiler = "vllm.utils.flashinfer:has_flashinfer"
-    report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
     steered_by = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_", "NVIDIA_TF32_OVERRIDE")

@@ -18,7 +18,7 @@ from runtime.devices.kind import Remark
 
 MOST_REPLACED_ROWS = 512  # of a GPU's memory; Azure hands a node back that has more
 MOST_LASTING_ERRORS = 4  # uncorrected ones of on-chip memory in a GPU's life, after which NVIDIA replaces it
-_RESET = "`appliance gpu drain`, `nvidia-smi --gpu-reset`, `appliance gpu undrain --check`, each with the device"
+_RESET = "`appliance gpu drain`, `nvidia-smi --gpu-reset`, `appliance gpu undrain`, each with the device"
 _RECOVERIES = {
     pynvml.NVML_GPU_RECOVERY_ACTION_NONE: "nothing",
     pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET: "a reset",
@@ -158,7 +158,7 @@ _CHECKS = (
         lambda lanes, _: lanes[0] >= lanes[1],
         lambda lanes: f"{lanes[0]} lanes of {lanes[1]}",
         "all of them",
-        "seat it anew, look at its slot and at the BIOS; `appliance doctor --deep` measures its copies",
+        "seat it anew, look at its slot and at the BIOS; `nvbandwidth` measures its copies",
     ),
     _Check(
         "links between devices",

@@ -1,24 +1,10 @@
-"""What makers and other published sources say of devices, by the name that the driver gives them.
-
-What a sound device reaches at least:
-
-- Copies, and all-reduce over eight: the thresholds of Azure's node health checks (azurehpc-health-checks, conf/), which
-  a node that is handed to a customer passes.
-- Its own memory: NVIDIA's minima for the test of memory bandwidth (DCGM, diag-skus.yaml).
-- Products of matrices: six tenths of the maker's figure for dense bfloat16. Large products of a sound device reach two
-  thirds to four fifths of it, and its power limit decides where in between.
-"""
+"""What makers publish of devices, by the name that the driver gives them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-GB = 1e9
 MIB = 2**20
-_PRODUCTS = 0.6
-_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +19,7 @@ class Accelerator:
     over_pcie: bool = False
 
 
-# A name is the words that a driver's name has, in any order, joined by dashes. In both tables the first row that fits
+# A name is the words that a driver's name has, in any order, joined by dashes. The first row that fits
 # counts: a narrower name stands before the wider one.
 ACCELERATORS = {
     "a10": Accelerator(23_028 * MIB, 125e12, 150, over_pcie=True),
@@ -56,50 +42,18 @@ ACCELERATORS = {
 _OTHER_FORMS = frozenset(("d", "laptop", "max", "mig", "nvl", "pcie"))
 
 
-def _copies(gb_per_s: int) -> dict[str, float]:
-    return {"to host": gb_per_s * GB, "from host": gb_per_s * GB}
-
-
-def _products(accelerator: str) -> dict[str, float]:
-    return {"products": _PRODUCTS * ACCELERATORS[accelerator].peak_flops}
-
-
-_A100_SXM_80GB = _copies(21) | {"memory": 1_173 * GB, "all-reduce of 8": 228 * GB} | _products("a100")
-
-# Bytes/s of copies and memory, FLOP/s of products, all-reduce over 8 devices.
-_RATES: dict[str, dict[str, float]] = {
-    "h200-nvl": _copies(48) | {"memory": 2_212 * GB},
-    "h200": _copies(48) | {"memory": 2_333 * GB, "all-reduce of 8": 431 * GB} | _products("h200"),
-    "h100-nvl": _copies(48),
-    "h100-pcie": _copies(48),
-    "h100-80gb": _copies(48) | {"memory": 1_905 * GB, "all-reduce of 8": 460 * GB} | _products("h100"),
-    "a100-sxm4-80gb": _A100_SXM_80GB,
-    "a100-sxm-80gb": _A100_SXM_80GB,  # as older drivers call it
-    "a100": _copies(21) | _products("a100"),
-    "b200": {"memory": 4_072 * GB} | _products("b200"),
-}
-
-
 def accelerator_called(name: str) -> Accelerator | None:
     """name: as a driver gives it ("NVIDIA A100-SXM4-80GB"). None for a form that the table does not have."""
-    return None if _words(name) & _OTHER_FORMS else _first(ACCELERATORS, name)
+    words = _words(name)
+    if words & _OTHER_FORMS:
+        return None
+    return next((row for key, row in ACCELERATORS.items() if words.issuperset(key.split("-"))), None)
 
 
 def peak_flops(name: str) -> float | None:
     """FLOP/s of dense bfloat16 that the maker says of a device of this name; None where it is in no row."""
-    least = published(name).get("products")
-    return None if least is None else least / _PRODUCTS
-
-
-def published(name: str) -> Mapping[str, float]:
-    """The least that a device of this name reaches, by the measures of `serve.load.device_rates`; empty where nothing
-    is published."""
-    return _first(_RATES, name) or {}
-
-
-def _first(table: Mapping[str, _Row], name: str) -> _Row | None:
-    words = _words(name)
-    return next((row for key, row in table.items() if words.issuperset(key.split("-"))), None)
+    found = accelerator_called(name)
+    return None if found is None else found.peak_flops
 
 
 def _words(name: str) -> frozenset[str]:

@@ -32,7 +32,6 @@ class Rocm(TorchCuda):
     hip = True
     context_bytes = 2 * 2**30
     asleep_bytes = 3 * 2**29
-    report_commands = (("rocm-smi", "--showall"),)
     runtime_library = "libamdhip64"
     runtime_prefix = "hip"
     untried = (

@@ -206,7 +206,6 @@ class DeploymentView:
     `pinned`: its `min_replicas` (at least one) have priority over all others and never go to training.
     `settings`: names how its engines are set up; an engine with others is replaced by one with these.
     `not_before_s`: end of backoff. `failed`: its last failure.
-    `awake_again`: replicas to have awake where nobody needs their devices: those that slept for a check of them.
     `anew`: why a running engine of another version is replaced by a new one, not given `version`; "" if it is. `wakes`:
     False if its engines cannot wake either, and so are stopped instead of put to sleep. `beside`: the model of which it
     is a version beside the one that answers; "" if it is a model of its own. `served`: with what the engine
@@ -230,7 +229,6 @@ class DeploymentView:
     failed: str = ""
     not_before_s: float = 0.0
     settings: str = ""
-    awake_again: int = 0
     anew: str = ""
     wakes: bool = True
     beside: str = ""
@@ -285,8 +283,7 @@ class ReplicaView:
 class Workload:
     """What the store holds; re-read in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. measured: those of
-    them that come back in a moment, as soon as they are measured: engines on them sleep. windows: mode
+    policy: set by a person at `policy_since_s`. cordoned: devices that an operator wants vacated. windows: mode
     windows (`scheduler.loop.mode_schedule.Window`); the latest start or end of one replaces a policy set before it.
     max_asleep: by node, the sleeping engines that its host has memory for; a node that is not in it: as many as are
     configured.
@@ -299,7 +296,6 @@ class Workload:
     windows: tuple[Any, ...] = ()
     policy_since_s: float = 0.0
     max_asleep: Mapping[str, int] = field(default_factory=dict)
-    measured: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +327,7 @@ class PlanInput:
 
     `busy_devices`: devices that a hand-over in progress touches; not available to the plan. `handover_id`: of the
     hand-over that carries this plan out; it names new replicas ("r<handover_id>-<n>"), so no two plans that are carried
-    out have the same. `measured`: unusable devices on which engines may sleep.
+    out have the same.
     """
 
     policy: Policy
@@ -343,4 +339,3 @@ class PlanInput:
     hysteresis: dict[str, Hysteresis] = field(default_factory=dict)
     handover_id: int = 0
     max_asleep: Mapping[str, int] = field(default_factory=dict)
-    measured: frozenset[str] = frozenset()

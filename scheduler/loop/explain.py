@@ -95,8 +95,6 @@ def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, plan_i
     if chain.side == "take":
         if requests:
             return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
-        if deployment.awake_again:
-            return "it slept while its devices were measured"
         if deployment.floor_replicas:
             return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
         return f"{mode_of(plan_input.policy)} gives serving its devices, and {model} was asked for lately"

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from scheduler.core.allocation import Allocation
@@ -39,7 +39,6 @@ from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
 from scheduler.loop.job_pauses import JobPauses
-from scheduler.loop.spare import Spare, spare
 from scheduler.loop.status_reporter import StatusReporter
 from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
@@ -194,13 +193,6 @@ class SchedulerLoop:
             trouble = self.trouble(deployment.model, deployment.version)
             if trouble is not None:
                 yield trouble
-
-    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
-        """What users would lose if these devices had to be left now (`scheduler.loop.spare`). Changes nothing."""
-        plan_input, now_s = self._plan_input(), self._clock.now_s()
-        now = plan(plan_input, now_s, self._config)
-        then = plan(self._plan_input(without=without), now_s, self._config)
-        return spare(now, then, plan_input, now_s, idle_for_s)
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the current one), and why. Changes nothing."""
@@ -504,13 +496,11 @@ class SchedulerLoop:
         *,
         box: Box | None = None,
         moving: dict[Holder, Transition] | None = None,
-        without: frozenset[str] = frozenset(),
     ) -> PlanInput:
-        workload = replace(self._workload, cordoned=self._workload.cordoned | without) if without else self._workload
         return view.plan_input(
             self.box if box is None else box,
             self._transitions if moving is None else moving,
-            workload,
+            self._workload,
             self._state.failures,
             self._state.reloads,
             self._pauses,

@@ -53,7 +53,6 @@ def plan_input(
         hysteresis=hysteresis,
         handover_id=handover_id,
         max_asleep=workload.max_asleep,
-        measured=workload.measured & workload.cordoned,
     )
 
 

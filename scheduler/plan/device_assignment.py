@@ -253,10 +253,6 @@ class DeviceAssignment:
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
                     counts[replica.model] += 1
-        for deployment in self.plan_input.deployments if eager else ():
-            missing = min(deployment.awake_again, deployment.max_replicas) - counts[deployment.model]
-            if missing > 0 and not idle.asleep(deployment, self.now_s):
-                self.add_replicas(deployment, missing)
 
     def let_sleep(self) -> None:
         """Put all other living replicas to sleep; stop the least recently used ones beyond the bounds: of the box, and
@@ -268,8 +264,7 @@ class DeviceAssignment:
         rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
         rest = [r for r in rest if self.deployments[r.model].wakes]
         # A "starting" replica that nobody waits for is left over from a crash: not trusted, stopped.
-        stays = self.works | self.plan_input.measured
-        rest = [r for r in rest if r.state != "starting" and stays.issuperset(r.devices)]
+        rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
         bound = self.config.max_resident_asleep

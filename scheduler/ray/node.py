@@ -21,7 +21,6 @@ from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.host_reading import read_memory
-from scheduler.devices.measure import DeviceProcesses
 from scheduler.devices.readings import DeviceReadings
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
@@ -108,9 +107,6 @@ class Node(NodeAgent, NodeCopies):
         self._tunnel_server = TunnelServer(node_config.address, shared, sockets=sockets, folders=folders)
         self._tunnels = Tunnels(shared)
         self._health = DeviceReadings(node_config.devices)
-        self._measures = DeviceProcesses(
-            node_config.devices, numa_bind=node_config.numa_bind, folder=node_config.run_dir
-        )
         self._adapters: AdapterServer | None = None
         self._home, self._leaves = ("", 0), False
 
@@ -131,13 +127,6 @@ class Node(NodeAgent, NodeCopies):
     async def readings(self, let_go: Collection[str]) -> tuple[Reading, ...]:
         """The health of this node's GPUs but of those to let go, by id; empty if it has none."""
         return await self._health.look(let_go)
-
-    async def measured_alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
-        """Measures one of this node's devices, as DeviceProcesses does. Raises NotMeasured, as the next one does."""
-        return await self._measures.alone(device_id)
-
-    async def measured_together(self, device_ids: list[str]) -> dict[str, float]:
-        return await self._measures.together(device_ids)
 
     async def tunnel_address(self) -> tuple[str, int]:
         """Where other nodes reach this one's engines and versions. The first call opens the tunnel server."""

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
 from scheduler.core.memory_reading import MemoryReading
-from scheduler.devices.measure import LIMIT_S, NotMeasured
 from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import actor_names, ask, find_actor, named_actor, within
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
@@ -41,7 +40,6 @@ FORGET_S = 10.0  # how long a deletion waits for another node; it may be in the 
 SILENT_LOOKS = 3  # a node that misses this many is silent: its tunnels may lead nowhere
 START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
-MEASURE_S = LIMIT_S + 20.0
 
 
 # Called with device ids, the job or model whose rank or engine died there, and why.
@@ -294,34 +292,6 @@ class Nodes:
             if isinstance(answer, BaseException) and not isinstance(answer, (RayError, TimeoutError)):
                 raise answer
         return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
-
-    async def measured_alone(self, name: str, device_id: str) -> tuple[dict[str, float], list[str]]:
-        """What a node measures of one of its devices (`scheduler.devices.measure`). Raises NotMeasured. Cancelled, it
-        ends there too."""
-        rates, wrong = await self._measured(name, "measured_alone", device_id)
-        return rates, wrong
-
-    async def measured_together(self, name: str, device_ids: list[str]) -> dict[str, float]:
-        """Like `measured_alone`, for several devices together."""
-        rates: dict[str, float] = await self._measured(name, "measured_together", device_ids)
-        return rates
-
-    async def _measured(self, name: str, method: str, argument: Any) -> Any:
-        known = self._known.get(name)
-        if known is None:
-            raise NotMeasured(f"its node {name} is gone")
-        answer = getattr(known.actor, method).remote(argument)
-        try:
-            async with asyncio.timeout(MEASURE_S):
-                return await answer
-        except RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            raise (cause if isinstance(cause, NotMeasured) else NotMeasured(f"its node {name}: {error}")) from error
-        except (RayError, TimeoutError) as error:
-            raise NotMeasured(f"its node {name} does not answer") from error
-        except asyncio.CancelledError:
-            ray.cancel(answer)
-            raise
 
     async def wait_warm(self, node_config: NodeConfig, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent accepts requests."""

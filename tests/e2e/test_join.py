@@ -77,8 +77,6 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     )
     assert refused.returncode == 1 and "unknown, used or too old" in refused.stderr, refused
 
-    assert "n1/0 all-reduce of 2" in measured(home, "n1/0"), "it was not measured with the one beside it"
-
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert len(away.pids_logging_to("engine-*.log")) >= 2
@@ -167,19 +165,11 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     adapter = done["fine_tuned_model"]
     said = answers(home, adapter)
     join(home, away, head)
-    measured(home, "n1/0")  # alone: an engine may be awake beside it
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert answers(home, adapter, of_engines=3) == said != answers(home)
     # The other node is there when the box ends, and ends with it.
-
-
-def measured(home, device: str) -> set[str]:
-    """What its node's own agent measures of it."""
-    found = {row["check"]: row["state"] for row in home.ask("doctor", "--deep", device, timeout_s=600)["data"]}
-    assert {f"{device} memory", f"{device} products"} <= found.keys() and set(found.values()) <= {"ok", "warn"}, found
-    return set(found)
 
 
 def messages(home, job: str) -> list[str]:

@@ -36,7 +36,6 @@ from scheduler.core.idle import Idle, IdleSettings
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
 from scheduler.handover.journal import MemoryJournal
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.loop.spare import Spare
 from scheduler.simulator.virtual_time import VirtualClock, VirtualLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 
@@ -215,30 +214,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cordon_or_lift(self, device: str) -> None:
         self.store.cordoned ^= {device}
         self.changed()
-
-    @rule(device=st.sampled_from([d.id for d in BOX]), wait_s=seconds, idle_for_s=st.sampled_from([None, 0.0, 30.0]))
-    def measure(self, device: str, wait_s: float, idle_for_s: float | None) -> None:
-        """As the doctor does it by night; what slept for it is to be awake again where nobody else needs the device."""
-        spare = self.aio.run_until_complete(self._spare(device, idle_for_s))
-        if spare.costs or device in self.store.cordoned:
-            return
-        self.store.cordoned |= {device}
-        self.store.measured |= {device}
-        self.changed()
-        self.pass_time(wait_s)
-        self.store.cordoned -= {device}
-        self.store.measured -= {device}
-        for model, count in spare.asleep.items():
-            deployment = self.store.deployments[model]
-            self.store.deployments[model] = replace(deployment, awake_again=count)
-        self.changed()
-        self.pass_time(wait_s)
-        for model in spare.asleep:
-            self.store.deployments[model] = replace(self.store.deployments[model], awake_again=0)
-        self.changed()
-
-    async def _spare(self, device: str, idle_for_s: float | None) -> Spare:
-        return self.loop.spare(frozenset({device}), idle_for_s)
 
     @rule()
     def node_comes_or_goes(self) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.cordons import CORDONED
-from appliance.controller.devices.deep_checks import DeepChecks
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import (
@@ -36,7 +35,6 @@ from appliance.store.records import box, handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
-from scheduler.loop.spare import Spare
 from serve.core import sampling
 from serve.core.config import EngineConfig
 
@@ -82,12 +80,6 @@ class SimulatedScheduler:
 
     def reset_failures(self, model: str) -> None:
         self.failures_reset.append(model)
-
-    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
-        """`awake`: models with one engine each, on this device. `quiet`: those of them that nobody asks."""
-        lost = {model: 1 for model, at in self.awake.items() if at in without}
-        needed = [model for model in lost if idle_for_s is None or model not in self.quiet]
-        return Spare(f"{needed[0]} would have 0 awake engines instead of 1" if needed else "", {} if needed else lost)
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
@@ -344,27 +336,6 @@ class SimulatedNodes:
         return [{**node, **there, **more} for node, more in zip((home, away), free, strict=True)]
 
 
-class SimulatedMeasure:
-    """Devices that all reach what `rates` says; `wrong`: what one does wrong, by its id. With `begun` set a measure
-    waits for `go_on`."""
-
-    def __init__(self) -> None:
-        self.rates = {"from host": 10e9, "products": 1e12}
-        self.wrong: dict[str, list[str]] = {}
-        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
-        self.go_on.set()
-        self.together_of: list[list[str]] = []
-
-    async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
-        self.begun.set()
-        await self.go_on.wait()
-        return dict(self.rates), self.wrong.get(device_id, [])
-
-    async def together(self, device_ids: list[str]) -> dict[str, float]:
-        self.together_of.append(device_ids)
-        return {f"all-reduce of {len(device_ids)}": 5e9}
-
-
 async def nothing_found() -> dict[str, Any]:
     return {"exit_code": 0, "data": [], "at_s": time.time()}
 
@@ -376,17 +347,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
     for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
     scheduler = SimulatedScheduler(db)
-    deep_checks = DeepChecks(
-        db,
-        scheduler,  # type: ignore[arg-type]
-        SimulatedMeasure(),
-        lambda: 0,
-        lambda device_id, fault: None,
-        60.0,
-        look_every_s=0.01,
-    )
     return ControllerContext(
-        deep_checks=deep_checks,
         doctor=nothing_found,
         db=db,
         files_dir=files_dir,

@@ -33,12 +33,9 @@ SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
     "appliance.tracking",
-    "appliance.support",
     "appliance.doctor",
     "appliance.boot",
-    "appliance.bundle",
     "appliance.backup",
-    "appliance.cli.releases",
     "appliance.cli.box",
     "appliance.cli.models",
     "appliance.cli.jobs",
@@ -83,7 +80,6 @@ SUBPACKAGES = (
     "appliance.gateway.answers",
     "appliance.gateway.core",
     "appliance.ui",
-    "appliance.bundle.carried",
     "appliance.models",
     "appliance.power",
     "appliance.store.upkeep",
@@ -302,7 +298,10 @@ OF_A_MAKER = re.compile(
 )
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
-OF_EVERY_KIND = {("serve/core/model_settings.py", "max-cudagraph-capture-size")}
+OF_EVERY_KIND = {
+    ("appliance/cli/box/support.py", "nvidia-smi"),  # left out where it is not installed
+    ("serve/core/model_settings.py", "max-cudagraph-capture-size"),
+}
 
 
 def _words(node: ast.AST) -> list[str]:
@@ -390,6 +389,7 @@ def test_the_command_line_is_a_thin_client():
         "locate": ("appliance.DEFAULT_DATA_DIR", "appliance.DEFAULT_PORT"),
         "own_process": ("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
         "box/local": tuple(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
+        "box/support": tuple(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
         "box/up": (
             *("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
             *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
@@ -552,9 +552,6 @@ ONE_SHOT = "it has an end of its own, and says in the store or to its caller wha
 FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
-    "appliance/controller/devices/deep_checks.py DeepChecks._unless_wanted": AWAITED,
-    "appliance/controller/devices/deep_checks.py DeepChecks.before_return": ONE_SHOT,
-    "scheduler/devices/measure.py DeviceProcesses.together": AWAITED,
     "train/control/group.py Group._asked": "ends the group",
     "appliance/controller/batches/background_responses.py BackgroundResponses._send_some": ONE_SHOT,
     "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,

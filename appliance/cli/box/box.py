@@ -62,8 +62,6 @@ def up(
     from appliance.cli.box.up import MainProcess  # fenced, for the time of `--help`
 
     settings = resolved(config, data_dir=data_dir, host=host, port=port, devices=_devices(devices))
-    if config is not None:
-        os.environ["APPLIANCE_CONFIG"] = str(config.resolve())  # `appliance upgrade` starts the box again with it
     folder = Path(settings.box.data_dir)
     process = MainProcess(settings.model_dump_json(), folder, detach=detach)
     asked_to_stop = [] if detach else _forward_signals(process)

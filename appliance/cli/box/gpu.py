@@ -8,11 +8,10 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import EVERY, WATCH, Session, box_command, group
-from appliance.cli.operations import CHECK_TIMEOUT_S, TIMEOUT, Patience
+from appliance.cli.operations import TIMEOUT, Patience
 from appliance.cli.paths import segment
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
-_OUT_OF_USE = {"box": "cordoned", "check": "in check"}
 DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` names it, e.g. n0/3.")]
 
 
@@ -48,20 +47,10 @@ def drain(
     session.show(answer, _state)
 
 
-@box_command(app, "appliance gpu undrain n0/3", "appliance gpu undrain n0/3 --check")
-def undrain(
-    session: Session,
-    device: DEVICE,
-    check: Annotated[
-        bool, typer.Option("--check", help="Measure it first; one that is slow or computes wrong stays out of use.")
-    ] = False,
-) -> None:
+@box_command(app, "appliance gpu undrain n0/3")
+def undrain(session: Session, device: DEVICE) -> None:
     """Put a device back into use, whether a person or the box itself took it out."""
-    path = f"/admin/v1/devices/{device}/undrain"
-    if check:
-        session.show(session.client.send("POST", path, body={"check": True}, timeout_s=CHECK_TIMEOUT_S), _state)
-    else:
-        session.show(session.client.post(path), _state)
+    session.show(session.client.post(f"/admin/v1/devices/{device}/undrain"), _state)
 
 
 @box_command(app, "appliance gpu forget n1")
@@ -92,7 +81,7 @@ def health(device: dict[str, Any]) -> str:
     """The health as the box says it; for a device that drains and that nobody holds, what it is instead."""
     if device["health"] != "draining" or device.get("holder") is not None:
         return device["health"]
-    return _OUT_OF_USE.get(device.get("cordon"), "drained")
+    return "cordoned" if device.get("cordon") == "box" else "drained"
 
 
 def _until_free(session: Session, device_id: str, device: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:

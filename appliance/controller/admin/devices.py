@@ -6,32 +6,19 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import StringConstraints
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.meters import metered
-from appliance.controller.http.presence import while_present
 from appliance.controller.http.reading import Readings, Status
 from appliance.controller.http.strict_body import StrictBody
-from appliance.controller.interfaces.errors import Conflict, NotFound, OperationFailed, shown
+from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs.events import add_message
 from appliance.store.objects import jobs
-
-
-class Check(StrictBody):
-    """new_baseline: what is measured now is what later checks compare with."""
-
-    new_baseline: bool = False
-
-
-class Undrain(StrictBody):
-    """check: measure it first, and leave it where it is if it fails."""
-
-    check: bool = False
 
 
 class Drain(StrictBody):
@@ -44,16 +31,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/devices")
     def devices(now: Status, readings: Readings) -> dict[str, Any]:
-        checks = context.deep_checks.results()
-        shown_devices = metered(lost_nodes.in_view(db, now["devices"]), readings)
-        return {"object": "list", "data": [{**one, "check": checks.get(one["id"])} for one in shown_devices]}
-
-    @router.post("/devices/{device_id:path}/check")
-    async def check(device_id: str, request: Request, caller: Caller, body: Check | None = None) -> dict[str, Any]:
-        """Measures a device that can be spared: drains it, compares copies, products of matrices and an all-reduce with
-        its own baseline and with what is published, and gives it back; also if the client leaves. One that fails stays
-        out of use."""
-        return await _checked(context, request, device_id, caller, bool(body and body.new_baseline))
+        return {"object": "list", "data": metered(lost_nodes.in_view(db, now["devices"]), readings)}
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
@@ -63,11 +41,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return _known(context, device_id)
 
     @router.post("/devices/{device_id:path}/undrain")
-    async def undrain(device_id: str, request: Request, caller: Caller, body: Undrain | None = None) -> dict[str, Any]:
+    async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
         """Return the device to use. Idempotent."""
         _known(context, device_id)
-        if body is not None and body.check:
-            await _refuse_failing(context, request, device_id, caller)
         with db.transaction():
             cordons.undrain(db, device_id)
             record(context, caller, "device.undrain", device_id)
@@ -119,30 +95,3 @@ def _drain(context: ControllerContext, device: dict[str, Any], reason: str, call
             text = f"Device {device_id} is drained by an operator{why}; the job moves off it."
             add_message(db, holder["id"], text, level="warn", data={"device": device_id, "reason": reason})
     context.scheduler.nudge(f"drain of {device_id}", by)
-
-
-async def _checked(
-    context: ControllerContext, request: Request, device_id: str, caller: Principal, new_baseline: bool = False
-) -> dict[str, Any]:
-    """The result; the device goes back when whoever asked has left. Raises NotFound, Conflict."""
-    _known(context, device_id)
-    by = name_of(context, caller)
-    try:
-        return await while_present(request, context.deep_checks.check(device_id, by, new_baseline=new_baseline))
-    except OperationFailed as error:
-        record(context, caller, "device.check", device_id, outcome="refused", reason=str(error))
-        raise Conflict(f"{str(error)[0].upper()}{str(error)[1:]}.", param="device_id", code=error.code) from error
-
-
-async def _refuse_failing(context: ControllerContext, request: Request, device_id: str, caller: Principal) -> None:
-    """Measures the device. Raises Conflict if it fails."""
-    result = await _checked(context, request, device_id, caller)
-    record(context, caller, "device.check", device_id, state=result["state"])
-    wrong = [one for one in result["found"] if one["state"] == "fail"]
-    if wrong:
-        text = "; ".join(f"{one['measure']} is {one['found']}, wanted {one['wanted']}" for one in wrong)
-        raise Conflict(
-            f"{device_id} stays out of use: {text}. Without a check it goes back all the same.",
-            param="device_id",
-            code="device_fails",
-        )

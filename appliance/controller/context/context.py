@@ -17,7 +17,6 @@ from appliance.controller.context.paced import Paced
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import (
     BatchEngines,
-    DeepCheckPort,
     EngineSizer,
     KeySink,
     ModelOps,
@@ -48,7 +47,7 @@ class ControllerContext:
     what owners may ask at will and every gateway gets a new table for. device_readings: the newest of each device that
     reports any.
     open_engines: model and socket of each engine that answers requests, by replica.
-    deep_checks: of devices, one at a time. wandb_mode: as [tracking] has it.
+    wandb_mode: as [tracking] has it.
     power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
 
     db: Database
@@ -65,7 +64,6 @@ class ControllerContext:
     settings_check: SettingsCheck
     nodes: NodePort
     opening: Opening
-    deep_checks: DeepCheckPort
     doctor: Callable[[], Awaitable[dict[str, Any]]]
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     models_leaving: set[str] = field(default_factory=set)

@@ -7,7 +7,7 @@ numbers those behind it again. What is said of a device that is not there is kep
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ DRAINS = "drained_devices"
 FAILING = "cordon_reasons"
 TRIALS = "device_trials"
 IDENTITIES = "device_identities"
-CHECKED = "devices_in_check"
 
 
 def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
@@ -39,28 +38,9 @@ def undrain(db: Database, device_id: str) -> bool:
     with db.transaction():
         drains, cordoned = box.get(db, DRAINS, {}), box.get(db, CORDONED, [])
         drains.pop(device_id, None)
-        checked = box.get(db, CHECKED, {})
         box.put(db, DRAINS, drains)
-        box.put(db, CHECKED, {name: record for name, record in checked.items() if name != device_id})
         box.put(db, CORDONED, [d for d in cordoned if d != device_id])
         return device_id in cordoned
-
-
-def check(db: Database, device_ids: Collection[str], by: str, now_s: float) -> None:
-    """Take devices out of use for as long as they are measured."""
-    with db.transaction():
-        begun = {device_id: {"by": by, "since_s": now_s} for device_id in device_ids}
-        box.put(db, CHECKED, {**box.get(db, CHECKED, {}), **begun})
-        box.put(db, CORDONED, sorted({*box.get(db, CORDONED, []), *device_ids}))
-
-
-def checks_are_over(db: Database, device_ids: Collection[str]) -> None:
-    """Give back what `check` took, unless a person drained it meanwhile, or the box cordoned it."""
-    with db.transaction():
-        checked, others = box.get(db, CHECKED, {}), {**box.get(db, DRAINS, {}), **box.get(db, FAILING, {})}
-        back = {name for name in device_ids if name in checked and name not in others}
-        box.put(db, CHECKED, {name: record for name, record in checked.items() if name not in device_ids})
-        box.put(db, CORDONED, [name for name in box.get(db, CORDONED, []) if name not in back])
 
 
 def renamed(known: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +67,7 @@ def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str
         known = {device_id: uuid for device_id, uuid in all_known.items() if device_id.startswith(f"{node}/")}
         names = renamed(known, present)
         box.put(db, CORDONED, sorted(names.get(name, name) for name in box.get(db, CORDONED, [])))
-        for table in (DRAINS, FAILING, TRIALS, CHECKED):
+        for table in (DRAINS, FAILING, TRIALS):
             box.put(db, table, {names.get(name, name): record for name, record in box.get(db, table, {}).items()})
         now = {device_id: uuid or known.get(device_id, "") for device_id, uuid in present.items()}
         rest = {device_id: uuid for device_id, uuid in all_known.items() if device_id not in known}
@@ -99,40 +79,30 @@ def follow(db: Database, node: str, present: Mapping[str, str]) -> dict[str, str
 class Cordons:
     """All cordons from one read of the store, by device id. `drains`: {"reason", "by", "since_s"} of devices that a
     person drained; `failing`: why the scheduler cordoned one; `trials`: {"cordons", "at_s"} of those that it will try
-    again by itself; `checked`: {"by", "since_s"} of those that are out of use for a deep check alone."""
+    again by itself."""
 
     drains: dict[str, dict[str, Any]]
     failing: dict[str, str]
     trials: dict[str, dict[str, Any]]
-    checked: dict[str, dict[str, Any]]
     cordoned: frozenset[str]
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
         """A device with its health from the store, `drain` (None if nobody drained it), and `cordon`: what keeps it out
-        of use, "person", "box", or "check" while it is measured; None for what is not said here (its node leaves)."""
+        of use, "person" or "box"; None for what is not said here (its node leaves)."""
         if device["id"] not in self.cordoned:
             # The loop's view lags: a device that was just put back still drains in it.
             lags = device["health"] == "draining" and device.get("health_reason") == LOOP_SAYS
             back = {"health": "ok", "health_reason": ""} if lags else {}
             return {**device, **back, "drain": None, "cordon": None}
         drained, why = self.drains.get(device["id"]), self.failing.get(device["id"])
-        checked = self.checked.get(device["id"])
-        cordon = "person" if drained else "check" if checked and not why else "box"
+        cordon = "person" if drained else "box"
         if why and (trial := self.trials.get(device["id"])) is not None:
             why += f"; it is tried again in {max(0.0, trial['at_s'] - time.time()):.0f} s"
         health = "draining" if device["health"] == "ok" else device["health"]
         if drained:
             why = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
-        elif checked and not why:
-            why = f"a deep check, asked for by {checked['by']}"
         reason = why or device.get("health_reason", "")
         return {**device, "health": health, "health_reason": reason, "drain": drained, "cordon": cordon}
-
-
-def measured(db: Database) -> frozenset[str]:
-    """Devices that are out of use for a deep check alone: they come back in a moment."""
-    others = {**box.get(db, DRAINS, {}), **box.get(db, FAILING, {})}
-    return frozenset(name for name in box.get(db, CHECKED, {}) if name not in others)
 
 
 def read(db: Database) -> Cordons:
@@ -140,6 +110,5 @@ def read(db: Database) -> Cordons:
         box.get(db, DRAINS, {}),
         box.get(db, FAILING, {}),
         box.get(db, TRIALS, {}),
-        box.get(db, CHECKED, {}),
         frozenset(box.get(db, CORDONED, [])),
     )

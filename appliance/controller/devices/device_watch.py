@@ -10,7 +10,6 @@ node stay visible (appliance/controller/devices/lost_nodes.py).
 from __future__ import annotations
 
 import logging
-import math
 import sqlite3
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.cordons import CHECKED, CORDONED, DRAINS, FAILING, TRIALS
+from appliance.controller.devices.cordons import CORDONED, DRAINS, FAILING, TRIALS
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit, box
@@ -27,12 +26,11 @@ from appliance.store.rows import AuditRow
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Death, Fault, failing, trial_after_s
+from scheduler.devices.health import Death, failing, trial_after_s
 
 log = logging.getLogger(__name__)
 
 KEPT_READINGS = 120
-CHECK_PATIENCE_S = 1800.0
 
 
 class DeviceWatch:
@@ -52,29 +50,6 @@ class DeviceWatch:
         self._deaths: deque[Death] = deque(maxlen=1000)
         self._ours: set[str] = set(box.get(db, FAILING, {}))
         self._trials: dict[str, dict[str, Any]] = box.get(db, TRIALS, {})
-        self._check: Callable[[str], None] | None = None
-        self._in_check: dict[str, float] = {}  # since when
-        self._sound: set[str] = set()
-        self._unsound: dict[str, Fault] = {}
-
-    def checks_with(self, check: Callable[[str], None]) -> None:
-        """From now on a device that is to be tried again is measured first: `check` begins that, and `measured` is told
-        what came of it."""
-        self._check = check
-
-    def measured(self, device_id: str, fault: Fault | None) -> None:
-        """A deep check found this of a device (None: it is sound). What a person drained is theirs to judge."""
-        self._in_check.pop(device_id, None)
-        if device_id in box.get(self._db, DRAINS, {}):
-            return
-        if fault is None:
-            self._unsound.pop(device_id, None)
-            if device_id in self._ours:
-                self._sound.add(device_id)
-        else:
-            self._sound.discard(device_id)
-            self._unsound[device_id] = fault
-        self.judge()
 
     async def look(self) -> None:
         """Read and judge; called every `device_check_s`. What a person drained is let go, so that it can be reset, and
@@ -161,35 +136,31 @@ class DeviceWatch:
             if device_id not in cordoned and now_s - trial["at_s"] > self._config.death_window_s:
                 del self._trials[device_id]  # it has worked long enough
         readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
-        found = {**self._unsound, **failing(readings, self._deaths, now_s, self._config, self._trials)}
-        # What is out of use for its check alone goes back after it, unless the check found something.
-        out = cordoned - (box.get(self._db, CHECKED, {}).keys() - self._ours)
-        fresh = {device_id: failure for device_id, failure in found.items() if device_id not in out}
+        found = failing(readings, self._deaths, now_s, self._config, self._trials)
+        fresh = {device_id: failure for device_id, failure in found.items() if device_id not in cordoned}
         # Memory changes only after the write: with a full disk the next check finds everything again.
         trials = dict(self._trials)
         for device_id, failure in fresh.items():
             cordons = trials.pop(device_id, {"cordons": 0})["cordons"] + 1
             if failure.may_pass:
                 trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
-        lifted, worse = self._due(readings, cordoned, trials, now_s)
-        if not fresh and not lifted and not worse and set(box.get(self._db, FAILING, {})) == self._ours:
+        lifted = self._due(readings, cordoned, trials, now_s)
+        if not fresh and not lifted and set(box.get(self._db, FAILING, {})) == self._ours:
             self._trials = trials
             return
         ours = (self._ours | set(fresh)) - lifted
         with self._db.transaction():
-            reasons = box.get(self._db, FAILING, {}) | {name: fault.reason for name, fault in (fresh | worse).items()}
+            reasons = box.get(self._db, FAILING, {}) | {name: fault.reason for name, fault in fresh.items()}
             box.put(self._db, CORDONED, sorted((cordoned | set(fresh)) - lifted))
             box.put(self._db, FAILING, {device_id: reasons[device_id] for device_id in sorted(ours)})
             box.put(self._db, TRIALS, trials)
-            for device_id, failure in (fresh | worse).items():
+            for device_id, failure in fresh.items():
                 self._tell("device.cordon", device_id, {"reason": failure.reason})
             for device_id in sorted(lifted):
                 self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {reasons[device_id]}"})
         self._ours, self._trials = ours, trials
         for device_id in lifted:
             self._forget(device_id)
-        for device_id in fresh.keys() | worse.keys():
-            self._unsound.pop(device_id, None)
         self._on_change()
 
     def _due(
@@ -198,50 +169,26 @@ class DeviceWatch:
         cordoned: set[str],
         trials: dict[str, dict[str, Any]],
         now_s: float,
-    ) -> tuple[set[str], dict[str, Fault]]:
-        """Devices to try again now, of those that are there (another is kept by its UUID), and those that a deep check
-        has just found unsound. One of these, or one that its driver still reports as bad, waits once more, in
-        `trials`; one that is to be measured first waits for that."""
+    ) -> set[str]:
+        """Devices to try again now, of those that are there (another is kept by its UUID). One that its driver still
+        reports as bad waits once more, in `trials`."""
         drained = box.get(self._db, DRAINS, {})
         due = {
             device_id
             for device_id in self._ours & cordoned & trials.keys() - drained.keys()
             if "/" in device_id and now_s >= trials[device_id]["at_s"]
         }
-        for device_id in (
-            due
-            & failing(
-                {name: told[-1:] for name, told in readings.items()},
-                (),
-                now_s,
-                self._config.model_copy(update={"hot_for_s": 0.0}),
-            ).keys()
-        ):
+        newest = {name: told[-1:] for name, told in readings.items()}
+        for device_id in due & failing(newest, (), now_s, self._config.model_copy(update={"hot_for_s": 0.0})).keys():
             self._wait_once_more(trials, device_id, now_s)
             due.discard(device_id)
-        worse = {device_id: fault for device_id, fault in self._unsound.items() if device_id in self._ours & cordoned}
-        for device_id, fault in worse.items():
-            if fault.may_pass:
-                self._wait_once_more(trials, device_id, now_s)
-            else:
-                trials.pop(device_id, None)
-        due -= worse.keys()
-        if self._check is not None:
-            for device_id in due - self._sound:
-                # One that was never answered for, because it broke off with an error, is asked for again.
-                if now_s - self._in_check.get(device_id, -math.inf) > CHECK_PATIENCE_S:
-                    self._in_check[device_id] = now_s
-                    self._check(device_id)
-            due &= self._sound
-        return due, worse
+        return due
 
     def _wait_once_more(self, trials: dict[str, dict[str, Any]], device_id: str, now_s: float) -> None:
         cordons = trials.get(device_id, {"cordons": 0})["cordons"] + 1
         trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
 
     def _forget(self, device_id: str) -> None:
-        self._sound.discard(device_id)
-        self._unsound.pop(device_id, None)
         self._readings.pop(device_id, None)
         self._deaths = deque((d for d in self._deaths if d.device_id != device_id), maxlen=self._deaths.maxlen)
 

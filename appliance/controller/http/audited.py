@@ -66,7 +66,6 @@ CHANGES: Mapping[Route, Change] = {
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): Change("job.resume", _JOB),
     ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): Change("permission.create", ("first_id",)),
     ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): Change("permission.delete"),
-    ("POST", "/admin/v1/devices/{device_id:path}/check"): Change("device.check", ("state",)),
     ("POST", "/admin/v1/forget"): Change("owner.forget"),
     ("POST", "/admin/v1/sessions"): Change("session.create", ("key", "agent")),
     ("DELETE", "/admin/v1/sessions/{session_id}"): Change("session.end"),

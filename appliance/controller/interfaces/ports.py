@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 from appliance.store.rows import ModelRow, VersionRow
 from scheduler.core.workload import Policy, PolicyKind
-from scheduler.loop.spare import Spare
 from serve.core.model_settings import ModelSettings
 from serve.core.sizing import EngineSize
 
@@ -96,9 +95,6 @@ class SchedulerPort(Protocol):
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """What would be done under this policy (None: the current one), and why (`scheduler.loop.explain`). Changes
         nothing."""
-
-    def spare(self, without: frozenset[str], idle_for_s: float | None = None) -> Spare:
-        """What users would lose if these devices had to be left now (`scheduler.loop.spare`). Changes nothing."""
 
     async def wait_handover(self, handover_id: str) -> None:
         """Returns when nothing is left to do for the mode whose first hand-over this was (its row in the store says how
@@ -309,32 +305,8 @@ class LineReturned(Exception):
         self.yielded = yielded
 
 
-DEVICE_FAILED = "device_failed"
-"""The code of an OperationFailed of which the device may be the cause."""
 TRAINING_FAILED = "training_failed"
 """The code of a job that failed once it ran."""
-
-
-class DeviceMeasure(Protocol):
-    """Measures devices that nobody holds, each on its node (`serve.load.device_rates`). Cancelled, it ends at once."""
-
-    async def alone(self, device_id: str) -> tuple[dict[str, float], list[str]]:
-        """The rates of one device by measure, and what it did wrong. Raises OperationFailed if it cannot be measured,
-        with the code DEVICE_FAILED unless its node or others' programs are why."""
-
-    async def together(self, device_ids: list[str]) -> dict[str, float]:
-        """The rate of an all-reduce over these devices of one node, under its measure. Raises OperationFailed."""
-
-
-class DeepCheckPort(Protocol):
-    """The doctor's deep checks (`appliance.controller.devices.deep_checks`)."""
-
-    async def check(self, device_id: str, by: str, *, new_baseline: bool = False) -> dict[str, Any]:
-        """Drain, measure, give back: {"device", "at_s", "state", "found", "rates"}. Raises OperationFailed. Cancelled,
-        it gives the device back first."""
-
-    def results(self) -> dict[str, dict[str, Any]]:
-        """The newest result of each device, by id."""
 
 
 class NodePort(Protocol):

@@ -89,7 +89,6 @@ print(sorted({{one.partition(".")[0] for one in sys.modules}}))
         ("job submit --model m --file file-1 --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("chat m hello --url http://127.0.0.1:1", 6, "cannot reach the box"),
         ("up", 2, "the client alone"),
-        ("bundle list", 2, "the client alone"),
         ("simulate --trace x.csv", 2, "appliance[client] alone"),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from appliance.cli.box import support
-from appliance.cli.client import Address, Client
 from appliance.cli.models import engine_settings
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.store.database import Database
@@ -25,14 +23,12 @@ def test_a_free_device_is_drained_shown_and_put_back(box: ControlledBox):
 
 def test_a_device_that_nobody_drained_is_not_said_to_be(box: ControlledBox):
     with Database(box.context.db.path) as db:
-        cordons.check(db, ["n0/1", "n0/2"], "box", 0.0)
+        records.put(db, cordons.FAILING, {"n0/1": "two deaths", "n0/2": "two deaths"})
+        records.put(db, cordons.CORDONED, ["n0/1", "n0/2"])
     box.context.scheduler.devices[2]["holder"] = {"kind": "replica", "id": "r1-0"}
     seen = [line.split() for line in box.run("gpu", "list").stdout.splitlines()]
-    assert " ".join(seen[2][-10:]) == "in check - a deep check, asked for by box"
+    assert seen[2][-4:] == ["cordoned", "-", "two", "deaths"]
     assert "draining" in seen[3], "its engine leaves it"
-    with Database(box.context.db.path) as db:
-        records.put(db, cordons.FAILING, {"n0/1": "two deaths"})
-    assert "cordoned" in box.run("gpu", "list").stdout.splitlines()[2]
 
 
 def test_a_device_whose_node_leaves_says_so(box: ControlledBox):
@@ -118,25 +114,3 @@ def test_what_devices_tell_of_themselves_stands_in_the_list_where_any_does(box: 
     assert head.split()[3:8] == ["MEMORY", "USED", "HEAT", "POWER", "BUSY"]
     assert "61 °C" in first and "690 W of 700 W (power cap)" in first
     assert box.json("status")["devices"][1]["meters"]["power_w"] == 690.4
-
-
-def test_deep_checks_show_every_device_and_refuse_in_words(box: ControlledBox):
-    found = box.run("doctor", "--deep", "n0/3", "--all")
-    assert found.exit_code == 0 and "n0/3 products" in found.stdout and "1 TFLOP/s" in found.stdout, found.output
-    box.context.scheduler.awake = {"starter": "n0/1"}
-    assert box.run("doctor", "--deep", "n0/1").exit_code == 2, "who names a device wants to know"
-    everything = box.json("doctor", "--deep")
-    assert [one["state"] for one in everything["data"] if one["check"] == "n0/1"] == ["skip"]
-    assert len({one["check"].split()[0] for one in everything["data"]}) == 8
-    box.context.deep_checks._measure.wrong = {"n0/2": ["a product was not exact"]}
-    bad = box.run("doctor", "--deep", "n0/2")
-    assert bad.exit_code == 1 and "FAIL" in bad.stdout
-    assert box.run("doctor", "n0/2").exit_code == 2 and "belong to --deep" in box.run("doctor", "n0/2").stderr
-    assert box.run("gpu", "undrain", "n0/2", "--check").exit_code == 5
-
-
-def test_a_support_bundle_asks_the_box_for_what_it_has(box: ControlledBox):
-    """Its list of devices was asked for under a name that no route has, and every bundle went without."""
-    client = Client(Address(socket_path=str(box.data_dir / "controller.sock")))
-    for path, query in support.ASKED.values():
-        assert client.get(path, **query), path

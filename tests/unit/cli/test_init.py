@@ -68,7 +68,7 @@ def test_what_is_written_is_accepted_and_differs_from_the_defaults(name, tmp_pat
 
     allowed = {"controller.retention.job_data_days", "backup.keep", "serve.max_replicas"}  # said for the reader's sake
     assert set(same(told, defaults)) <= allowed
-    assert config["doctor"]["deep_at"] and config["box"]["serving_floor"] >= 1
+    assert config["box"]["serving_floor"] >= 1
 
 
 @pytest.mark.parametrize("sector", SECTORS)

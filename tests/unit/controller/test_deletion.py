@@ -114,7 +114,6 @@ FEW = {
     "deployments": "one of a model",
     "device_time": "at most the limit of housekeeping's rounds",
     "idempotency": "one of a key",
-    "main": "the box is stopped while its database is taken back (bundle/rollback.py)",
     "model_settings": "what is more than a model keeps",
     "models": "its versions have gone",
     "model_shares": "one of an owner",

@@ -7,15 +7,14 @@ import sqlite3
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.cordons import CORDONED, FAILING, TRIALS
-from appliance.controller.devices.device_watch import CHECK_PATIENCE_S, DeviceWatch
+from appliance.controller.devices.cordons import CORDONED, FAILING
+from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.meters import metered
 from appliance.store.records import audit, box
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
-from scheduler.devices.health import Fault
 
 
 @pytest.fixture
@@ -274,54 +273,3 @@ def test_logical_devices_leave_no_identity(db, watch):
     cordons.drain(db, "n0/1", "", "ann", 1.0)
     watch.found(logical_devices(4))
     assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}
-
-
-def _due_for_a_check(db):
-    """Of n0/3, which died twice and has waited its minute: the clock, its watch, and what is asked to be measured."""
-    clock = Clock()
-    watch, asked = clock.watch(db), []
-    watch.checks_with(asked.append)
-    for _ in range(2):
-        watch.died(("n0/3",), "job a", "died")
-    clock.now_s += 61
-    return clock, watch, asked
-
-
-async def test_a_device_is_measured_before_it_is_tried_again(db):
-    """One that is still slow waits once more, and says why; one that is sound goes back."""
-    clock, watch, asked = _due_for_a_check(db)
-    for _ in range(2):
-        watch.judge()
-    assert asked == ["n0/3"] and box.get(db, CORDONED) == ["n0/3"], "asked once, and not back before the answer"
-    watch.measured("n0/3", Fault("is slow by a deep check (products)", may_pass=True))
-    assert box.get(db, CORDONED) == ["n0/3"] and box.get(db, FAILING) == {"n0/3": "is slow by a deep check (products)"}
-    assert box.get(db, TRIALS)["n0/3"] == {"cordons": 2, "at_s": clock.now_s + 120}
-    clock.now_s += 121
-    watch.judge()
-    watch.measured("n0/3", None)
-    assert asked == ["n0/3"] * 2 and box.get(db, CORDONED) == [] and box.get(db, FAILING) == {}
-
-
-async def test_a_check_that_broke_off_keeps_no_device_out_of_use_for_ever(db):
-    clock, watch, asked = _due_for_a_check(db)
-    watch.judge()
-    clock.now_s += CHECK_PATIENCE_S + 1
-    watch.judge()
-    assert asked == ["n0/3"] * 2
-    watch.measured("n0/3", None)
-    assert box.get(db, CORDONED) == []
-
-
-async def test_a_slow_device_that_nobody_had_cordoned_is(db):
-    clock = Clock()
-    watch = clock.watch(db)
-    watch.measured("n0/3", Fault("is slow by a deep check (products)", may_pass=True))
-    assert box.get(db, CORDONED) == ["n0/3"] and box.get(db, TRIALS)["n0/3"]["cordons"] == 1
-    cordons.undrain(db, "n0/3")
-    watch.judge()
-    assert box.get(db, CORDONED) == [], "whoever puts it back is believed"
-    cordons.drain(db, "n0/4", "", "ann", 1.0)
-    watch.measured("n0/4", Fault("is slow by a deep check (products)", may_pass=True))
-    cordons.undrain(db, "n0/4")
-    watch.judge()
-    assert box.get(db, CORDONED) == [], "what a person drained is theirs to judge"

@@ -72,7 +72,6 @@ NOT_ONCE = {
     "/admin/v1/jobs/{job_id}/release": _AGAIN_SAME,
     "/admin/v1/devices/{device_id:path}/drain": _AGAIN_SAME,
     "/admin/v1/devices/{device_id:path}/undrain": _AGAIN_SAME,
-    "/admin/v1/devices/{device_id:path}/check": "what is measured replaces what was",
     "/admin/v1/forget": "what is gone is gone",
 }
 """POSTs that know no Idempotency-Key, and why."""

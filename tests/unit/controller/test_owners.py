@@ -192,7 +192,6 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("POST", "/admin/v1/models/{name:path}/profile"),
             ("POST", "/admin/v1/devices/{device_id:path}/drain"),
             ("POST", "/admin/v1/devices/{device_id:path}/undrain"),
-            ("POST", "/admin/v1/devices/{device_id:path}/check"),
             ("DELETE", "/admin/v1/nodes/{name}"),
             ("PATCH", "/admin/v1/models/{name:path}/deployment"),
             ("PATCH", "/admin/v1/models/{name:path}/settings"),

@@ -282,3 +282,17 @@ def test_the_detected_build_is_cuda_where_nvidia_smi_lists_a_gpu(tmp_path):
     if not Path("/dev/nvidia0").exists():
         smi.unlink()
         assert "requirements/cpu.txt" in run("--print-commands", "--venv", str(tmp_path / "v"), env=env).stdout
+
+
+def test_wheelhouse_installs_everything_from_the_directory_without_an_index(box, tmp_path):
+    wheelhouse = tmp_path / "wheelhouse"
+    shutil.copytree(PROJECT / "images", wheelhouse / "images")
+    script, options = wheelhouse / "images" / "install.sh", ("--no-compile", "--wheelhouse", str(wheelhouse))
+    assert run(*options, env=box, script=script).returncode == 1  # without the wheel of the appliance
+    wheel = wheelhouse / "appliance-0.1.0-py3-none-any.whl"
+    wheel.touch()
+    assert run(*options, env=box, script=script).returncode == 0
+    assert all("--no-index" in one and one[one.index("--find-links") + 1] == str(wheelhouse) for one in calls(box))
+    assert calls(box)[-1][-1] == str(wheel) and "test.txt" not in str(calls(box))
+    wheel.write_text("the next release")
+    assert run(*options, env=box, script=script).returncode == 0 and len(calls(box)) == 5

@@ -136,7 +136,6 @@ CHANGES: dict[Route, Any] = {
     ("POST", "/admin/v1/jobs/{job_id}/tracked"): {"tracker": "wandb", "address": "https://example.org/run"},
     ("POST", "/admin/v1/jobs/{job_id}/profile"): {"steps": 1},
     ("POST", "/admin/v1/models/{name:path}/profile"): {"steps": 1},
-    ("POST", "/admin/v1/devices/{device_id:path}/check"): None,
     ("POST", "/admin/v1/devices/{device_id:path}/drain"): {},
     ("POST", "/admin/v1/devices/{device_id:path}/undrain"): None,
     ("PATCH", "/admin/v1/models/{name:path}/deployment"): {"min_replicas": 0},

@@ -107,7 +107,6 @@ MORE: dict[Route, list[Any]] = {
         {"name": "n-{unique}", "owner": "{owner}", "models": [MODEL], "scopes": ["inference"], "bounds": {"files": 1}}
     ],
     ("POST", "/admin/v1/models/starter"): [{"minutes": 1}],
-    ("POST", "/admin/v1/devices/{device_id:path}/check"): [{"new_baseline": True}],
-    ("POST", "/admin/v1/devices/{device_id:path}/undrain"): [{"check": False}],
+    ("POST", "/admin/v1/devices/{device_id:path}/undrain"): [{}],
     ("PATCH", "/admin/v1/keys/{id_or_name}"): [{"models": [MODEL], "bounds": {"files": 1}}],
 }

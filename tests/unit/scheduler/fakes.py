@@ -347,7 +347,6 @@ class FakeStore:
         self.jobs = {j.id: j for j in jobs}
         self.deployments = {d.model: d for d in deployments}
         self.cordoned: frozenset[str] = frozenset()
-        self.measured: frozenset[str] = frozenset()
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
         self.coming: dict[str, tuple[tuple[str, ...], int]] = {}
@@ -356,7 +355,7 @@ class FakeStore:
 
     def load(self) -> Workload:
         deployments = tuple(self.deployments.values())
-        return Workload(self.policy, tuple(self.jobs.values()), deployments, self.cordoned, measured=self.measured)
+        return Workload(self.policy, tuple(self.jobs.values()), deployments, self.cordoned)
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         if job_id in self.jobs:

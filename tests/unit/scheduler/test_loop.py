@@ -19,7 +19,6 @@ from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
 from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.step import Step
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.loop.spare import Spare
 from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of, in_virtual_time
 
@@ -621,76 +620,6 @@ async def test_a_cordoned_device_is_left_and_not_used_again_until_the_cordon_is_
         rig.loop.nudge()
         await asyncio.sleep(5)
         assert rig.jobs() == {"j1": 4}
-
-
-@in_virtual_time
-async def test_an_engine_that_nobody_asks_sleeps_while_its_device_is_measured_and_wakes_there() -> None:
-    """Two models on the only two devices; neither has an idle time. The doctor asks, the scheduler decides."""
-    first, second = (DeploymentView(name, "v1", demand=Demand(inflight=1, last_request_s=0.0)) for name in "ab")
-    async with Rig(FakeStore(Policy("auto"), (), (first, second)), devices=2) as rig:
-        await rig.settle()
-        device = frozenset(next(r.devices for r in rig.world.replicas.values() if r.model == "a"))
-        assert rig.loop.spare(device, 300.0).costs, "both answer"
-        rig.store.ask("a", now_s=rig.now_s)
-        rig.store.ask("b", inflight=1, now_s=rig.now_s)
-        rig.loop.nudge()
-        await asyncio.sleep(250)
-        assert rig.loop.spare(device, 300.0).costs == "a would have 0 awake engines instead of 1", "it answered lately"
-        await asyncio.sleep(200)
-        assert rig.loop.spare(device).costs == "a would have 0 awake engines instead of 1", "whoever asks by day waits"
-        assert rig.loop.spare(device, 300.0) == Spare("", {"a": 1})
-        engine = {r.model: r.id for r in rig.world.replicas.values()}
-        rig.store.cordoned = rig.store.measured = device
-        rig.loop.nudge()
-        await asyncio.sleep(5)
-        states = {r.id: r.state for r in rig.world.replicas.values()}
-        assert states == {engine["a"]: "asleep", engine["b"]: "open"}, "it sleeps, and b is not moved"
-        assert not any(device <= set(lease.device_ids) for lease in rig.world.leases.values())
-        rig.store.cordoned = rig.store.measured = frozenset()
-        await rig.settle()
-        assert rig.states() == ["asleep", "open"], "by itself it would wait for a request"
-        rig.store.deployments["a"] = replace(rig.store.deployments["a"], awake_again=1)
-        await rig.settle()
-        assert {r.id: r.state for r in rig.world.replicas.values()} == dict.fromkeys(engine.values(), "open")
-        assert rig.journal.since(0)[-1].reason.endswith(f"replica {engine['a']} wakes with a on {', '.join(device)}")
-        rig.store.deployments["a"] = replace(rig.store.deployments["a"], awake_again=0)
-        await rig.settle()
-        await asyncio.sleep(100)
-        assert rig.states() == ["open", "open"], "as before the night"
-
-
-@in_virtual_time
-async def test_a_request_that_arrives_while_a_device_is_measured_wakes_the_engine_as_soon_as_it_is_back() -> None:
-    async with Rig(FakeStore(Policy("auto"), (), (DeploymentView("a", "v1"),)), devices=1) as rig:
-        rig.store.ask("a", held=1, now_s=rig.now_s)
-        await rig.settle()
-        rig.store.ask("a", now_s=rig.now_s)
-        await rig.settle()
-        await asyncio.sleep(600)
-        rig.store.cordoned = rig.store.measured = frozenset({"n0/0"})
-        rig.loop.nudge()
-        await asyncio.sleep(5)
-        rig.store.ask("a", held=1, now_s=rig.now_s)
-        rig.store.cordoned = rig.store.measured = frozenset()
-        await rig.settle()
-        assert rig.states() == ["open"] and len(rig.world.replicas) == 1
-
-
-@in_virtual_time
-async def test_what_slept_for_a_check_does_not_take_its_device_back_from_a_job() -> None:
-    async with Rig(FakeStore(Policy("auto"), (JOB,), (DeploymentView("a", "v1", awake_again=1),)), devices=1) as rig:
-        await rig.settle()
-        assert rig.jobs() == {"j1": 1} and rig.states() == []
-
-
-@in_virtual_time
-async def test_an_engine_beside_another_that_serves_may_sleep_for_a_check() -> None:
-    m = DeploymentView("m", "v1", max_replicas=2, demand=Demand(inflight=1, last_request_s=0.0))
-    async with Rig(FakeStore(Policy("serve"), (), (m,)), devices=2) as rig:
-        await rig.settle()
-        assert rig.states() == ["open", "open"], "the second only fills a device that belongs to serving"
-        assert rig.loop.spare(frozenset({"n0/0"}), 300.0) == Spare("", {"m": 2})
-        assert rig.loop.spare(frozenset({"n0/0", "n0/1"}), 300.0).costs == "m would have 0 awake engines instead of 2"
 
 
 @in_virtual_time

@@ -211,30 +211,3 @@ async def test_explain_says_what_would_happen_and_does_nothing() -> None:
     assert journal.last_id() == 1 and not world.groups
     loop.stop()
     await running
-
-
-@in_virtual_time
-async def test_explain_says_what_a_box_without_a_device_would_lose() -> None:
-    """The doctor asks before it takes one: a model keeps its engines, and a job may go on with fewer devices."""
-    store = FakeStore(
-        Policy("split", train_devices=2, serving_floor=1),
-        (JobView("j", 1, 2),),
-        (DeploymentView("m", "v1", min_replicas=1),),
-    )
-    world = World(box_of(3))
-    loop = SchedulerLoop(virtual_time.VirtualClock()).connect(FakeEffects(world), store, MemoryJournal())
-    running = asyncio.create_task(loop.run())
-    await loop.wait_settled(loop.nudge())
-    now = loop.explain()
-    assert len(now["models"]["m"]) == 1 and len(now["jobs"]["j"]) == 2
-    served, trained = now["models"]["m"][0][0], now["jobs"]["j"][0]
-    assert loop.spare(frozenset({trained})).costs == "", "it goes on with one"
-    assert loop.spare(frozenset({served})).costs == "", "the engine moves, and the job makes room"
-    both = frozenset(now["jobs"]["j"])
-    assert loop.spare(both).costs == "job j would have to wait"
-    everything = frozenset({"n0/0", "n0/1", "n0/2"})
-    assert loop.spare(everything).costs == "m would have 0 awake engines instead of 1"
-    assert loop.spare(everything, idle_for_s=0.0).costs, "a model that is to have an engine"
-    assert loop.explain()["steps"] == [], "nothing was changed"
-    loop.stop()
-    await running

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ray.exceptions import ActorUnschedulableError, RayTaskError
+from ray.exceptions import ActorUnschedulableError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device
 from scheduler.core.memory_reading import MemoryReading
 from scheduler.devices.discovery import logical_devices
-from scheduler.devices.measure import NotMeasured
 from scheduler.ray import nodes as ray_nodes
 from scheduler.ray.node import NodeConfig, NodeReport
 from scheduler.ray.nodes import Nodes
@@ -46,11 +45,6 @@ class Agent:
                         return self.it.address, 7000
                     case "readings":
                         return ()
-                    case "measured_alone":
-                        return {"memory": 9e9}, []
-                    case "measured_together":
-                        failed = NotMeasured("its measurement failed: no room")
-                        raise RayTaskError("measured_together", "", failed, "", 1, "10.0.0.1")
                 return None
 
         return Call
@@ -116,27 +110,6 @@ async def test_nodes_are_asked_now_and_one_that_is_stopped_has_no_answer(nodes, 
     assert told["n1"]["answered_s"] is None and told["n1"]["memory_available_bytes"] == 32, "what it said last"
     assert told["n2"]["answered_s"] >= 0 and told["n2"]["leaves"] and told["n2"]["memory_bytes"] == 64
     assert told["n1"]["devices"] == ["n1/0", "n1/1"]
-
-
-async def test_devices_are_measured_where_they_are(nodes, ray, monkeypatch):
-    assert await nodes.measured_alone("n1", "n1/0") == ({"memory": 9e9}, [])
-    assert ray.agents["node:n1"].calls[-1] == ("measured_alone", "n1/0")
-    with pytest.raises(NotMeasured, match="its measurement failed: no room"):
-        await nodes.measured_together("n1", ["n1/0", "n1/1"])
-    with pytest.raises(NotMeasured, match="its node n9 is gone"):
-        await nodes.measured_alone("n9", "n9/0")
-    ray.agents["node:n1"].stopped = True
-    ended = []
-    monkeypatch.setattr(ray_nodes.ray, "cancel", lambda answer: ended.append(answer))
-    asked = asyncio.create_task(nodes.measured_alone("n1", "n1/0"))
-    await asyncio.sleep(0)
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    assert len(ended) == 1, "it ends there too"
-    monkeypatch.setattr(ray_nodes, "MEASURE_S", 0.01)
-    with pytest.raises(NotMeasured, match="its node n1 does not answer"):
-        await nodes.measured_alone("n1", "n1/0")
 
 
 async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes, ray):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
-from appliance.controller.devices.night_round import AWAKE_AGAIN
 from appliance.controller.interfaces.ports import Mode
 from appliance.store import database
 from appliance.store.objects import job_records, jobs, models
@@ -46,11 +43,7 @@ def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):
     load = states.load()
     assert (load.policy.kind, load.policy.train_devices, load.policy.serving_floor) == ("split", 6, 1)
     assert [(d.model, d.version, d.max_replicas, d.demand.held) for d in load.deployments] == [("starter", "v1", 2, 3)]
-    assert load.cordoned == {"n0/3"} and not load.measured and load.deployments[0].awake_again == 0
-    cordons.check(db, ["n0/1"], "the box", 1.0)
-    box.put(db, AWAKE_AGAIN, {"models": {"starter": 2}, "until_s": time.time() + 60})
-    load = states.load()
-    assert load.cordoned == {"n0/1", "n0/3"} and load.measured == {"n0/1"} and load.deployments[0].awake_again == 2
+    assert load.cordoned == {"n0/3"}
 
 
 def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model, add_job, db):

@@ -70,9 +70,6 @@ function meters(told) {
   ].join(" · ");
 }
 
-// Who keeps a device out of use that nobody drained.
-const OUT_OF_USE = new Set(["box", "check"]);
-
 function Device({ device, now, onChange }) {
   const [kind, title, link, more] = holding(device, now);
   const word = t(`device.${kind}`);
@@ -82,7 +79,7 @@ function Device({ device, now, onChange }) {
     <div class="holder" title=${title}>${kind === "free" || kind === "lost" ? "" : link ? html`<a href=${link}>${title}</a>` : title}</div>
     ${more ? html`<div class="more">${more}</div>` : null}
     ${device.meters ? html`<div class="more meters">${meters(device.meters)}</div>` : null}
-    ${ill ? html`<div class="more"><${Badge} state="bad">${device.holder || !OUT_OF_USE.has(device.cordon) ? device.health : t(`device.cordon.${device.cordon}`)}</${Badge}> ${device.health_reason}</div>` : null}
+    ${ill ? html`<div class="more"><${Badge} state="bad">${device.holder || device.cordon !== "box" ? device.health : t("device.cordon.box")}</${Badge}> ${device.health_reason}</div>` : null}
     <${Drain} device=${device} onChange=${onChange} />
   </li>`;
 }
