@@ -6,12 +6,12 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.backup.take import DATABASE, end_logins, forget_gone
+from appliance.backup import DATABASE
 from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Releases
 from appliance.store.copies import FOLDER, Kept, copy_database, kept_copies
@@ -150,8 +150,8 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
             for kind in ("files", "uploads")
             for path in (data_dir / kind).rglob("*")
         }
-        forget_gone(partial, there)
-        end_logins(partial)
+        _forget_gone(partial, there)
+        _end_logins(partial)
         # Read again: the box went on while a person read what is lost, and until its last request had ended.
         revoked = {**way.revoked, **_compared(database, copy)[2]}
         with closing(sqlite3.connect(partial)) as connection, connection:
@@ -165,6 +165,22 @@ def _exchanged(way: WayBack, copy: Path, data_dir: Path) -> Path:
         raise Refused(f"the database could not be exchanged, and is as it was: {error}") from error
     partial.replace(database)
     return aside
+
+
+def _forget_gone(database: Path, there: Set[str]) -> None:
+    """Deletes rows of files and of parts of uploads whose bytes are not among these names below the data directory."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        for table, path in (("files", "'files/' || id"), ("upload_parts", "'uploads/' || upload_id || '/' || id")):
+            for row_id, name in connection.execute(f"SELECT id, {path} FROM {table}").fetchall():
+                if name not in there:
+                    connection.execute(f"DELETE FROM {table} WHERE id = ?", [row_id])
+
+
+def _end_logins(database: Path) -> None:
+    """Deletes the logins of the page, because a login that ended since must not come back."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'page_sessions'").fetchone():
+            connection.execute("DELETE FROM page_sessions")
 
 
 def _schema(database: Path) -> int:

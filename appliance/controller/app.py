@@ -11,7 +11,6 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance import backup_copies
 from appliance.controller import retention
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
@@ -112,7 +111,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         quarantine.sweep(context)
         running.fail_interrupted()
-        backup_copies.sweep(context.files_dir.parent)
         validation.start_waiting()
         runner.start()
         background.start()

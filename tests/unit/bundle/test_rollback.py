@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.backup.take import DATABASE
+from appliance.backup import DATABASE
 from appliance.bundle import running, upgrade
 from appliance.bundle.carried.errors import Refused
 from appliance.bundle.carried.releases import Release, Releases
