@@ -48,8 +48,6 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
-from appliance.controller.live import routes as live
-from appliance.controller.live.hub import Hub
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.oidc import routes as oidc_routes
@@ -98,8 +96,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     pipelines = PipelineRunner(context, data_work, validation, gates)
     sweeping = SweepRunner(context, validation)
     sampling = RolloutSampling(context, metering)
-    hub = Hub()
-    sources = live.Sources(context, hub)
     saying = Saying(context)
     rollouts = {
         "grade": RolloutGrading(context, graders, answers, saying).grade,
@@ -116,7 +112,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         background.start()
         evaluations.start()
         context.publish_keys()
-        sources.begin()
         tasks = context.background
         kept = (
             tasks.keep_every(
@@ -124,7 +119,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             ),
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
-            tasks.keep_every("changes of the box", sources.look, live.LOOK_EVERY_S),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("data checks", partial(data_work.look, SMALL), CHECKS_EVERY_S),
             tasks.keep_every("data checks of large files", partial(data_work.look, LARGE), CHECKS_EVERY_S),
@@ -135,8 +129,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         try:
             yield
         finally:
-            hub.close()
-            sources.end()
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
@@ -168,7 +160,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     app.state.rollouts, app.state.gates, app.state.pipelines = rollouts, gates, pipelines
     app.state.sweeps = sweeping
     app.state.graders = answers
-    app.state.live = hub
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
@@ -184,7 +175,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin_models.routes(context, admin, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
-    live.routes(admin, hub)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),

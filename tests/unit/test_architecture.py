@@ -52,7 +52,6 @@ SUBPACKAGES = (
     "appliance.controller.admin.models",
     "appliance.controller.admin.owners",
     "appliance.controller.admin",
-    "appliance.controller.live",
     "appliance.controller.pipelines",
     "appliance.controller.sweeps",
     "appliance.controller.openai",

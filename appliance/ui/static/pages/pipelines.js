@@ -16,7 +16,7 @@ export function Page({ rest }) {
 const outcome = (run) => html`<${Badge} state=${run.outcome && run.outcome !== "answers" ? "queued" : run.state}>${run.outcome ? t(`pipeline.outcome.${run.outcome}`) : undefined}</${Badge}>`;
 
 function List() {
-  const pipelines = useLive((signal) => get("/v1/pipelines?limit=100", signal), 5, [], ["pipelines"]);
+  const pipelines = useLive((signal) => get("/v1/pipelines?limit=100", signal), 2);
   return html`<${Live} of=${pipelines}>${(answer) => html`<${Card} title=${t("pipelines")}>
     <${Rows} answer=${answer} older=${(after) => `/v1/pipelines?limit=100&after=${after}`} empty=${t("pipelines.none")} text=${(row) => `${row.name} ${row.owner || ""}`}>${(rows, empty) => html`
     <${Table} label=${t("pipelines")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
@@ -41,8 +41,8 @@ const stepWord = (name) => (STEPS.includes(name) ? t(`step.${name}`) : name);
 
 function Pipeline({ name }) {
   const path = `/v1/pipelines/${encodeURIComponent(name)}`;
-  const pipeline = useLive((signal) => get(path, signal), 5, [name], ["pipelines"]);
-  const runs = useLive(async (signal) => (await get(`${path}/runs?limit=20`, signal)).data, 4, [name], ["pipelines"]);
+  const pipeline = useLive((signal) => get(path, signal), 2, [name]);
+  const runs = useLive(async (signal) => (await get(`${path}/runs?limit=20`, signal)).data, 2, [name]);
   const [act, { busy, error }] = useAct(async (url, body) => {
     await post(url, body);
     pipeline.reload();
@@ -88,7 +88,7 @@ function Run({ run, busy, onCancel }) {
 }
 
 function Sweeps() {
-  const sweeps = useLive((signal) => get("/v1/sweeps?limit=50", signal), 5, [], ["sweeps"]);
+  const sweeps = useLive((signal) => get("/v1/sweeps?limit=50", signal), 2);
   return html`<${Live} of=${sweeps}>${(answer) => html`<${Card} title=${t("sweeps")}>
     <${Rows} answer=${answer} older=${(after) => `/v1/sweeps?limit=50&after=${after}`} empty=${t("sweeps.none")} text=${(row) => `${row.name} ${row.state}`}>${(rows, empty) => html`
     <${Table} label=${t("sweeps")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
@@ -113,7 +113,7 @@ function compared(sweep) {
 const parameters = (of) => Object.entries(of).map(([name, value]) => `${name} ${typeof value === "number" ? measure(value) : value}`).join(", ");
 
 function Sweep({ id }) {
-  const sweep = useLive((signal) => get(`/v1/sweeps/${id}`, signal), 4, [id], [`sweeps/${id}`]);
+  const sweep = useLive((signal) => get(`/v1/sweeps/${id}`, signal), 2, [id]);
   const [cancel, { busy, error }] = useAct(async () => {
     await post(`/v1/sweeps/${id}/cancel`);
     sweep.reload();
