@@ -89,11 +89,11 @@ def test_a_tier_comes_to_rest_after_its_plan(records, places, foreign, rules):
     assert again.push == () and again.drop == ()
 
 
-@given(st.binary(max_size=5000), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["raw", "zstd"]))
-def test_lossless_means_lossless(data, width, chosen):
-    blob = codec.encode(data, codec=chosen, width=width)
+@given(st.binary(max_size=5000), st.sampled_from([1, 2, 4, 8]))
+def test_lossless_means_lossless(data, width):
+    blob = codec.encode(data, codec="zstd", width=width)
     assert bytes(codec.decode(blob, name="x")) == data
-    assert blob == codec.encode(data, codec=chosen, width=width), "its name is made from it"
+    assert blob == codec.encode(data, codec="zstd", width=width), "its name is made from it"
 
 
 @given(st.binary(max_size=300))

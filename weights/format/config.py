@@ -34,14 +34,8 @@ class SnapshotRules(KeepRules):
 
 
 class Packing(_Strict):
-    """How bytes are written to a packed tier."""
+    """How snapshots are written to a packed tier, beside the lossless compression."""
 
-    compression: Literal["zstd", "none"] = Field(
-        default="zstd", description="'zstd': lossless, byte planes shuffled apart; 'none': as they are"
-    )
-    level: int = Field(
-        default=1, ge=1, le=19, description="level of zstd; above 3 copies are hardly smaller and take much longer"
-    )
     moments: Literal["exact", "int8"] = Field(
         default="exact",
         description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
