@@ -8,8 +8,7 @@ one step and write another, through the project's own train package in a process
 - incremental: bytes that the second snapshot of the LoRA job adds to a packed tier, against a full checkpoint (serving
   weights, fp32 master and two moments of every parameter) and against what DeepSpeed's `save_checkpoint` writes for the
   very same LoRA job;
-- compression: stored bytes and rate of packing the full job's snapshot and its bf16 weights, against the same tier with
-  compression off (the same files and syncs), in one run, rounds alternating; and the rate of reading them back;
+- compression: stored bytes and rate of packing the full job's snapshot and its bf16 weights, and of reading them back;
 - persist: rate of the background copy of a version to a plain directory, against a copy of the same bytes with sync.
 """
 
@@ -35,7 +34,7 @@ from benchmarks.suspend_resume import SIZES, _prepare
 from weights.memory.store import WeightStore
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.objects import DirectoryObjects
-from weights.tiers.packed import PackedTier, moment_codecs
+from weights.tiers.packed import PackedTier
 from weights.tiers.record import Name
 
 BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
@@ -112,11 +111,10 @@ def _measure(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> d
 
 
 def _tier(disk: Path, kind: str) -> PackedTier:
-    """An empty tier: "zstd", "int8" (moments quantised) or "none" (no compression)."""
+    """An empty tier: "zstd" or "int8" (moments quantised)."""
     home = disk / f"tier-{kind}"
     shutil.rmtree(home, ignore_errors=True)
-    chosen = {"zstd": {}, "int8": {"codec_of": moment_codecs}, "none": {"codec_of": lambda kind, spec: "raw"}}[kind]
-    return PackedTier(kind, DirectoryObjects(home, create=True), **chosen)
+    return PackedTier(kind, DirectoryObjects(home, create=True), int8_moments=kind == "int8")
 
 
 def _incremental(store: WeightStore, disk: Path, told: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def _compression(store: WeightStore, disk: Path, name: Name, rounds: int) -> dic
     seconds: dict[str, list[float]] = {}
     sizes = {}
     for _ in range(rounds):
-        for kind in ("none", "zstd", *(["int8"] if name.kind == "snapshot" else [])):
+        for kind in ("zstd", *(["int8"] if name.kind == "snapshot" else [])):
             tier = _tier(disk, kind)
             started = time.perf_counter()
             sizes[kind] = tier.put(stored.path).written_bytes
@@ -154,13 +152,8 @@ def _compression(store: WeightStore, disk: Path, name: Name, rounds: int) -> dic
             scratch.remove(again)
             scratch.trim_pool(0)
     rates = {f"{what}_bytes_s": stored.nbytes / statistics.median(found) for what, found in seconds.items()}
-    ratios = {f"ratio_{kind}": stored.nbytes / size for kind, size in sizes.items() if kind != "none"}
-    return {
-        "bytes": stored.nbytes,
-        **ratios,
-        **rates,
-        "pack_rate_over_plain": rates["pack_zstd_bytes_s"] / rates["pack_none_bytes_s"],
-    }
+    ratios = {f"ratio_{kind}": stored.nbytes / size for kind, size in sizes.items()}
+    return {"bytes": stored.nbytes, **ratios, **rates}
 
 
 def _persist(store: WeightStore, disk: Path, name: Name, rounds: int) -> dict[str, Any]:
@@ -227,7 +220,6 @@ def _record(result: dict[str, Any]) -> None:
         ),
         stated("lossless ratio on a snapshot (fp32 master and moments)", size, result["snapshot"]["ratio_zstd"], "x"),
         stated("lossless ratio on bf16 weights", size, result["version"]["ratio_zstd"], "x"),
-        stated("packing rate over the same without compression", size, result["version"]["pack_rate_over_plain"], "x"),
         stated("background persist over a plain synced copy", size, result["persist"]["rate_over_plain_copy"], "x"),
     ]
     record(__file__, rows)

@@ -28,8 +28,6 @@ from pathlib import Path
 import httpx
 
 from appliance.boot import endpoint, ray_head
-from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY_S
-from appliance.boot.backup_schedule import BackupSchedule
 from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.checkup_schedule import LOOK_EVERY_S as LOOK_WITH_DOCTOR_EVERY_S
 from appliance.boot.checkup_schedule import CheckupSchedule
@@ -203,10 +201,6 @@ class Box:
         self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
         checkup = CheckupSchedule(self._paths.last_checkup, self._paths.logs / "doctor.log", self._start_doctor)
         self._background.keep_every("doctor", checkup.look, LOOK_WITH_DOCTOR_EVERY_S)
-        if hours := self._config.backup.every_hours:
-            log_path = self._paths.logs / "backup.log"
-            schedule = BackupSchedule(hours, self._paths.last_backup, log_path, self._start_backup)
-            self._background.keep_every("backup", schedule.look, LOOK_FOR_BACKUP_EVERY_S)
         if self._tracking is not None:
             self._background.keep("tracking", self._tracking.run)
 
@@ -289,10 +283,6 @@ class Box:
     async def _start_doctor(self) -> asyncio.subprocess.Process:
         options = ("--config-json", self._config.model_dump_json(), "--runs", "--keep")
         return await self._python("doctor", "-P", "-m", "appliance.doctor.main", *options)
-
-    async def _start_backup(self) -> asyncio.subprocess.Process:
-        options = ("make", "--config-json", self._config.model_dump_json())
-        return await self._python("backup", "-P", "-m", "appliance.backup.main", *options)
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:

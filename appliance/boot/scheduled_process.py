@@ -1,4 +1,4 @@
-"""Sees a process through that the box starts by itself from time to time: a backup, the doctor."""
+"""Sees a process through that the box starts by itself from time to time: the doctor, the trackers."""
 
 from __future__ import annotations
 

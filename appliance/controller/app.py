@@ -11,7 +11,6 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance import backup_copies
 from appliance.controller import retention
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
@@ -48,8 +47,6 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
 from appliance.controller.jobs.validation import JobValidation
-from appliance.controller.live import routes as live
-from appliance.controller.live.hub import Hub
 from appliance.controller.models.activation import Activations
 from appliance.controller.models.canaries import Canaries
 from appliance.controller.oidc import routes as oidc_routes
@@ -90,8 +87,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     evaluations = EvalRunner(context, graders, answers)
     gates = Gates(context, evaluations, activations)
     sampling = RolloutSampling(context, metering)
-    hub = Hub()
-    sources = live.Sources(context, hub)
     saying = Saying(context)
     rollouts = {
         "grade": RolloutGrading(context, graders, answers, saying).grade,
@@ -103,13 +98,11 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         quarantine.sweep(context)
         running.fail_interrupted()
-        backup_copies.sweep(context.files_dir.parent)
         validation.start_waiting()
         runner.start()
         background.start()
         evaluations.start()
         context.publish_keys()
-        sources.begin()
         tasks = context.background
         kept = (
             tasks.keep_every(
@@ -117,7 +110,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             ),
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
-            tasks.keep_every("changes of the box", sources.look, live.LOOK_EVERY_S),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
             tasks.keep_every("data checks", partial(data_work.look, SMALL), CHECKS_EVERY_S),
             tasks.keep_every("data checks of large files", partial(data_work.look, LARGE), CHECKS_EVERY_S),
@@ -126,8 +118,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         try:
             yield
         finally:
-            hub.close()
-            sources.end()
             for task in kept:
                 task.cancel()
             await asyncio.gather(*kept, return_exceptions=True)
@@ -158,7 +148,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     app.state.responses, app.state.background, app.state.evaluations = stored, background, evaluations
     app.state.rollouts, app.state.gates = rollouts, gates
     app.state.graders = answers
-    app.state.live = hub
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
@@ -174,7 +163,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     admin_models.routes(context, admin, compared, activations)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
-    live.routes(admin, hub)
     for router in (
         file_routes.routes(context),
         upload_routes.routes(context),

@@ -65,7 +65,7 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.network.tunnel import NodeCertificate
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.core.workload import Demand, DeploymentView
+from scheduler.core.workload import Demand
 from scheduler.devices.discovery import discover_devices
 from scheduler.handover.ports import SystemClock
 from scheduler.loop.loop import SchedulerLoop
@@ -180,14 +180,13 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     def job_lacks(row: JobRow) -> str:
         return memory.waits_for(row) or job_memory.waits_for(row)
 
-    def bounded(deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        return memory.bounded(learning.learned(deployments))
-
     states = SqliteStateStore(
         db,
         events,
         BoxSize(floor, len(devices), config.serve.max_replicas),
-        Live(demands, job_lacks, bounded, memory.job_nodes, memory.job_sizes, memory.max_asleep, job_memory.keep),
+        Live(
+            demands, job_lacks, learning.learned, memory.job_nodes, memory.job_sizes, memory.max_asleep, job_memory.keep
+        ),
         signals.models_changed,
         names,
     )

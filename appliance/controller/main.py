@@ -127,7 +127,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         _keep(parts, config)
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
-        app.state.live.close()  # its streams would be waited for
         for server, _ in listeners:
             server.should_exit = True
         parts.loop.stop()

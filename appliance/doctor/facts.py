@@ -88,7 +88,6 @@ class Facts:
     troubles: tuple[str, ...] = ()
     ended: str = ""
     backup: LastBackup | None = None
-    backup_every_s: float = 0.0
     features: frozenset[str] = frozenset()
     grants_tiles: bool | None = None
     quarantined: tuple[Quarantined, ...] = ()
@@ -138,7 +137,6 @@ def read(config: BoxConfig, *, runs: bool, root: Path = Path("/")) -> Facts:
         troubles=tuple(f"{one['name']}: {one['why']}" for one in read_troubles(paths.state_file)) if runs else (),
         ended="" if runs else read_end(paths.state_file),
         backup=last_backup.read(paths.last_backup),
-        backup_every_s=config.backup.every_hours * 3600,
         features=host_features(),
         grants_tiles=_grants_tiles(),
         quarantined=tuple(_quarantined(paths.quarantine)),

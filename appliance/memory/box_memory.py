@@ -17,7 +17,6 @@ from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from scheduler.core.errors import EffectFailed
 from scheduler.core.memory_reading import MemoryReading
-from scheduler.core.workload import DeploymentView
 from scheduler.devices.discovery import HOME_NODE
 
 log = logging.getLogger(__name__)
@@ -53,9 +52,6 @@ class StoredAway:
 
     async def evict(self, nbytes: int) -> int:
         return await self._nodes.evict(self._name, nbytes)
-
-    async def others_bytes(self, reading: MemoryReading) -> int | None:
-        return None
 
 
 class BoxMemory:
@@ -108,10 +104,6 @@ class BoxMemory:
         """Nothing if the node has not reported yet: its jobs must not be suspended for that."""
         host = self._hosts().get(name)
         return "" if host is None else host.lacks(row)
-
-    def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        """See HostMemory. Only the home node reduces a model's engines."""
-        return self.home.bounded(deployments)
 
     def max_asleep(self) -> dict[str, int]:
         """How many sleeping engines may stay on each node; on a node that is not in it, the configured number may."""

@@ -2,7 +2,7 @@
 reports. `box_memory` has one of these per node.
 
 This module itself frees what can go at once (freed segments, versions that nobody reads, parked ranks). The scheduler
-loop controls engines and jobs: it asks here for limits (`lacks`, `bounded`, `max_asleep`, `book_engine`) and
+loop controls engines and jobs: it asks here for limits (`lacks`, `max_asleep`, `book_engine`) and
 is nudged.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -25,23 +24,19 @@ from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from scheduler.core.inventory import node_of
 from scheduler.core.memory_reading import MemoryReading
-from scheduler.core.workload import AWAKE, DeploymentView
+from scheduler.core.workload import AWAKE
 from scheduler.devices.discovery import HOME_NODE
-from scheduler.devices.host_reading import others_bytes, read_memory
+from scheduler.devices.host_reading import read_memory
 from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-FEWER_DEVICES_AFTER_S = 30.0
-"""How long a job that may run on fewer devices waits for the memory of the largest number: others give memory back for
-it meanwhile."""
 WANTED_FOR_S = 3.0
 """A refused engine counts as wanted until the loop has not asked for it for this long."""
 STARTING_FOR_S = 15.0
 """For this long the available memory may not yet reflect an engine that was allowed to start."""
 BARREN_FOR_S = 10.0
-OTHERS_EVERY_S = 5.0
 
 
 class Parked(Protocol):
@@ -66,9 +61,6 @@ class Stored(Protocol):
     async def evict(self, nbytes: int) -> int:
         """Returns the bytes freed."""
 
-    async def others_bytes(self, reading: MemoryReading) -> int | None:
-        """What programs other than the box hold; None if unknown."""
-
 
 class StoredHere:
     """This machine's."""
@@ -85,11 +77,6 @@ class StoredHere:
 
     async def evict(self, nbytes: int) -> int:
         return await asyncio.to_thread(self._store.evict, nbytes)
-
-    async def others_bytes(self, reading: MemoryReading) -> int | None:
-        # This process's parent is the main process; the whole box runs below it.
-        shared = self._store.usage().used_bytes
-        return await asyncio.to_thread(others_bytes, os.getppid(), shared, reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +117,9 @@ class HostMemory:
         self._too_large: set[str] = set()
         self._starting: deque[tuple[float, int]] = deque()
         self._waiting_jobs: dict[str, tuple[int, float]] = {}
-        self._waiting_since: dict[str, tuple[float, float]] = {}
         self._parked: frozenset[str] = frozenset()
         self._barren: dict[str, float] = {}
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
-        self._others: int | None = None
-        self._others_s = float("-inf")
         self._exhausted = False
         self._means = means
 
@@ -144,29 +128,21 @@ class HostMemory:
     def lacks(self, row: JobRow) -> str:
         """Why this job cannot have memory here now, in a sentence; "" when it can, or already has it."""
         if row.id in self._state.jobs:
-            return f"Memory is short{self._why()}; it continues by itself when there is enough."
+            return f"Memory is short{self._have()}; it continues by itself when there is enough."
         if row.phase == "running" and (not row.devices or node_of(row.devices[0]) == self._node):
             return ""
         if self._state.short:
-            return f"Memory is short{self._why()}; it starts by itself when there is enough."
+            return f"Memory is short{self._have()}; it starts by itself when there is enough."
         needs = self._needs(row)
-        needed = needs[max(needs)]
+        needed = min(needs.values())
         # Parked ranks have their memory; without this, a job waited for as much again while its own ranks held it.
         if needed <= self._room() or row.id in self._parked:
             self._waiting_jobs.pop(row.id, None)
-            self._waiting_since.pop(row.id, None)
             return ""
-        now_s = self._clock()
-        since_s = self._waiting_since.get(row.id, (now_s, now_s))[0]
-        self._waiting_since[row.id] = since_s, now_s
-        fewer = min(needs.values()) <= self._room()
-        if fewer and now_s - since_s >= FEWER_DEVICES_AFTER_S:
-            return ""
-        devices = f" on {max(needs)} devices" if len(needs) > 1 else ""
         return (
-            f"Needs about {gb(needed)} of host memory{devices}; {gb(max(0, self._room()))} can be allocated now "
-            f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve). "
-            f"It starts by itself when there is enough{', or on fewer devices within a minute' if fewer else ''}."
+            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be allocated now "
+            f"({gb(self._reading.available)} available, {gb(self.reserve)} kept in reserve). "
+            "It starts by itself when there is enough."
         )
 
     def sizes(self, row: JobRow) -> dict[int, bool]:
@@ -182,28 +158,13 @@ class HostMemory:
     def want(self, row: JobRow) -> None:
         """No node has memory for this job: this node gives back for it memory that nobody computes with."""
         if row.id not in self._state.jobs and not self._state.short:
-            self._waiting_jobs[row.id] = (max(self._needs(row).values()), self._clock())
+            self._waiting_jobs[row.id] = (min(self._needs(row).values()), self._clock())
 
     def _needs(self, row: JobRow) -> dict[int, int]:
         """By the numbers of devices that this node has; by the smallest if it has fewer."""
         needs = {size: min(needed, self._reading.total // 2) for size, needed in self._means.job_bytes(row).items()}
         most = max(self._means.devices(self._node), min(needs))
         return {size: needed for size, needed in needs.items() if size <= most}
-
-    def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
-        """The deployments, limited to as many engines as memory allows; never fewer than one each."""
-        if not self._state.engines:
-            return deployments
-        return tuple(
-            deployment
-            if (bound := self._state.engines.get(deployment.model)) is None
-            else replace(
-                deployment,
-                min_replicas=min(deployment.min_replicas, bound),
-                max_replicas=min(deployment.max_replicas, bound),
-            )
-            for deployment in deployments
-        )
 
     def max_asleep(self) -> int | None:
         """How many sleeping engines may stay as processes; None: the configured number."""
@@ -223,7 +184,7 @@ class HostMemory:
         self._too_large.discard(model)
         # When nothing else can be freed, half of the reserve may be used: only these requests need it.
         room = self._room() + (self.reserve // 2 if self._exhausted else 0)
-        has_one = (needed > room or bool(self._state.short)) and self._awake()[model] > 0
+        has_one = (needed > room or bool(self._state.short)) and self._is_awake(model)
         if needed <= room and not has_one:
             self._wanted.pop(model, None)
             self._starting.append((self._clock(), needed))
@@ -263,16 +224,14 @@ class HostMemory:
                 self._means.nudge()
             return
         status = self._means.loop_status()
-        self._state = memory_policy.without(
-            self._state, jobs={job["id"] for job in status["jobs"]}, models=self._awake(status)
-        )
+        known = {job["id"] for job in status["jobs"]}
+        self._state = replace(self._state, jobs=tuple(job for job in self._state.jobs if job in known))
         holdings = await self._holdings(status, wanted)
-        await self._look_at_others(now_s)
         was_short = self._state.short
         self._state, action = memory_policy.decide(self._reading, holdings, self._state, now_s, self.reserve)
         self._exhausted = bool(self._state.short) and action is None and now_s >= self._state.next_s
         if self._state.short and not was_short:
-            log.warning("memory is short: %s%s", self._state.short, self._of_others())
+            log.warning("memory is short: %s", self._state.short)
         if was_short and not self._state.short:
             log.info("memory is no longer short: %s available", gb(self._reading.available))
             self._means.on_enough()
@@ -324,7 +283,6 @@ class HostMemory:
             sleepers=sum(replica["state"] == "asleep" and self._has(replica) for replica in status["replicas"]),
             parked=await self._means.parked.parked(self._node),
             running=tuple(reversed(running)),  # in queue order: the last is suspended first
-            spare=self._spare(status),
             wanted=wanted,
             job_wanted=job_wanted,
         )
@@ -345,33 +303,16 @@ class HostMemory:
         """Whether this job or replica is here. No job and no engine spans nodes."""
         return bool(holder["devices"]) and node_of(holder["devices"][0]) == self._node
 
-    def _spare(self, status: Mapping[str, Any]) -> dict[str, int]:
-        """A model's bound on engines does not say on which node one fewer should run, so only the home node sets it."""
-        if self._node != HOME_NODE:
-            return {}
-        here = {replica["model"] for replica in status["replicas"] if self._has(replica) and replica["state"] in AWAKE}
-        return {model: count for model, count in self._awake(status).items() if count > 1 and model in here}
-
     def _forget(self, now_s: float) -> None:
         self._wanted = _asked_lately(self._wanted, now_s)
         self._waiting_jobs = _asked_lately(self._waiting_jobs, now_s)
-        self._waiting_since = {
-            job_id: (since_s, asked_s)
-            for job_id, (since_s, asked_s) in self._waiting_since.items()
-            if now_s - asked_s < FEWER_DEVICES_AFTER_S
-        }
         self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
         while self._starting and now_s - self._starting[0][0] >= STARTING_FOR_S:
             self._starting.popleft()
 
-    async def _look_at_others(self, now_s: float) -> None:
-        if now_s - self._others_s >= OTHERS_EVERY_S:
-            self._others_s = now_s
-            self._others = await self._stored.others_bytes(self._reading)
-
-    def _awake(self, status: Mapping[str, Any] | None = None) -> Counter[str]:
-        replicas = (status or self._means.loop_status())["replicas"]
-        return Counter(replica["model"] for replica in replicas if replica["state"] in AWAKE)
+    def _is_awake(self, model: str) -> bool:
+        replicas = self._means.loop_status()["replicas"]
+        return any(replica["model"] == model and replica["state"] in AWAKE for replica in replicas)
 
     def _room(self) -> int:
         return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
@@ -386,7 +327,6 @@ class HostMemory:
             "where": self._reading.where,
             "reserve_bytes": self.reserve,
             "swap_used_bytes": self._reading.swap_used,
-            "others_bytes": self._others if self._state.holds_back else None,
             "short": self._state.short,
             "waiting_jobs": list(self._state.jobs),
             "waiting_models": sorted(self._wanted),
@@ -400,21 +340,13 @@ class HostMemory:
         waiting = [
             *(["training waits"] if self._state.jobs else []),
             *([f"{', '.join(sorted(self._wanted))} waits for an engine"] if self._wanted else []),
-            *([f"{', '.join(sorted(self._state.engines))} has fewer engines"] if self._state.engines else []),
         ]
-        have = f"{gb(self._reading.available)} available{self._of_others()}"
         of = "" if self._node == HOME_NODE else f" of {self._node}"
         word = f"memory{of} is short" if self._state.short else f"memory{of} was short"
-        return [f"{word}: {have}{'; ' if waiting else ''}{'; '.join(waiting)}"]
+        return ["; ".join([f"{word}: {gb(self._reading.available)} available", *waiting])]
 
-    def _why(self) -> str:
-        return f" ({gb(self._reading.available)} available{self._of_others()})"
-
-    def _of_others(self) -> str:
-        # Counted less often than the available memory: limited so that both together never exceed the machine's memory.
-        if self._others is None:
-            return ""
-        return f", other programs hold {gb(min(self._others, self._reading.total - self._reading.available))}"
+    def _have(self) -> str:
+        return f" ({gb(self._reading.available)} available)"
 
 
 def _asked_lately(asked: Mapping[str, tuple[int, float]], now_s: float) -> dict[str, tuple[int, float]]:

@@ -53,25 +53,12 @@ def _versions(
     compared = {(canary.model, canary.version) for canary in canaries.list_running(db)}
     kept = {}
     for row in rows:
-        name = name_of(row)
-        why = (
-            "active"
-            if active.get(row.model) == row.version
-            else "pinned"
-            if row.pinned
-            else "base of a job"
-            if (row.model, row.version) in trained_from
-            else "base of an adapter"
-            if (row.model, row.version) in below
-            else "canary"
-            if (row.model, row.version) in compared
-            else "in use"
-            if is_held(name)
-            else ""
-        )
+        name, version = name_of(row), (row.model, row.version)
+        is_active = active.get(row.model) == row.version
+        is_needed = is_active or bool(row.pinned) or version in trained_from | below | compared or is_held(name)
         # Checkpoints count by themselves: of three jobs under one name the "last three" are their results.
         family = f"{row.model} by epochs" if row.meta.get("of_epoch") else row.model
-        kept[name] = Kept(name, family, row.created_s, losses.get((row.model, row.version)), why)
+        kept[name] = Kept(name, family, row.created_s, losses.get(version), is_needed)
     return kept
 
 
@@ -84,8 +71,7 @@ def _snapshots(
     for name, step in steps.items():
         metric = job_records.metric_at(db, name.model, step)
         loss = metric.valid_loss if metric is not None else None
-        why = "newest of its job" if newest[name.model] == name else ""
-        kept[name] = Kept(name, name.model, created[name], loss, why)
+        kept[name] = Kept(name, name.model, created[name], loss, protected=newest[name.model] == name)
     return kept
 
 

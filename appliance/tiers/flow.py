@@ -175,12 +175,12 @@ class TierFlow:
     def _plan(self, level: Level, facts: Facts, above: Iterable[Name], here: Mapping[Name, float]) -> TierPlan[Name]:
         push: list[Name] = []
         drop = [name for name in here if name in facts.over]
-        now_s, above = self._tiers.clock(), set(above)
+        above = set(above)
         for kind in KINDS:
             rules = level.snapshot_rules if kind == "snapshot" else level.version_rules
             described = {name: kept for name, kept in facts.kept.items() if name.kind == kind}
             could_push = [kept for name, kept in described.items() if name in above]
-            plan = plan_tier(could_push, [name for name in here if name.kind == kind], described, rules, now_s)
+            plan = plan_tier(could_push, [name for name in here if name.kind == kind], described, rules)
             push += plan.push
             drop += plan.drop
         return TierPlan(tuple(push), tuple(drop))

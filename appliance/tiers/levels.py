@@ -5,12 +5,10 @@ from __future__ import annotations
 from appliance.paths import BoxPaths
 from appliance.tiers.tiers import Level
 from weights.format.config import Packing, WeightsConfig
-from weights.format.header import TensorSpec
-from weights.tiers.codec import Codec
 from weights.tiers.directory import DirectoryTier
 from weights.tiers.locations import objects_at
 from weights.tiers.objects import DirectoryObjects, Objects
-from weights.tiers.packed import PackedTier, moment_codecs
+from weights.tiers.packed import PackedTier
 
 
 def make_levels(config: WeightsConfig, paths: BoxPaths) -> list[Level]:
@@ -36,8 +34,4 @@ def make_levels(config: WeightsConfig, paths: BoxPaths) -> list[Level]:
 
 
 def _packed(name: str, objects: Objects, packing: Packing) -> PackedTier:
-    def codec_of(kind: str, spec: TensorSpec) -> Codec:
-        chosen = moment_codecs(kind, spec) if packing.moments == "int8" else "zstd"
-        return "raw" if chosen == "zstd" and packing.compression == "none" else chosen
-
-    return PackedTier(name, objects, level=packing.level, codec_of=codec_of)
+    return PackedTier(name, objects, int8_moments=packing.moments == "int8")

@@ -9,8 +9,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 
-from appliance.tracking.errors import TrackerFailed
-from appliance.tracking.store_reader import Job, Point
+from appliance.tracking.follower import TrackerFailed
+from appliance.tracking.jobs import Job, Point
 from runtime.background_tasks import first_words
 
 # Limits of the server: how many values one request may have, and how long each may be.
@@ -33,8 +33,8 @@ class MlflowTracker:
     def wants(self, job: Job) -> bool:
         return True
 
-    def begin(self, job: Job) -> tuple[str, int | None]:
-        return self._asked(self._begin, job), None
+    def begin(self, job: Job) -> str:
+        return self._asked(self._begin, job)
 
     def log(self, job: Job, points: list[Point]) -> None:
         metrics = [

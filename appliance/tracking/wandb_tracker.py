@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import wandb
 
-from appliance.tracking.errors import TrackerFailed, TrackerRefused
-from appliance.tracking.store_reader import Job, Point
+from appliance.tracking.follower import TrackerFailed, TrackerRefused
+from appliance.tracking.jobs import Job, Point
 from runtime.background_tasks import first_words
 
 INIT_S = 30.0
@@ -21,8 +21,8 @@ _STEP = {"train": "train/global_step", "validation": "validation/global_step"}
 
 
 class WandbTracker:
-    """The number of an event is W&B's own step, so that W&B itself knows how far it was told: a run at a server is
-    taken up there, and one on disk, whose file nobody can go on with, is written again.
+    """The number of an event is W&B's own step: a run at a server is resumed at its step, and a run on disk, whose file
+    no process can resume, is written again.
 
     folder: where W&B keeps its files. url: of the server, None: W&B's own. W&B's own looks at this machine are off: no
     code, packages, host name, user or load are sent.
@@ -37,9 +37,9 @@ class WandbTracker:
     def wants(self, job: Job) -> bool:
         return any(one["type"] == "wandb" for one in job.integrations)
 
-    def begin(self, job: Job) -> tuple[str, int | None]:
+    def begin(self, job: Job) -> str:
         if job.id in self._runs:
-            return self._where(self._runs[job.id]), None
+            return self._where(self._runs[job.id])
         runs: list[Any] = []
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -50,12 +50,12 @@ class WandbTracker:
                 run.finish(exit_code=1)
             raise _failed(error) from error
         self._runs[job.id] = runs
-        return self._where(runs), 0 if self._mode == "offline" else min(map(_next_step, runs)) - 1
+        return self._where(runs)
 
     def log(self, job: Job, points: list[Point]) -> None:
         for run in self._runs[job.id]:
             for point in points:
-                if point.seq >= _next_step(run):  # another run of the same job may know less
+                if point.seq >= next_step(run):
                     row = {_STEP[point.kind]: point.step, **point.values, "_timestamp": point.at_s}
                     self._asked(job, run.log, row, step=point.seq)
 
@@ -118,7 +118,7 @@ class WandbTracker:
             raise _failed(error) from error
 
 
-def _next_step(run: Any) -> int:
+def next_step(run: Any) -> int:
     """The least of its own steps that W&B still takes. `step` of a run that goes on is 0 until it is told something."""
     return max(run.step, run.starting_step)
 

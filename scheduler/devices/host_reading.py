@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from scheduler.core.memory_reading import MemoryReading
 
 _UNLIMITED = 2**60
@@ -73,20 +71,3 @@ def _chain(mount: Path, path: str, names: tuple[str, str, str, str]) -> Iterator
             continue
         reclaimable = sum(cached.get(name, 0) for name in names[2:])
         yield "/" + "/".join(parts[:depth]), int(limit_text), int(limit_text) - used + reclaimable
-
-
-def others_bytes(main_pid: int, shared: int, reading: MemoryReading) -> int | None:
-    """Approximate memory of programs other than the box: all that is not available, less the private memory of the
-    processes below the main one, less `shared`, the box's shared memory."""
-    own = shared
-    try:
-        main = psutil.Process(main_pid)
-        for process in [main, *main.children(recursive=True)]:
-            try:
-                memory = process.memory_info()
-            except psutil.Error:
-                continue
-            own += max(0, memory.rss - memory.shared)
-    except psutil.Error:
-        return None
-    return max(0, reading.total - reading.available - own)

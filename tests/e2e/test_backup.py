@@ -36,7 +36,6 @@ def test_keys_files_models_and_jobs_are_as_they_were(tmp_path):
         again = first.ask("backup", "make", place)
         assert again["new_bytes"] < made["new_bytes"] / 2, "only what is new"
         assert [one["name"] for one in first.ask("backup", "list", place)["data"]] == [made["name"], again["name"]]
-        assert first.ask("backup", "verify", place)["name"] == again["name"]
         first.run("down")
         assert first.left() == []
         shutil.rmtree(first.data_dir)

@@ -16,15 +16,10 @@ class KeepRules(_Strict):
 
     keep_last: int | None = Field(default=None, ge=1, description="how many of the newest are kept")
     keep_best: int | None = Field(default=None, ge=1, description="how many with the lowest validation loss are kept")
-    keep_every_hours: float | None = Field(
-        default=None, gt=0, description="the newest of every period of this many hours is kept"
-    )
-    keep_newer_s: float | None = Field(default=None, gt=0, description="whatever is younger than this")
 
     @property
     def keeps_everything(self) -> bool:
-        rules = (self.keep_last, self.keep_best, self.keep_every_hours, self.keep_newer_s)
-        return all(rule is None for rule in rules)
+        return self.keep_last is None and self.keep_best is None
 
 
 class SnapshotRules(KeepRules):
@@ -34,14 +29,8 @@ class SnapshotRules(KeepRules):
 
 
 class Packing(_Strict):
-    """How bytes are written to a packed tier."""
+    """How snapshots are written to a packed tier, beside the lossless compression."""
 
-    compression: Literal["zstd", "none"] = Field(
-        default="zstd", description="'zstd': lossless, byte planes shuffled apart; 'none': as they are"
-    )
-    level: int = Field(
-        default=1, ge=1, le=19, description="level of zstd; above 3 copies are hardly smaller and take much longer"
-    )
     moments: Literal["exact", "int8"] = Field(
         default="exact",
         description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "

@@ -1,8 +1,8 @@
 """Encodes tensor bytes for a packed tier as byte planes, each compressed with zstd if that helps.
 
 Neighbouring weights differ in their mantissas and share their exponents. So the codec splits an object into planes
-(byte 0 of every element, byte 1, ...). It stores a plane that a sample shows to be noise uncompressed, at the cost of a
-copy. All codecs are lossless except the two for moments, which only the `moments` setting enables.
+(byte 0 of every element, byte 1, ...), and stores a plane that a sample shows to be noise uncompressed. "zstd" is
+lossless; the two codecs for moments, which only the `moments` setting enables, are not.
 Pure functions of bytes.
 """
 
@@ -16,8 +16,8 @@ import zstandard
 
 from weights.format.errors import ObjectDamaged
 
-Codec = Literal["raw", "zstd", "moment", "second_moment"]
-_CODES: tuple[Codec, ...] = ("raw", "zstd", "moment", "second_moment")
+Codec = Literal["zstd", "moment", "second_moment"]
+_CODES: tuple[Codec, ...] = ("zstd", "moment", "second_moment")
 _HEAD = struct.Struct("<4sBBHQ")  # magic, codec, element width, 0, decoded bytes
 _PLANE = struct.Struct("<BQ")  # compressed?, bytes that follow
 _MAGIC = b"AWO1"
@@ -28,23 +28,20 @@ BLOCK = 256
 """Elements that share one scale in a quantised moment."""
 
 
-def encode(data: bytes | bytearray | memoryview, *, codec: Codec, width: int = 1, level: int = 1) -> bytes:
-    """Encode `data` as a self-describing object. `width`: bytes of one element (1 to 8); `level`: of zstd.
+def encode(data: bytes | bytearray, *, codec: Codec, width: int = 1) -> bytes:
+    """Encode `data` as a self-describing object. `width`: bytes of one element (1 to 8).
 
     The same arguments give the same bytes, so that an object's name can be their checksum. The moment codecs take
     float32; a block of 256 elements shares one float32 scale and each element becomes one byte.
     """
-    view = memoryview(data).cast("B")
-    if codec == "raw" or not view:
-        return b"".join((_HEAD.pack(_MAGIC, 0, 1, 0, len(view)), view))
-    head = _HEAD.pack(_MAGIC, _CODES.index(codec), width, 0, len(view))
+    head = _HEAD.pack(_MAGIC, _CODES.index(codec), width, 0, len(data))
     if codec == "zstd":
-        return b"".join((head, *_pack_planes(view, width, level)))
-    scales, codes = _quantise(np.frombuffer(view, np.float32), second=codec == "second_moment")
-    return b"".join((head, memoryview(scales).cast("B"), memoryview(codes).cast("B")))
+        return b"".join((head, *_pack_planes(memoryview(data), width)))
+    scales, codes = _quantise(np.frombuffer(data, np.float32), second=codec == "second_moment")
+    return b"".join((head, *_pack_planes(memoryview(scales.tobytes()), 4), *_pack_planes(memoryview(codes), 1)))
 
 
-def decode(blob: bytes | memoryview, *, name: object) -> bytes | memoryview:
+def decode(blob: bytes | memoryview, *, name: object) -> memoryview:
     """Return the bytes passed to `encode` (for the moment codecs: an approximation). Raises ObjectDamaged."""
     blob = memoryview(blob)
     try:
@@ -52,12 +49,14 @@ def decode(blob: bytes | memoryview, *, name: object) -> bytes | memoryview:
         if magic != _MAGIC or code >= len(_CODES) or nbytes > MAX_OBJECT_BYTES:
             raise ObjectDamaged("it is not an object of a packed tier", path=name)
         body = blob[_HEAD.size :]
-        if _CODES[code] == "raw":
-            found: bytes | memoryview = body
-        elif _CODES[code] == "zstd":
-            found = _unpack_planes(body, width, nbytes)
+        if _CODES[code] == "zstd":
+            found, left = _unpack_planes(body, width, nbytes)
         else:
-            found = _restore(body, nbytes // 4, second=_CODES[code] == "second_moment")
+            scales, left = _unpack_planes(body, 4, 4 * -(-nbytes // 4 // BLOCK))
+            codes, left = _unpack_planes(left, 1, nbytes // 4)
+            found = _restore(scales, codes, second=_CODES[code] == "second_moment")
+        if left:
+            raise ObjectDamaged(f"{len(left)} bytes follow the last plane", path=name)
     except (struct.error, ValueError, zstandard.ZstdError) as error:
         raise ObjectDamaged(f"it cannot be decoded: {error}", path=name) from error
     if len(found) != nbytes:
@@ -65,12 +64,12 @@ def decode(blob: bytes | memoryview, *, name: object) -> bytes | memoryview:
     return found
 
 
-def _pack_planes(view: memoryview, width: int, level: int) -> list[bytes | memoryview]:
+def _pack_planes(view: memoryview, width: int) -> list[bytes | memoryview]:
     whole = len(view) - len(view) % width
     planes = [memoryview(plane) for plane in _planes(view[:whole], width)]
     if whole < len(view):
         planes.append(view[whole:])
-    compressor = zstandard.ZstdCompressor(level=level, write_content_size=True)
+    compressor = zstandard.ZstdCompressor(level=1, write_content_size=True)
     packed: list[bytes | memoryview] = []
     for plane in planes:
         middle = max(0, (len(plane) - _SAMPLE_BYTES) // 2)
@@ -90,7 +89,8 @@ def _planes(view: memoryview, width: int) -> list[np.ndarray]:
     return [np.ascontiguousarray(elements[:, byte]) for byte in range(width)]
 
 
-def _unpack_planes(body: memoryview, width: int, nbytes: int) -> memoryview:
+def _unpack_planes(body: memoryview, width: int, nbytes: int) -> tuple[memoryview, memoryview]:
+    """Return `nbytes` of elements of `width` bytes, and what follows their planes."""
     whole = nbytes - nbytes % width if width else 0
     sizes = [whole // width] * width + ([nbytes - whole] if whole < nbytes else [])
     out = np.empty(nbytes, np.uint8)
@@ -110,9 +110,7 @@ def _unpack_planes(body: memoryview, width: int, nbytes: int) -> memoryview:
             raise ValueError(f"plane {index} does not hold {size} bytes")
         target = elements[:, index] if index < width else out[whole:]
         target[:] = np.frombuffer(plane, np.uint8)
-    if position != len(body):
-        raise ValueError("bytes follow the last plane")
-    return memoryview(out)
+    return memoryview(out), body[position:]
 
 
 def _quantise(values: np.ndarray, *, second: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -130,11 +128,7 @@ def _quantise(values: np.ndarray, *, second: bool) -> tuple[np.ndarray, np.ndarr
     return scales, np.ascontiguousarray(codes.reshape(-1)[: values.size])
 
 
-def _restore(body: memoryview, count: int, *, second: bool) -> memoryview:
-    blocks = -(-count // BLOCK)
-    if len(body) != 4 * blocks + count:
-        raise ValueError(f"a moment of {count} elements takes {4 * blocks + count} bytes, got {len(body)}")
-    scales = np.frombuffer(body[: 4 * blocks], np.float32)
-    codes = np.frombuffer(body[4 * blocks :], np.uint8 if second else np.int8).astype(np.float32)
-    values = codes * np.repeat(scales, BLOCK)[:count]
+def _restore(scales: memoryview, codes: memoryview, *, second: bool) -> memoryview:
+    values = np.frombuffer(codes, np.uint8 if second else np.int8).astype(np.float32)
+    values *= np.repeat(np.frombuffer(scales, np.float32), BLOCK)[: len(values)]
     return memoryview(values * values if second else values).cast("B")

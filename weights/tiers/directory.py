@@ -82,12 +82,11 @@ class DirectoryTier:
 
     quarantine = remove
 
-    def collect(self) -> int:
-        """Removes incomplete copies that no live process holds. Returns 0: it does not count their bytes."""
+    def collect(self) -> None:
+        """Removes incomplete copies that no live process holds."""
         for family in directories(self._root):
             for path in family.glob(".*.partial-*"):
                 copies.remove_partials(path.parent / path.name[1:].partition(".partial-")[0])
-        return 0
 
     def _there(self, name: Name) -> Path:
         path = self.path(name)

@@ -1,26 +1,19 @@
-"""Defines a packed tier's record of one version: its manifest, and which bytes of which objects form each piece.
-
-A piece is a tensor, the header of a safetensors file, or an auxiliary file. A record carries a checksum over itself,
-like a manifest. Pure.
-"""
+"""Names of versions in all tiers, and a packed tier's record of one version: its manifest, its pieces, its objects."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import zstandard
 
 from weights.format.checksums import checksum
 from weights.format.errors import IntegrityError, ObjectDamaged
 from weights.format.manifest import KINDS, Manifest
 from weights.format.names import decode_name, encode_name
-from weights.tiers import codec
 
-FORMAT = 1
-HEADER, AUX, TENSOR = "header:", "aux:", "tensor:"
-_OBJECT = re.compile(r"[0-9a-f]{64}")
+MAX_RECORD_BYTES = 1 << 30
 
 
 class Name(NamedTuple):
@@ -38,6 +31,11 @@ class Name(NamedTuple):
         """The key of its record. Raises InvalidName."""
         return f"records/{self.kind}s/{encode_name(self.model)}/{encode_name(self.version)}"
 
+    @property
+    def folder(self) -> str:
+        """The prefix of the keys of its objects."""
+        return f"objects/{self.key.removeprefix('records/')}/"
+
     @classmethod
     def of_key(cls, key: str) -> Name | None:
         """The name whose record has this key; None if it is not a record's key."""
@@ -48,34 +46,26 @@ class Name(NamedTuple):
         return cls(parts[1][:-1], model, version) if model and version else None
 
 
-class Part(NamedTuple):
-    """`nbytes` from `offset` of the decoded object `object`."""
-
-    object: str
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Record:
-    """`pieces`: the parts of each piece in order, by its name. `objects`: stored bytes by object."""
+    """`objects`: (key below the folder, stored bytes), whose decoded bytes in order are those of `pieces`, (name,
+    bytes). A piece is the header of a safetensors file, an auxiliary file or a tensor."""
 
     manifest: Manifest = field(repr=False)
-    pieces: Mapping[str, tuple[Part, ...]] = field(repr=False)
-    objects: Mapping[str, int] = field(repr=False)
+    pieces: list[tuple[str, int]] = field(repr=False)
+    objects: list[tuple[str, int]] = field(repr=False)
 
     @property
     def name(self) -> Name:
         return Name(self.manifest.kind, self.manifest.model, self.manifest.version)
 
+    @property
+    def stored_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.objects)
+
     def to_bytes(self) -> bytes:
-        body = {
-            "format": FORMAT,
-            "manifest": self.manifest.to_bytes().decode(),
-            "pieces": {name: [list(part) for part in parts] for name, parts in self.pieces.items()},
-            "objects": dict(self.objects),
-        }
-        packed = codec.encode(json.dumps(body, separators=(",", ":"), sort_keys=True).encode(), codec="zstd", level=3)
+        body = {"manifest": self.manifest.to_bytes().decode(), "pieces": self.pieces, "objects": self.objects}
+        packed = zstandard.compress(json.dumps(body, separators=(",", ":")).encode(), 3)
         return checksum(packed).encode() + b"\n" + packed
 
     @classmethod
@@ -85,22 +75,13 @@ class Record:
         if text != checksum(packed).encode():
             raise ObjectDamaged("the record's own checksum does not match", path=path)
         try:
-            body = json.loads(bytes(codec.decode(packed, name=path)))
-            if body["format"] != FORMAT:
-                raise ObjectDamaged(f"format {body['format']!r} is not known; this release reads {FORMAT}", path=path)
-            pieces = {name: tuple(Part(*part) for part in parts) for name, parts in body["pieces"].items()}
-            objects = body["objects"]
-            if not all(_OBJECT.fullmatch(key) and type(nbytes) is int for key, nbytes in objects.items()):
-                raise ValueError("an object's name or size is malformed")
-            for part in (part for parts in pieces.values() for part in parts):
-                if part.object not in objects or min(part.offset, part.nbytes) < 0:
-                    raise ValueError(f"{part} is malformed")
-            return cls(Manifest.from_bytes(body["manifest"].encode(), path=path), pieces, objects)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            body = json.loads(zstandard.ZstdDecompressor().decompress(packed, max_output_size=MAX_RECORD_BYTES))
+            manifest = Manifest.from_bytes(body["manifest"].encode(), path=path)
+            pieces, objects = (
+                [(str(name), int(nbytes)) for name, nbytes in body[key]] for key in ("pieces", "objects")
+            )
+            return cls(manifest, pieces, objects)
+        except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
             if isinstance(error, IntegrityError):
                 raise
-            raise ObjectDamaged(f"malformed: {type(error).__name__} {str(error)[:120]}", path=path) from error
-
-
-def object_key(name: str) -> str:
-    return f"objects/{name[:2]}/{name}"
+            raise ObjectDamaged(f"malformed: {error}", path=path) from error

@@ -17,7 +17,6 @@ from appliance.store.records import keys, page_sessions
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"
 _SCRAPE, _USAGE, _ME = "/admin/v1/metrics", "/admin/v1/usage", "/admin/v1/me"
 SESSIONS = "/admin/v1/sessions"
-_EVENTS = "/admin/v1/events"
 
 
 def allow(scopes: Collection[str], *needed: str) -> bool:
@@ -128,7 +127,7 @@ async def of_admin_routes(request: Request, caller: Caller) -> None:
     scopes = [READ] if request.method == "GET" else []
     if request.url.path == _SCRAPE:
         scopes.append(METRICS)
-    if request.url.path in (_USAGE, _EVENTS) and scopes:
+    if request.url.path == _USAGE and scopes:
         scopes += [INFERENCE, FINE_TUNING]
     path = request.url.path
     if (path == _ME and scopes) or path == SESSIONS or path.startswith(f"{SESSIONS}/"):

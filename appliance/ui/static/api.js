@@ -144,16 +144,6 @@ export async function* streamChat(body, signal) {
   for await (const event of eventsOf(answer)) yield* told(event);
 }
 
-/** What changes at the box, from behind the event `last`: {id, kind, data}. Throws BoxError. */
-export async function* changes(last, signal) {
-  const answer = await send("GET", "/admin/v1/events?stream=true", { signal, headers: last ? { "last-event-id": last } : {} });
-  yield { id: "", kind: "open", data: {} };
-  for await (const event of eventsOf(answer)) {
-    const lines = Object.fromEntries(event.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
-    if (lines.event) yield { id: lines.id, kind: lines.event, data: JSON.parse(lines.data) };
-  }
-}
-
 /** The texts of an answer's Server-Sent Events, comments too. Throws BoxError. */
 async function* eventsOf(answer) {
   const reader = answer.body.getReader();

@@ -1,6 +1,5 @@
 // Begins the page: the language, who is there, the navigation, and the page that the address names.
 import { BoxError, comeBack, forgetLogin, get, goToProvider, isGone, isLoggedIn, logIn, logOut, loginId, post, providerName, stay, whenRefused } from "./api.js";
-import { forget } from "./live.js";
 import { LANGUAGES, language, loadLanguage, t } from "./i18n.js";
 import { PAGES, fetchPage } from "./pages.js";
 import { Component, NeedsScope, Who, html, render, sentence, useEffect, useRef, useState } from "./ui.js";
@@ -163,7 +162,6 @@ function App({ known, failed }) {
   const [who, setWho] = useState(known);
   const [told, setTold] = useState(failed);
   const leave = (why) => {
-    forget();
     setTold(why);
     setWho(null);
   };

@@ -3,7 +3,6 @@ import { Component, h, html, render, createContext, useCallback, useContext, use
 import { BoxError } from "./api.js";
 import { ago, number } from "./format.js";
 import { t } from "./i18n.js";
-import { follow, isOpen } from "./live.js";
 
 export { Component, h, html, render, createContext, useCallback, useContext, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
@@ -16,28 +15,23 @@ export function useMay(...scopes) {
   return who.scopes.includes("admin") || scopes.some((scope) => who.scopes.includes(scope));
 }
 
-const STREAMED_S = 15; // beside the event stream, which tells of no readings: heat, power, times
-const APART_MS = 1000;
+const HIDDEN_S = 10; // between two questions of a tab that is not seen
 
-/** `ask(signal)` now and then, while the tab is seen: whenever the event stream tells of one of `topics` ("jobs/ID" for
- *  one of them), without a stream or topics every `seconds`. The last answer stays when one fails. Returns
- *  {data, error, reload}; asks again at once when `inputs` change. */
-export function useLive(ask, seconds, inputs = [], topics = []) {
+/** `ask(signal)` at once and every `seconds`, less often while the tab is hidden. The last answer stays when one fails.
+ *  Returns {data, error, reload}; asks again at once when `inputs` change. */
+export function useLive(ask, seconds, inputs = []) {
   const [state, setState] = useState({ data: null, error: null });
   const again = useRef(() => {});
   useEffect(() => {
     let timer = 0;
     let asking = null;
     let over = false;
-    let asked = 0;
-    const pause = () => 1000 * (topics.length && isOpen() ? Math.max(seconds, STREAMED_S) : seconds);
     setState({ data: null, error: null });
     const look = async () => {
       clearTimeout(timer);
       if (asking) asking.abort();
       const mine = new AbortController();
       asking = mine;
-      asked = Date.now();
       try {
         const data = await ask(mine.signal);
         if (!over && asking === mine) setState({ data, error: null });
@@ -46,22 +40,14 @@ export function useLive(ask, seconds, inputs = [], topics = []) {
         setState((before) => ({ data: before.data, error }));
       }
       asking = null;
-      if (!over && !document.hidden) timer = setTimeout(look, pause());
+      if (!over) timer = setTimeout(look, 1000 * (document.hidden ? Math.max(seconds, HIDDEN_S) : seconds));
     };
-    // Not more often than once a second, nor before the last answer is here.
-    const told = () => {
-      if (document.hidden) return;
-      clearTimeout(timer);
-      timer = setTimeout(() => (asking ? told() : look()), Math.max(asking ? APART_MS : 0, asked + APART_MS - Date.now()));
-    };
-    const leave = topics.length ? follow(topics, told) : () => {};
-    const seen = () => (document.hidden ? clearTimeout(timer) : look());
+    const seen = () => { if (!document.hidden) look(); };
     again.current = look;
     document.addEventListener("visibilitychange", seen);
     look();
     return () => {
       over = true;
-      leave();
       clearTimeout(timer);
       if (asking) asking.abort();
       document.removeEventListener("visibilitychange", seen);

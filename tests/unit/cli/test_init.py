@@ -88,7 +88,7 @@ def test_what_only_you_know_is_accepted_once_it_is_filled_in(name, tmp_path):
     text = (TEMPLATES / f"{name}.toml").read_text().partition("# --- examples")[0]
     lines = [re.sub(r"^# (?=(\[[a-z.]+\]$|[a-z_-]+ = ))", "", line) for line in text.splitlines()]
     config = accepted("\n".join(lines), tmp_path)
-    assert config.backup.url and config.backup.key_file and config.gateway.tls_cert_path
+    assert config.backup.url and config.gateway.tls_cert_path
 
 
 def test_a_file_that_is_there_stays_unless_forced(tmp_path):

@@ -300,16 +300,6 @@ async def test_what_was_changed_of_a_model_with_the_name_is_not_kept_in_case_it_
     assert [text for text in kept if f"{NAME}ette" in text], "a word that only begins with the name is somebody else's"
 
 
-async def test_the_copy_of_the_database_that_a_killed_backup_left_goes_too(control: Control):
-    ann = Person(control, NAME)
-    await ann.does_something_of_everything()
-    left = control.context.files_dir.parent / ".backup-x"
-    left.mkdir()
-    (left / "appliance.db").write_text(NAME)
-    await ask(control, cancel=True)
-    assert not left.exists()
-
-
 async def test_the_box_is_not_forgotten(control: Control):
     answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": "the box itself"})
     assert answer.status_code == 400

@@ -54,7 +54,7 @@ CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses"
 OPEN = {("GET", "/admin/v1/oidc"), ("POST", "/admin/v1/oidc/begin"), ("POST", "/admin/v1/oidc/finish")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE, OWN, SELF = "list", "nothing", "admins", "readers", "scrape", "own", "self"
 # One's own logins, and what changes of what one may see: test_page_sessions.py, test_live.py.
-LOGINS, CHANGES = "logins", "changes"
+LOGINS = "logins"
 # Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
 # what deletes comes last.
 JUDGED: dict[tuple[str, str], Any] = {
@@ -159,7 +159,6 @@ JUDGED: dict[tuple[str, str], Any] = {
     ),
     ("GET", "/admin/v1/usage"): OWN,
     ("GET", "/admin/v1/me"): SELF,
-    ("GET", "/admin/v1/events"): CHANGES,
     ("GET", "/admin/v1/sessions"): LOGINS,
     ("POST", "/admin/v1/sessions"): LOGINS,
     ("POST", "/admin/v1/sessions/{session_id}/touch"): LOGINS,
@@ -681,10 +680,10 @@ def filled(path: str) -> str:
 @pytest.mark.parametrize(
     ("scopes", "allowed"),
     [
-        ("read", (READERS, SCRAPE, OWN, SELF, LOGINS, CHANGES)),
+        ("read", (READERS, SCRAPE, OWN, SELF, LOGINS)),
         ("metrics", (SCRAPE, SELF, LOGINS)),
-        ("inference", (OWN, SELF, LOGINS, CHANGES)),
-        ("fine_tuning", (OWN, SELF, LOGINS, CHANGES)),
+        ("inference", (OWN, SELF, LOGINS)),
+        ("fine_tuning", (OWN, SELF, LOGINS)),
         ("", ()),
     ],
 )

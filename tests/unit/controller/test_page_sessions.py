@@ -10,11 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.backup.take import end_logins
 from appliance.controller.admin.owners import page_sessions
 from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY
 from appliance.controller.admin.owners.page_sessions import MOVED_BY_S
-from appliance.store.copies import copy_database
 from appliance.store.records import audit, keys
 from appliance.store.records import page_sessions as rows
 
@@ -152,18 +150,6 @@ async def test_a_key_has_so_many_and_the_one_touched_longest_ago_gives_its_place
     made.append(await begin(control))
     left = {row["id"] for row in (await control.http.get(SESSIONS)).json()["data"]}
     assert left == {row["id"] for row in made} - {made[1]["id"]}
-
-
-async def test_a_copy_of_the_database_has_none(control: Control) -> None:
-    """One that was ended since must not come back with a backup, or with the release before."""
-    control.as_key("ann")
-    await begin(control)
-    copied = control.db.path.with_name("copied.db")
-    copy_database(control.db.path, copied)
-    end_logins(copied)
-    with type(control.db)(copied) as other:
-        assert other.execute("SELECT count(*) FROM page_sessions").fetchone()[0] == 0
-        assert other.execute("SELECT count(*) FROM keys").fetchone()[0] == 1
 
 
 @pytest.mark.parametrize("end", [keys.revoke, keys.renew])

@@ -31,7 +31,6 @@ _IN_MEMORY = "reads nothing of the store"
 _THEN_ANSWER = "takes what the loop has, and ends with `answer`"
 ON_THE_LOOP = {
     "/admin/v1/doctor": _IN_MEMORY,
-    "/admin/v1/events": _IN_MEMORY,
     "/admin/v1/nodes": _IN_MEMORY,
     "/admin/v1/oidc": _IN_MEMORY,
     "/admin/v1/tiers": _THEN_ANSWER,

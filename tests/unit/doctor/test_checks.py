@@ -47,7 +47,6 @@ WELL = Facts(
     oom_kills=0,
     certificate_expires_s=1e9 + 90 * 86_400,
     backup=LastBackup("b", 1e9 - 3600, "/mnt", 1),
-    backup_every_s=24 * 3600,
     ending_keys=(),
 )
 
@@ -94,7 +93,7 @@ def test_what_is_to_be_typed_is_there():
         oom_kills=1,
         certificate_expires_s=1e9,
         runs=True,
-        troubles=("backup: no such place",),
+        troubles=("tier disk: no such place",),
         features=frozenset({"sse2", "amx_tile"}),
         quarantined=(Quarantined(Path("/box/quarantine/2026-01-01"), 3, 99),),
         ending_keys=("guest",),

@@ -69,7 +69,6 @@ QUERY = {
     "/admin/v1/usage": "by=key&since=30d",
 }
 NO_REQUEST = {
-    "/admin/v1/events": "a stream without an end; what it is told stands among the rounds",
     "/openapi.json": "made once",
     "/admin/v1/logs/{name:path}": "the end of a file, 256 KiB at most, on a thread; nothing of the store",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,18 +14,16 @@ from appliance.controller.jobs.events import JobEvents, fail
 from appliance.store.database import Database
 from appliance.store.objects import files, jobs
 from appliance.store.rows import FileRow, JobRow
-from appliance.tracking.errors import TrackerFailed, TrackerRefused
-from appliance.tracking.follower import MOST_REFUSALS, Follower
-from appliance.tracking.store_reader import Job, Point, StoreReader
+from appliance.tracking.follower import REFUSED_S, Follower, TrackerFailed, TrackerRefused
+from appliance.tracking.jobs import Job, Jobs, Point
 
 
 @dataclass
 class Heard:
-    """A tracker that remembers. behind: what `begin` asks for. away: it fails. refused: it fails for this
-    job. forbidden: and says that it takes no such."""
+    """A tracker that remembers points once. away: it fails. refused: it fails for this job. forbidden: and says that
+    it takes no such."""
 
     name: str = "a tracker"
-    behind: int | None = None
     away: bool = False
     refused: str = ""
     forbidden: str = ""
@@ -38,15 +35,16 @@ class Heard:
     def wants(self, job: Job) -> bool:
         return job.name != "private"
 
-    def begin(self, job: Job) -> tuple[str, int | None]:
+    def begin(self, job: Job) -> str:
         self._ask(job)
         self.begun.append(job.id)
-        return f"https://tracker/{job.id}", self.behind
+        return f"https://tracker/{job.id}"
 
     def log(self, job: Job, points: list[Point]) -> None:
         self._ask(job)
-        self.seen += points
-        self.points += [(job.id, one.kind, one.step) for one in points]
+        known = {one.seq for one in self.seen}
+        self.points += [(job.id, one.kind, one.step) for one in points if one.seq not in known]
+        self.seen += [one for one in points if one.seq not in known]
 
     def end(self, job: Job) -> None:
         self._ask(job)
@@ -63,8 +61,7 @@ class Heard:
 class Box:
     db: Database
     folder: Path
-    told: list[tuple[str, str, str]] = field(default_factory=list)
-    refusals: list[tuple[str, str, str]] = field(default_factory=list)
+    told: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     now_s: float = 0.0
 
     def job(self, number: int, **fields: Any) -> str:
@@ -92,16 +89,12 @@ class Box:
         self.events.ingest(job_id, {"event": "validation", "step": step, "loss": 2.0, "mean_token_accuracy": 0.5})
 
     def follower(self, tracker: Heard) -> Follower:
-        def tell(*said: str) -> bool:
-            self.told.append(said)  # type: ignore[arg-type]
+        def tell(job_id: str, text: dict[str, str]) -> bool:
+            self.told.append((job_id, text))
             return True
 
-        def tell_refused(*said: str) -> bool:
-            self.refusals.append(said)  # type: ignore[arg-type]
-            return True
-
-        store, progress = StoreReader(self.folder / "appliance.db"), self.folder / "progress.json"
-        return Follower(tracker, store, progress, tell, tell_refused, lambda: self.now_s)
+        store, progress = Jobs(self.folder / "appliance.db"), self.folder / "progress.json"
+        return Follower(tracker, store, progress, tell, lambda: self.now_s)
 
 
 @pytest.fixture
@@ -120,7 +113,7 @@ def test_a_job_is_told_from_its_begin_to_its_end(box: Box):
     box.events.started(job_id, ["gpu0"], resumed=False)
     follower.round()
     assert tracker.begun == [job_id] and tracker.points == []
-    assert box.told == [(job_id, "a tracker", f"https://tracker/{job_id}")]
+    assert box.told == [(job_id, {"address": f"https://tracker/{job_id}"})]
     box.step(job_id, 1, 2)
     box.validation(job_id, 2)
     follower.round()
@@ -148,7 +141,7 @@ def test_a_job_is_told_from_its_begin_to_its_end(box: Box):
     assert len(box.told) == 1 and '"jobs": {}' in (box.folder / "progress.json").read_text()
 
 
-def test_an_exporter_that_was_killed_goes_on_behind_what_it_told(box: Box):
+def test_follower_after_a_restart_sends_all_points_of_unended_jobs(box: Box):
     job_id, tracker = box.start(1), Heard()
     box.step(job_id, 1, 2)
     box.follower(tracker).round()
@@ -156,19 +149,6 @@ def test_an_exporter_that_was_killed_goes_on_behind_what_it_told(box: Box):
     box.follower(tracker).round()
     assert [step for _, _, step in tracker.points] == [1, 2, 3] and tracker.begun == [job_id] * 2
     assert len(box.told) == 1, "it is said once where the run is"
-
-
-def test_a_tracker_that_knows_itself_how_far_it_is_decides(box: Box):
-    """A run on disk is written anew; one at a server may lack what was on its way when the exporter was killed."""
-    job_id = box.start(1)
-    box.step(job_id, 1, 2, 3)
-    box.follower(Heard()).round()
-    anew = Heard(behind=0)
-    box.follower(anew).round()
-    assert [step for _, _, step in anew.points] == [1, 2, 3]
-    second = Heard(behind=anew.seen[1].seq)
-    box.follower(second).round()
-    assert [step for _, _, step in second.points] == [3]
 
 
 def test_steps_that_are_repeated_after_a_sudden_end_are_told_once(box: Box):
@@ -193,7 +173,7 @@ def test_a_tracker_that_is_away_hears_everything_later(box: Box):
     jobs.set_phase(box.db, job_id, "cancelled")
     box.now_s = 2.0
     follower.round()
-    (failing,) = follower.failing
+    (failing,) = follower.failing.values()
     assert (failing.since_s, failing.why, failing.failures, failing.again_s) == (0.0, "away", 2, 4.0)
     tracker.away = False
     follower.round()
@@ -216,74 +196,6 @@ def test_a_job_that_the_tracker_refuses_holds_up_no_other(box: Box):
     box.step(second, 2)
     follower.round()
     assert tracker.points == [(second, "train", 1), (second, "train", 2)]
-
-
-def test_many_jobs_that_fail_leave_others_nine_tenths_of_the_time(box: Box):
-    """Each attempt waited for its server, and after each failure all paused, for a minute in the end."""
-    tries: list[str] = []
-
-    class Slow(Heard):
-        def _ask(self, job: Job) -> None:
-            if job.name == "bad":
-                tries.append(job.id)
-                box.now_s += 5.0
-                raise TrackerFailed("no such project")
-
-    bad, tracker = [box.start(number, suffix="bad") for number in range(1, 7)], Slow()
-    follower, good = box.follower(tracker), box.start(7)
-    follower.round()
-    assert tries == bad and box.now_s == 30.0, "new ones are tried at once"
-    rounds = 0
-    while box.now_s < 530.0:
-        rounds += 1
-        box.step(good, rounds)
-        follower.round()
-        assert tracker.points[-1] == (good, "train", rounds), "in the round after each step"
-        box.now_s += 10.0
-    assert 6 <= len(tries) - 6 <= 10 and set(tries[6:]) == set(bad), "all in turns, for a tenth of the time"
-    assert len(follower.failing) == 6
-
-
-def test_when_one_that_failed_is_told_all_are_tried_again(box: Box):
-    tracker = Heard(away=True)
-    first, second, follower = box.start(1), box.start(2), box.follower(tracker)
-    for at_s in (0.0, 2.0, 10.0, 30.0):
-        box.now_s = at_s
-        follower.round()
-    tracker.away, box.now_s = False, 41.0
-    follower._failing[second].again_s = 90.0
-    follower.round()
-    follower.round()
-    assert tracker.begun == [first, second] and not follower.failing
-
-
-def test_a_job_that_the_tracker_takes_no_run_of_is_asked_less_and_less_and_then_given_up(box: Box):
-    """It was asked every minute for ever, and no owner heard why there was no run."""
-    first, second = box.start(1), box.start(2)
-    tracker, asked = Heard(forbidden=first), 0
-    box.step(second, 1)
-    for minute in range(0, 60 * 24, 5):
-        box.now_s = minute * 60.0
-        follower = box.follower(tracker)  # an exporter that is started again knows how often it asked
-        before = copy.copy(follower._progress.jobs.get(first))
-        follower.round()
-        asked += before != follower._progress.jobs.get(first)
-    assert asked == MOST_REFUSALS and tracker.points == [(second, "train", 1)]
-    assert box.refusals == [(first, "a tracker", "entity nobody not found")]
-
-
-def test_a_job_that_the_tracker_takes_after_all_is_told_whole(box: Box):
-    first = box.start(1)
-    tracker = Heard(forbidden=first)
-    follower = box.follower(tracker)
-    box.step(first, 1, 2)
-    follower.round()
-    tracker.forbidden = ""
-    follower.round()
-    assert not tracker.points, "not before the pause is over"
-    box.now_s = 61.0
-    follower.round()
-    assert [step for _, _, step in tracker.points] == [1, 2] and not box.refusals
 
 
 def test_a_new_tracker_hears_of_no_job_that_had_ended_and_of_none_that_it_does_not_want(box: Box):
@@ -313,3 +225,20 @@ def test_a_database_that_was_restored_is_followed_from_there(box: Box):
     box.step(job_id, 1)
     follower.round()
     assert tracker.points == [(job_id, "train", 1)]
+
+
+def test_follower_gives_up_a_job_that_is_refused_for_a_day(box: Box):
+    first, second = box.start(1), box.start(2)
+    tracker = Heard(forbidden=first)
+    follower = box.follower(tracker)
+    box.step(first, 1)
+    box.step(second, 1)
+    follower.round()
+    assert tracker.points == [(second, "train", 1)] and first not in dict(box.told)
+    box.now_s = REFUSED_S + 1
+    follower.round()
+    assert box.told[-1] == (first, {"refused": "entity nobody not found"})
+    tracker.forbidden = ""
+    box.now_s *= 2
+    follower.round()
+    assert first not in tracker.begun

@@ -10,10 +10,9 @@ import signal
 import numpy as np
 import pytest
 
-from tests.unit.weights.conftest import SPECS, check, content, write
+from tests.unit.weights.conftest import check, content, write
 from weights.format.errors import (
     ChecksumMismatch,
-    IntegrityError,
     ObjectDamaged,
     TierFull,
     TierUnavailable,
@@ -24,7 +23,7 @@ from weights.format.manifest import KINDS
 from weights.memory.store import WeightStore
 from weights.tiers import codec
 from weights.tiers.objects import DirectoryObjects
-from weights.tiers.packed import PackedTier, moment_codecs
+from weights.tiers.packed import PackedTier
 from weights.tiers.record import Name
 
 
@@ -96,25 +95,6 @@ def test_several_files_with_an_index_come_back(store, tier):
     check(store, again)
 
 
-def test_only_changed_tensors_are_written(store, tier):
-    first = write(store)
-    whole = tier.put(first.path)
-    draft = store.reserve(Layout.plan(SPECS), kind="version", model="starter", version="2")
-    for placed in draft.layout:
-        same = placed.spec.name != "model.norm.weight"
-        draft.view(placed.spec.name)[:] = content(placed.spec.name, "1" if same else "2", placed.nbytes)
-    second = draft.commit(meta={})
-    done = tier.put(second.path)
-    assert done.new_bytes == 12 and done.written_bytes < whole.written_bytes / 20
-    tier.remove(name_of(first))
-    tier.collect()  # what the second still uses stays
-    store.remove(second)
-    again = tier.restore(store, name_of(second))
-    with store.lease(again) as lease:
-        assert bytes(lease.view("counter")) == content("counter", "1", 8)
-        assert bytes(lease.view("model.norm.weight")) == content("model.norm.weight", "2", 12)
-
-
 def test_a_put_that_was_done_before_writes_nothing_but_its_record(store, tier, home):
     stored = write(store)
     tier.put(stored.path)
@@ -126,7 +106,7 @@ def test_a_put_that_was_done_before_writes_nothing_but_its_record(store, tier, h
 
 
 def test_big_tensors_are_cut_into_objects(store, tier, home, monkeypatch):
-    monkeypatch.setattr("weights.tiers.packer.OBJECT_BYTES", 5000)
+    monkeypatch.setattr("weights.tiers.packed.OBJECT_BYTES", 5000)
     stored = write(store)
     tier.put(stored.path)
     assert len(objects(home)) > 10
@@ -159,20 +139,6 @@ def test_damage_is_noticed_and_never_mapped(store, tier, home, harm):
     assert files(home) == []
 
 
-def test_quarantine_takes_all_that_rest_on_a_damaged_object(store, tier, home):
-    first, second, other = write(store), write(store, "2"), write(store, "1", model="other")
-    for stored in (first, second, other):
-        tier.put(stored.path)
-    shared = [name for name in objects(home)]
-    tier.quarantine(name_of(second))  # whole: only itself goes
-    assert set(tier.names("version")) == {name_of(first), name_of(other)} and objects(home) == shared
-    tier.collect()
-    for name in objects(home):
-        flip(home / name)
-    tier.quarantine(name_of(first))
-    assert tier.names("version") == {}, "the other model has the same bytes and so the same objects"
-
-
 def test_damage_in_the_source_is_not_packed(store, tier, home):
     stored = write(store)
     flip(stored.path / "model.safetensors")
@@ -181,16 +147,6 @@ def test_damage_in_the_source_is_not_packed(store, tier, home):
     assert tier.names("version") == {}
     tier.collect()
     assert files(home) == []
-
-
-def test_a_lost_object_is_not_built_upon(store, tier, home):
-    tier.put(write(store).path)
-    for name in objects(home):
-        (home / name).unlink()
-    twin = write(store, "1", model="twin")
-    tier.put(twin.path)
-    store.remove(twin)
-    check(store, tier.restore(store, name_of(twin)))
 
 
 def test_kill_at_every_point_of_a_put_loses_nothing_and_leaves_no_litter(store, tmp_path, home):
@@ -271,9 +227,14 @@ def test_collecting_takes_only_what_no_record_names(store, tier, home):
     kept = [write(store, version) for version in ("1", "2", "3")]
     for stored in kept:
         tier.put(stored.path)
-    tier.remove(name_of(kept[1]))
     before = len(objects(home))
-    assert tier.collect() > 0 and len(objects(home)) < before
+    tier.remove(name_of(kept[1]))
+    assert len(objects(home)) < before
+    litter = home / Name("version", "starter", "gone").folder / "00000-x"
+    litter.parent.mkdir(parents=True)
+    litter.write_bytes(b"x")
+    tier.collect()
+    assert not litter.exists()
     for stored in (kept[0], kept[2]):
         tier.verify(name_of(stored))
 
@@ -330,9 +291,9 @@ def test_moments_are_quantised_only_where_asked_and_within_their_error(store, ho
         for name, array in arrays.items():
             draft.view(name)[:] = memoryview(array).cast("B")
         stored = draft.commit(meta={"step": 1})
-    tier = PackedTier("disk", DirectoryObjects(home, create=True), codec_of=moment_codecs)
+    tier = PackedTier("disk", DirectoryObjects(home, create=True), int8_moments=True)
     done = tier.put(stored.path)
-    assert done.written_bytes < stored.nbytes * 0.55
+    assert done.written_bytes < stored.nbytes * 0.5
     tier.verify(name_of(stored))
     store.remove(stored)
     again = tier.restore(store, name_of(stored))
@@ -353,8 +314,6 @@ def test_a_record_does_not_pass_for_another(store, tier, home):
     shutil.copy(home / name_of(stored).key, home / stolen.key)
     fresh = PackedTier("disk", DirectoryObjects(home))
     assert set(fresh.names("version")) == {name_of(stored)}
-    with pytest.raises(IntegrityError):
-        fresh.collect()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +322,7 @@ def test_a_record_does_not_pass_for_another(store, tier, home):
         b"",
         b"AWO1",
         codec.encode(b"abc" * 99, codec="zstd", width=2)[:-3],
-        codec.encode(b"abc", codec="raw") + b"x",
+        codec.encode(b"abc", codec="zstd") + b"x",
         b"\0" * 64,
     ],
 )

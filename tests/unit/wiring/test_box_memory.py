@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import FEWER_DEVICES_AFTER_S, HostMemory, Means, StoredHere
+from appliance.memory.host_memory import HostMemory, Means, StoredHere
 from appliance.store.objects import jobs
 from appliance.store.records import audit
 from scheduler.core.errors import EffectFailed
@@ -129,7 +129,6 @@ async def test_the_smallest_node_bounds_no_job_on_a_larger_one(box, world, add_m
     assert box.job_sizes(job) == (1, 2), "no node has eight"
     short(world, 5 * GB)
     await box.look()
-    world.now_s += FEWER_DEVICES_AFTER_S
     box.job_nodes(job)
     assert box.job_sizes(job) == (1,)
     world.home, world.away = world.away, MemoryReading(24 * GB, 20 * GB)
@@ -197,7 +196,7 @@ async def test_a_short_node_gives_back_in_the_stated_order_and_home_gives_nothin
 
     world.jobs[2] |= {"devices": [], "phase": "suspended"}
     short(world, 20 * GB)
-    assert await pass_by(box, world, 25) == ["+job", "+sleeper"]
+    assert await pass_by(box, world, 65) == ["+job", "+sleeper"]
     assert box.max_asleep() == {} and box.notes() == []
     assert box.job_nodes(jobs.get(db, "ftjob-2")) == ("n0", "n1")
 

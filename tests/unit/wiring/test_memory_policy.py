@@ -8,14 +8,12 @@ import pytest
 
 from appliance.memory.memory_policy import (
     CALM_S,
-    LONGEST_CALM_S,
     SETTLE_S,
     Action,
     Holdings,
     MemoryState,
     decide,
     default_reserve,
-    without,
 )
 from scheduler.core.memory_reading import MemoryReading
 
@@ -46,8 +44,7 @@ class Box:
 
     @property
     def holdings(self) -> Holdings:
-        spare = {model: count for model, count in self.engines.items() if count > 1}
-        return Holdings(self.pool, self.versions, self.sleepers, self.parked, self.jobs, spare)
+        return Holdings(self.pool, self.versions, self.sleepers, self.parked, self.jobs)
 
     def run(self, seconds: float) -> list[str]:
         """Half a second at a time; what was done, in words."""
@@ -76,8 +73,6 @@ class Box:
                 self.jobs = tuple(job for job in self.jobs if job != action.what)
             case "job", True:
                 self.jobs = (action.what, *self.jobs)
-            case "engine", False:
-                self.engines[action.what] = action.bound
 
 
 def test_in_plenty_nothing_happens():
@@ -97,7 +92,7 @@ def test_it_gives_back_in_the_stated_order_no_more_than_is_needed():
     assert box.run(30) == ["-versions"] and box.versions == 0, "there is the reserve again: nobody has to go"
 
 
-def test_under_a_program_that_takes_all_it_goes_down_to_one_engine_of_each_model_and_all_the_way_back():
+def test_decide_under_a_program_that_takes_all_gives_all_but_engines_and_takes_it_back():
     box = Box(others=4 * GB)
     box.others += 40 * GB
     gone = box.run(60)
@@ -109,15 +104,13 @@ def test_under_a_program_that_takes_all_it_goes_down_to_one_engine_of_each_model
         "-parked",
         "-job job-last",
         "-job job-first",
-        "-engine chat",
     ]
-    assert box.engines == {"chat": 1, "code": 1}, "the last engine of a model is never taken"
     assert "memory is short" in box.log[0].why and "GB of this machine available" in box.log[0].why
     assert box.run(600) == [], "nothing is left to give, and nothing is done twice"
     box.others = 4 * GB
     began_s = box.now_s
     back = box.run(120)
-    assert back == ["+engine chat", "+job job-first", "+job job-last", "+sleeper"]
+    assert back == ["+job job-first", "+job job-last", "+sleeper"]
     assert not box.state.holds_back and box.state.jobs == ()
     assert box.now_s - began_s <= 120
 
@@ -152,20 +145,6 @@ def test_between_the_marks_nothing_moves():
     assert box.run(CALM_S + 2) == ["+job a"]
 
 
-def test_training_that_came_back_too_soon_waits_longer_each_time():
-    box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, parked=(), engines={}, jobs=("a",))
-    waits = []
-    for _ in range(8):
-        box.others += box.available - RESERVE // 2  # short with the job, plenty without
-        assert box.run(5) == ["-job a"]
-        since_s = box.now_s
-        while not box.jobs:
-            box.run(0.5)
-        waits.append(box.now_s - since_s)
-    assert all(later >= sooner for sooner, later in zip(waits, waits[1:], strict=False))
-    assert waits[0] <= CALM_S + 1 and waits[2] >= 3 * CALM_S and waits[-1] >= LONGEST_CALM_S - 5
-
-
 def test_processes_that_stand_still_for_memory_are_a_shortage_too():
     reading = MemoryReading(24 * GB, int(1.2 * GB), stalled=25.0)
     state, action = decide(reading, Holdings(pool=GB), MemoryState(), 0.0, RESERVE)
@@ -188,12 +167,6 @@ def test_what_is_given_back_for_a_job_names_the_reserve():
     holdings = Holdings(pool=GB, job_wanted=9_900_000_000)
     _, action = decide(reading, holdings, MemoryState(), 0.0, RESERVE)
     assert action is not None and "waits for 9.9 GB besides the reserve of 1.0 GB, 10.2 GB of " in action.why
-
-
-def test_what_is_over_is_forgotten():
-    state = MemoryState(jobs=("a", "b"), engines={"m": 1, "n": 1}, sleepers=0)
-    kept = without(state, jobs=["b"], models=["n"])
-    assert (kept.jobs, kept.engines, kept.sleepers) == (("b",), {"n": 1}, 0)
 
 
 @pytest.mark.parametrize(("total", "reserve"), [(4 * 2**30, 2**29), (25 * 2**30, 2**30), (2**41, 8 * 2**30)])

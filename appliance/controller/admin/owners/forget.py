@@ -23,7 +23,6 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 from pydantic import StringConstraints
 
-from appliance import backup_copies
 from appliance.controller.admin.owners.first_key import drop_first_key
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.batches.runner import BatchRunner
@@ -204,7 +203,6 @@ class Forgetting:
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
         await self._evaluations.delete(gone, within_s=None)
         await little_by_little(partial(forgotten.delete_some_parts, db, owner))
-        await to_thread.run_sync(backup_copies.sweep, context.files_dir.parent)  # the whole database, of one killed
         for table in ("uploads", "batches", "responses", "idempotency"):
             await little_by_little(partial(forgotten.delete_some, db, owner, table))
 

@@ -6,7 +6,7 @@ import { Rows } from "../rows.js";
 import { Badge, Card, Live, Table, html, useLive } from "../ui.js";
 
 export function Page() {
-  const newest = useLive((signal) => get("/admin/v1/audit?limit=100", signal), 5, [], ["audit"]);
+  const newest = useLive((signal) => get("/admin/v1/audit?limit=100", signal), 2);
   return html`<${Live} of=${newest}>${(answer) => html`<${Card}>
     <${Rows} answer=${answer} older=${(after) => `/admin/v1/audit?limit=500&after=${encodeURIComponent(after)}`} empty=${t("audit.none")}
       text=${(row) => `${row.by} ${row.action} ${row.target} ${row.outcome} ${detailOf(row)}`}>${(rows, empty) => html`

@@ -5,8 +5,8 @@ import { t } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Field, Live, Meter, Table, degradedWord, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
 
 export function Page() {
-  const status = useLive((signal) => get("/admin/v1/status", signal), 2, [], ["box", "jobs", "handovers"]);
-  const mode = useLive((signal) => get("/admin/v1/mode", signal), 4, [], ["box"]);
+  const status = useLive((signal) => get("/admin/v1/status", signal), 2);
+  const mode = useLive((signal) => get("/admin/v1/mode", signal), 2);
   return html`<${Live} of=${status}>${(now) => html`
     <${Notes} now=${now} />
     <${Devices} now=${now} onChange=${status.reload} />

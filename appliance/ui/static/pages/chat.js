@@ -35,7 +35,7 @@ async function everyModel(signal) {
 
 export function Page({ rest }) {
   const reads = useMay("read");
-  const models = useLive((signal) => callable(signal, reads), 15, [], reads ? ["models"] : []);
+  const models = useLive((signal) => callable(signal, reads), 15);
   return html`<${Live} of=${models}>${(names) => names.length ? html`<${Talk} names=${names} first=${rest[0]} />` : html`<p class="empty">${t("chat.no_models")} ${reads ? html`<a href="#/models">${t("nav.models")}</a>` : null}</p>`}</${Live}>`;
 }
 

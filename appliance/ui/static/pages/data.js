@@ -18,7 +18,7 @@ const named = (counts) => Object.entries(counts || {}).map(([name, n]) => `${nam
 
 function List() {
   const path = "/v1/files?purpose=fine-tune&limit=200";
-  const files = useLive((signal) => get(path, signal), 15, [], ["files"]);
+  const files = useLive((signal) => get(path, signal), 2);
   return html`<${Live} of=${files}>${(answer) => html`<${Card}>
     <${Rows} answer=${answer} older=${(after) => `${path}&after=${after}`} empty=${t("data.none")} text=${(row) => `${row.filename} ${row.id} ${row.status}`}>${(rows, empty) => html`
     <${Table} label=${t("nav.data")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
@@ -42,7 +42,7 @@ function File({ id }) {
     const file = await get(`/v1/files/${id}`, signal);
     const report = file.check && file.check.found ? await get(`/v1/files/${id}/check`, signal) : null;
     return { file, report };
-  }, 5, [id], [`files/${id}`]);
+  }, 2, [id]);
   const [check, { busy, error }] = useAct(async () => {
     await post(`/v1/files/${id}/check`, {});
     shown.reload();

@@ -16,7 +16,7 @@ export function Page({ rest }) {
 
 function List() {
   const path = "/v1/evals?limit=100&order=desc";
-  const evals = useLive((signal) => get(path, signal), 10, [], ["evals"]);
+  const evals = useLive((signal) => get(path, signal), 2);
   return html`<${Live} of=${evals}>${(answer) => html`<${Card} title=${t("evals")}>
     <${Rows} answer=${answer} older=${(after) => `${path}&after=${after}`} empty=${t("evals.none")} text=${(row) => `${row.name} ${row.id} ${row.owner || ""}`}>${(rows, empty) => html`
     <${Table} label=${t("evals")} rows=${rows} rowKey=${(row) => row.id} empty=${empty} columns=${[
@@ -35,8 +35,8 @@ const stateOf = ({ status }) => (status === "canceled" ? "cancelled" : status);
 const passed = ({ total, passed: good }) => (total ? good / total : null);
 
 function Evaluation({ id }) {
-  const evaluation = useLive((signal) => get(`/v1/evals/${id}`, signal), 60, [id], [`evals/${id}`]);
-  const runs = useLive(async (signal) => (await get(`/v1/evals/${id}/runs?limit=50&order=desc`, signal)).data, 4, [id], [`evals/${id}`]);
+  const evaluation = useLive((signal) => get(`/v1/evals/${id}`, signal), 10, [id]);
+  const runs = useLive(async (signal) => (await get(`/v1/evals/${id}/runs?limit=50&order=desc`, signal)).data, 2, [id]);
   return html`<p class="back"><a href="#/evals">← ${t("evals.all")}</a></p>
     <${Live} of=${evaluation}>${(one) => html`<${Card} title=${one.name || one.id}>
       <${Table} label=${t("eval.criteria")} rows=${one.testing_criteria} rowKey=${(row) => row.id || row.name} empty="" columns=${[
@@ -59,7 +59,7 @@ function Evaluation({ id }) {
 
 function Run({ of, id }) {
   const path = `/v1/evals/${of}/runs/${id}`;
-  const run = useLive((signal) => get(path, signal), 3, [id], [`evals/${of}`]);
+  const run = useLive((signal) => get(path, signal), 2, [id]);
   const [cancel, { busy, error }] = useAct(async () => {
     await post(`${path}/cancel`);
     run.reload();
@@ -92,7 +92,7 @@ function Items({ path, of }) {
   const [status, setStatus] = useState("fail");
   const [pages, setPages] = useState([""]);
   const after = pages[pages.length - 1];
-  const items = useLive((signal) => get(`${path}/output_items?limit=${ITEMS}&status=${status}${after ? `&after=${after}` : ""}`, signal), 10, [path, status, after], [`evals/${of}`]);
+  const items = useLive((signal) => get(`${path}/output_items?limit=${ITEMS}&status=${status}${after ? `&after=${after}` : ""}`, signal), 2, [path, status, after]);
   const pick = (name) => () => {
     setStatus(name);
     setPages([""]);

@@ -9,7 +9,7 @@ export function Page() {
 }
 
 function Parts() {
-  const status = useLive((signal) => get("/admin/v1/status", signal), 3, [], ["box"]);
+  const status = useLive((signal) => get("/admin/v1/status", signal), 2);
   return html`<${Card} title=${t("health.parts")}><${Live} of=${status}>${(now) => {
     const ill = now.devices.filter((one) => one.health !== "ok" || one.lost);
     const rows = [

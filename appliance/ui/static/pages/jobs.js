@@ -34,7 +34,7 @@ function List() {
   const all = useMay("read");
   const path = all ? "/admin/v1/jobs" : "/v1/fine_tuning/jobs";
   const shaped = all ? (row) => row : ofOpenAI;
-  const jobs = useLive((signal) => get(`${path}?limit=100`, signal), 3, [path], ["jobs"]);
+  const jobs = useLive((signal) => get(`${path}?limit=100`, signal), 2, [path]);
   return html`<${Live} of=${jobs}>${(answer) => html`<${Card}>
     <${Rows} answer=${answer} older=${(after) => `${path}?limit=100&after=${after}`} empty=${t("jobs.none")}
       text=${(row) => [row.id, row.fine_tuned_model, row.output_model, row.model, row.owner, row.phase || row.status].join(" ")}>${(found, empty) => html`
@@ -53,7 +53,7 @@ function List() {
 function Job({ id }) {
   const all = useMay("read");
   const tunes = useMay("fine_tuning");
-  const job = useLive(async (signal) => (all ? get(`/admin/v1/jobs/${id}`, signal) : ofOpenAI(await get(`/v1/fine_tuning/jobs/${id}`, signal))), 2, [id], [`jobs/${id}`]);
+  const job = useLive(async (signal) => (all ? get(`/admin/v1/jobs/${id}`, signal) : ofOpenAI(await get(`/v1/fine_tuning/jobs/${id}`, signal))), 2, [id]);
   const events = useEvents(id, tunes);
   const rows = useMetrics(id, all);
   return html`<p class="back"><a href="#/jobs">← ${t("jobs.all")}</a></p>
@@ -81,7 +81,7 @@ function useEvents(id, may) {
     }
     known.current = [...fresh, ...known.current];
     return known.current;
-  }, 2, [id, may], [`jobs/${id}`]);
+  }, 2, [id, may]);
 }
 
 /** All metrics of the job by step; each look asks again for the last steps, which a resume may have done again. */
@@ -97,7 +97,7 @@ function useMetrics(id, may) {
       after = answer.data[answer.data.length - 1].step;
     }
     return [...known.current.values()].sort((a, b) => a.step - b.step);
-  }, 2, [id, may], [`jobs/${id}`]);
+  }, 2, [id, may]);
 }
 
 function About({ job, may, onChange }) {
@@ -220,7 +220,7 @@ function Curves({ job, metrics, events }) {
 }
 
 function Checkpoints({ id, phase }) {
-  const found = useLive(async (signal) => (await get(`/v1/fine_tuning/jobs/${id}/checkpoints?limit=50`, signal)).data, 10, [id, phase], [`jobs/${id}`]);
+  const found = useLive(async (signal) => (await get(`/v1/fine_tuning/jobs/${id}/checkpoints?limit=50`, signal)).data, 2, [id, phase]);
   if (!found.data || !found.data.length) return null;
   return html`<${Card} title=${t("job.checkpoints")}>
     <${Table} label=${t("job.checkpoints")} rows=${found.data} rowKey=${(row) => row.id} empty="" columns=${[

@@ -93,7 +93,7 @@ function download(name, text) {
 }
 
 function List() {
-  const keys = useLive(async (signal) => (await get("/admin/v1/keys", signal)).data, 10, [], ["keys"]);
+  const keys = useLive(async (signal) => (await get("/admin/v1/keys", signal)).data, 2);
   const [making, setMaking] = useState(false);
   const [made, setMade] = useState(null);
   const [revoke, { busy, error }] = useAct(async (row) => {

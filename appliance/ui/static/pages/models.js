@@ -14,7 +14,7 @@ export function Page({ rest }) {
 }
 
 function List() {
-  const models = useLive((signal) => get("/admin/v1/models", signal), 5, [], ["models"]);
+  const models = useLive((signal) => get("/admin/v1/models", signal), 2);
   const adds = useMay("admin");
   return html`<${Live} of=${models}>${(answer) => html`
   ${adds ? html`<${AddModel} empty=${!answer.data.length} names=${answer.data.map((row) => row.name)} onDone=${models.reload} />` : null}
@@ -37,7 +37,7 @@ function sized(params) {
 }
 
 function Model({ name }) {
-  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 3, [name], ["models", "box"]);
+  const model = useLive((signal) => get(`/admin/v1/models/${inPath(name)}`, signal), 2, [name]);
   return html`<p class="back"><a href="#/models">← ${t("models.all")}</a></p>
     <${Live} of=${model}>${(one) => html`
       <${About} one=${one} />

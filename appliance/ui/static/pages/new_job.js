@@ -17,7 +17,7 @@ export function NewJob() {
 
 /** A file: one that the box has, or one from this machine, which is checked as soon as it is there. */
 function Data({ label, hint, file, onFile, optional }) {
-  const files = useLive(async (signal) => (await get("/v1/files?purpose=fine-tune&limit=100", signal)).data, 30, [], ["files"]);
+  const files = useLive(async (signal) => (await get("/v1/files?purpose=fine-tune&limit=100", signal)).data, 5);
   const [send, { busy, error }] = useAct(upload);
   const pick = async (event) => {
     const chosen = event.target.files[0];

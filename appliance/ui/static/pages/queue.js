@@ -16,7 +16,7 @@ export function Page() {
 
 function Waiting() {
   const may = useMay("admin");
-  const queue = useLive((signal) => get("/admin/v1/queue", signal), 3, [], ["jobs", "box"]);
+  const queue = useLive((signal) => get("/admin/v1/queue", signal), 2);
   const [act, { busy, error }] = useAct(async (row, change) => {
     if (change === "hold" || change === "release") await post(`/admin/v1/jobs/${row.id}/${change}`);
     else await call("PATCH", `/admin/v1/jobs/${row.id}`, { priority: row.priority + change });
@@ -50,7 +50,7 @@ function Waiting() {
 }
 
 function Batches() {
-  const batches = useLive((signal) => get("/v1/batches?limit=50", signal), 3, [], ["batches"]);
+  const batches = useLive((signal) => get("/v1/batches?limit=50", signal), 2);
   const [cancel, { busy, error }] = useAct(async (row) => {
     await post(`/v1/batches/${row.id}/cancel`);
     batches.reload();

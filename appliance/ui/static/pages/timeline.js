@@ -20,7 +20,7 @@ export function Page() {
       get("/admin/v1/jobs?limit=200", signal),
     ]);
     return { handovers: handovers.data, status: { ...status, jobs: jobs.data } };
-  }, 5, [], ["handovers", "jobs", "box"]);
+  }, 2);
   const now = Date.now() / 1000;
   const until = view.until ?? now;
   const since = until - view.span;

@@ -1,0 +1,289 @@
+"""Takes backups of a data directory, also while its box runs, and restores them into another directory.
+
+SQLite's online copy gives the database as of one moment; all other files appear in the directory whole and are copied
+in chunks. A place, a directory or an S3 store, has `backups/NAME.json`, the manifest of each backup, and
+`chunks/AB/SHA-256`, which backups share. The manifest is written last: an interrupted backup does not count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from appliance import last_backup
+from appliance.last_backup import LastBackup
+from appliance.paths import BoxPaths
+from runtime.moments import stamp
+from weights.format.errors import ObjectDamaged
+from weights.tiers.objects import Objects
+
+DATABASE, COPY, LOCK = "appliance.db", ".backup.db", "backup.lock"
+# Logs describe this machine, caches are made again, private keys stay here, and the rest belongs to one run.
+LEFT_OUT = frozenset(
+    ("logs", "cache", "away-jobs", "before-upgrades", "ca", "first-key", "ray.token")
+    + ("box.json", "box.lock", "last-backup.json", LOCK, COPY, f"{COPY}-journal")
+    + (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
+)
+CHUNK_BYTES = 16 << 20
+DATABASE_CHUNK_BYTES = 1 << 20  # few of its pages change between backups
+PASSES = 3
+Report = Callable[[int, int], object]
+log = logging.getLogger(__name__)
+
+
+class BackupError(RuntimeError):
+    """A backup cannot be taken or restored; the message says what to do. Errors of the place itself are
+    `weights.format.errors.TierUnavailable` and `TierFull`."""
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """path: below the data directory, with "/". chunks: SHA-256 of each, in order."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+    chunks: list[str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """name: UTC time, so that names sort. box: id of the box's first key. new_bytes: written for this backup."""
+
+    name: str
+    made_s: float
+    box: str
+    data_dir: str
+    new_bytes: int
+    files: list[SavedFile]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def names(place: Objects) -> list[str]:
+    """Names of the backups at a place, oldest first."""
+    return sorted(PurePosixPath(key).stem for key, _ in place.list("backups/"))
+
+
+def read(place: Objects, name: str) -> Manifest:
+    """Raises BackupError if there is no such backup or its manifest is damaged."""
+    try:
+        digest, body = place.get(_manifest_key(name)).split(b"\n", 1)
+        if _sha256(body) != digest.decode():
+            raise ValueError("its own checksum does not match")
+        fields = json.loads(body)
+        return Manifest(**{**fields, "files": [SavedFile(**file) for file in fields["files"]]})
+    except ObjectDamaged as error:
+        raise BackupError(f"{place.where} has no backup {name!r}; it has {names(place)[-5:]}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise BackupError(f"{place.where}/{_manifest_key(name)} is damaged; delete it, use another backup") from error
+
+
+def take(paths: BoxPaths, place: Objects, *, keep: int, report: Report = lambda done, of: None) -> Manifest:
+    """Takes a backup and returns once all of it is at the place.
+
+    Args:
+        keep: how many backups stay at the place, this one included.
+        report: called with the bytes done and the bytes of all files.
+
+    Raises BackupError, TierUnavailable, TierFull."""
+    if not paths.database.is_file():
+        raise BackupError(f"{paths.data_dir} is not a data directory of a box: it has no {DATABASE}")
+    with _alone(paths.data_dir):
+        known, last = names(place), last_backup.read(paths.last_backup)
+        if not known and last is not None and last.where == place.where:
+            raise BackupError(
+                f"{place.where} had {last.name} and is empty now: is it mounted? If so, delete {paths.last_backup}"
+            )
+        place.sweep()
+        before = read(place, known[-1]) if known else None
+        copy = paths.data_dir / COPY
+        try:
+            writer = _Writer(place, before, report)
+            for _ in range(PASSES):
+                there = {name for name, _ in _files(paths.data_dir)}
+                box = _copy_database(paths.database, copy)
+                if before is not None and before.box != box:
+                    raise BackupError(
+                        f"{place.where} has backups of another box ({before.data_dir}); name another place"
+                    )
+                files = [writer.save(DATABASE, copy, DATABASE_CHUNK_BYTES), *writer.save_all(paths.data_dir)]
+                # The copied database may name a file that was deleted since: a further pass is short.
+                if not (gone := there - {file.path for file in files}):
+                    break
+            else:
+                log.warning("%d files were deleted while they were copied", len(gone))
+        finally:
+            copy.unlink(missing_ok=True)
+        made_s = time.time()
+        made = Manifest(stamp(made_s), made_s, box, str(paths.data_dir), writer.new_bytes, files)
+        body = json.dumps(asdict(made)).encode()
+        place.put(_manifest_key(made.name), f"{_sha256(body)}\n".encode() + body)
+        last_backup.write(paths.last_backup, LastBackup(made.name, made_s, place.where, made.bytes))
+        _remove_old(place, made.name, keep)
+        return made
+
+
+def restore(place: Objects, name: str | None, data_dir: Path, *, report: Report = lambda done, of: None) -> Manifest:
+    """Puts a backup (None: the newest) into `data_dir`, which is empty or missing and gets all files at once.
+
+    Raises BackupError, TierUnavailable."""
+    if name is None and not (known := names(place)):
+        raise BackupError(f"{place.where} has no backup; `appliance backup make` takes one")
+    found = read(place, name or known[-1])
+    if data_dir.is_symlink() or (data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir()))):
+        raise BackupError(f"{data_dir} is not an empty directory; restore into a new one")
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    partial = data_dir.with_name(f".{data_dir.name}.restoring-{secrets.token_hex(4)}")
+    partial.mkdir(mode=0o700)
+    try:
+        done = 0
+        for file in found.files:
+            report(done, found.bytes)
+            _restore_file(place, file, partial)
+            done += file.bytes
+        with closing(sqlite3.connect(partial / DATABASE)) as connection:
+            if (verdict := connection.execute("PRAGMA integrity_check").fetchone()[0]) != "ok":
+                raise BackupError(f"the database in {found.name} is damaged ({verdict}); use another backup")
+        if data_dir.exists():
+            data_dir.rmdir()
+        partial.rename(data_dir)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return found
+
+
+class _Writer:
+    """Writes to a place what it does not have. `before`: the backup with which chunks are shared."""
+
+    def __init__(self, place: Objects, before: Manifest | None, report: Report):
+        self._place, self._report = place, report
+        self._known = {file.path: file for file in (before.files if before else ())}
+        self._chunks = {PurePosixPath(key).name for key, _ in place.list("chunks/")}
+        self.new_bytes = 0
+
+    def save_all(self, data_dir: Path) -> Iterator[SavedFile]:
+        """Saves all files but those that are deleted meanwhile."""
+        found = dict(_files(data_dir))
+        done, of = 0, sum(status.st_size for status in found.values())
+        for name, status in found.items():
+            self._report(done, of)
+            done += status.st_size
+            known = self._known.get(name)
+            if known is None or (known.mtime_ns, known.bytes) != (status.st_mtime_ns, status.st_size):
+                with suppress(FileNotFoundError):
+                    yield self.save(name, data_dir / name, mtime_ns=status.st_mtime_ns)
+            elif self._chunks.issuperset(known.chunks):
+                yield known
+
+    def save(self, name: str, path: Path, chunk_bytes: int = CHUNK_BYTES, mtime_ns: int = 0) -> SavedFile:
+        """mtime_ns: from before the file is read; 0: it is read again next time."""
+        chunks, nbytes = [], 0
+        with open(path, "rb") as file:
+            while piece := file.read(chunk_bytes):
+                digest = _sha256(piece)
+                if digest not in self._chunks:
+                    self._place.put(_chunk_key(digest), piece)
+                    self._chunks.add(digest)
+                    self.new_bytes += len(piece)
+                chunks.append(digest)
+                nbytes += len(piece)
+        self._known[name] = SavedFile(name, nbytes, mtime_ns, chunks)
+        return self._known[name]
+
+
+def _files(data_dir: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Regular files of a backup by path below the data directory."""
+    for folder, folders, files in os.walk(data_dir):
+        if Path(folder) == data_dir:
+            folders[:] = [name for name in folders if name not in LEFT_OUT]
+            files = [name for name in files if name not in LEFT_OUT]
+        for path in (Path(folder, name) for name in sorted(files)):
+            with suppress(FileNotFoundError):
+                if path.is_file() and not path.is_symlink():
+                    yield path.relative_to(data_dir).as_posix(), path.stat()
+
+
+def _copy_database(database: Path, copy: Path) -> str:
+    """Copies the database as of one moment, without the page's logins. Returns the id of the box's first key."""
+    copy.unlink(missing_ok=True)
+    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+            target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
+            with target:
+                target.execute("DELETE FROM page_sessions")
+            row = target.execute("SELECT id FROM keys WHERE NOT session ORDER BY seq LIMIT 1").fetchone()
+            return row[0] if row else ""
+    except sqlite3.Error as error:
+        raise BackupError(f"{database} cannot be copied: {error}") from error
+
+
+def _restore_file(place: Objects, file: SavedFile, target: Path) -> None:
+    path = target / file.path
+    if not path.resolve().is_relative_to(target.resolve()):
+        raise BackupError(f"the manifest names {file.path!r}, which is outside the data directory")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as written:
+        for digest in file.chunks:
+            try:
+                piece = place.get(_chunk_key(digest))
+            except ObjectDamaged:
+                piece = b""
+            if _sha256(piece) != digest:
+                raise BackupError(f"a chunk of {file.path} is missing or damaged at {place.where}; use another backup")
+            written.write(piece)
+        written.flush()
+        os.fsync(written.fileno())
+    os.utime(path, ns=(file.mtime_ns, file.mtime_ns))
+
+
+def _remove_old(place: Objects, made: str, keep: int) -> None:
+    """Deletes all backups but the newest `keep`, with the chunks that only they have."""
+    others = [name for name in names(place) if name != made]
+    old = others[: max(0, len(others) + 1 - keep)]
+    if not old:
+        return
+    needed = {chunk for name in {*others, made} - {*old} for file in read(place, name).files for chunk in file.chunks}
+    for name in old:
+        place.delete(_manifest_key(name))
+    for key, _ in list(place.list("chunks/")):
+        if PurePosixPath(key).name not in needed:
+            place.delete(key)
+
+
+@contextmanager
+def _alone(data_dir: Path) -> Iterator[None]:
+    with open(os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BackupError(f"a backup of {data_dir} is being taken already; wait for its end") from None
+        yield
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _manifest_key(name: str) -> str:
+    return f"backups/{name}.json"
+
+
+def _chunk_key(digest: str) -> str:
+    return f"chunks/{digest[:2]}/{digest}"
