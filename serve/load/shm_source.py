@@ -119,15 +119,6 @@ class VersionSource:
             flat = flat.clone()
         return flat.view(described.dtype).view(described.shape)
 
-    def equal(self, one: str, other: str) -> bool:
-        """Whether two stored tensors hold the same numbers. Maps the files if they are not mapped yet, and then makes
-        the pages of these two present alone."""
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for placed in map(self.layout.find, (one, other)):
-            spans.setdefault(placed.file, []).append((placed.start, placed.end))
-        self.map(read=spans)
-        return torch.equal(self.tensor(one), self.tensor(other))
-
     def aligned(self, name: str) -> bool:
         """Whether `tensor(name)` is a view; foreign files may hold tensors at odd offsets, which are copied."""
         placed = self.layout.find(name)
