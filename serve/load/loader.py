@@ -39,9 +39,10 @@ from serve.load.shm_source import ToLock, VersionSource
 
 NICENESS = 10  # of the thread that maps and unmaps, added to the engine's own
 COPY_THREADS = 8  # they share the memory's rate: more would add little
-DERIVED_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8")
-"""What layers compute from their weights once, at the first load or pass, and vLLM never computes again: convolutions
-and token choice of GLM 5 Next, gates of shared experts on AMD's GPUs, the experts with which dots3 reads images."""
+MADE_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8", "workspace")
+"""What layers make once, at the first load or pass, and vLLM never makes again: convolutions and token choice of
+GLM 5 Next, gates of shared experts on AMD's GPUs, the experts with which dots3 reads images, the memory through which
+MiniMax-M2's workers sum."""
 
 
 class VersionLoader:
@@ -81,9 +82,9 @@ class VersionLoader:
         if self._retied:
             return f"{self._retied} was equal to its embedding when it was loaded, and vLLM keeps them once"
         for name, module in self.model.named_modules():
-            derived = [held for held in DERIVED_ONCE if isinstance(getattr(module, held, None), torch.Tensor)]
-            if derived:
-                return f"{name} derives {derived[0]} from its weights once"
+            made = [held for held in MADE_ONCE if isinstance(getattr(module, held, None), torch.Tensor)]
+            if made:
+                return f"{name} makes {made[0]} once"
         return self._own_layout if self._kind.on_host else ""
 
     # -- before a pause ------------------------------------------------------------------------------------

@@ -606,7 +606,6 @@ TASKS = {
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
     "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
-    "serve/engine/pulse.py Pulse.watch": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/replica.py Replica.pulse_changed": AWAITED,
     "serve/engine/main.py _serve": AWAITED,
