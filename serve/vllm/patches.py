@@ -23,14 +23,13 @@ import xgrammar
 from vllm.config import ModelConfig
 from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
-from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import multiproc_executor
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 
 from runtime.devices.kind import DeviceKind
@@ -81,7 +80,6 @@ def apply(
     # In this order: what reads requests wraps what bounds them.
     _bound_requests()
     _patch_requests()
-    _patch_adapters()
     if kind_of(kind).on_host:
         _patch_on_host(kind, eager)
     else:
@@ -134,11 +132,6 @@ def _patch_requests() -> None:
     stream_chunks.apply()
 
 
-def _patch_adapters() -> None:
-    # Removed by: an option that leaves vLLM's lora_requests_info out.
-    PrometheusStatLogger.__init__ = _then(PrometheusStatLogger.__init__, no_series_of_adapters)
-
-
 def _patch_on_device(kind: str) -> None:
     """kind: of device, on which torch computes and which has memory of its own."""
     # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
@@ -162,28 +155,10 @@ def _patch_on_host(kind: str, eager: bool) -> None:
     # away by then. Removed by: a device of the layer in vLLM's BaseLinearLayerWithLoRA.
     host = torch.device(kind_of(kind).torch_type)
     base_linear._get_lora_device = lambda layer: host
-    # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
-    # process has already done. Removed by: an inspection in the process on the CPU, which has no CUDA.
-    _LazyRegisteredModel.inspect_model_cls = _inspect_here
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
         # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
         torch.compiler.set_stance("force_eager")
-
-
-def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[..., None]:
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        after(self)
-
-    return init
-
-
-def no_series_of_adapters(logger: Any) -> None:
-    """logger: vllm.v1.metrics.loggers.PrometheusStatLogger. It keeps a series for each order in which adapters were
-    asked for: of 20 of one owner 93,000 took 112 MiB, and each scrape held the loop that sends tokens for 2.6 s."""
-    logger.gauge_lora_info = None
 
 
 def forget_devices(platform: type) -> None:
@@ -241,10 +216,6 @@ def _of_any_path(compute_hash):
             config.model = path
 
     return run
-
-
-def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:
-    return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
 def with_every_reply(rpc):

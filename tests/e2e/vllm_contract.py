@@ -31,7 +31,7 @@ def _claims(every: int):
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
     from vllm.parser import abstract_parser
     from vllm.tool_parsers import structural_tag_registry
     from vllm.v1.core import kv_cache_utils
@@ -62,8 +62,8 @@ def _claims(every: int):
     yield from has(EngineCoreProc, "run_engine_core")
     yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
     yield from has(CPUWorker, "init_device", "sleep", "wake_up")
-    yield from has(_LazyRegisteredModel, "inspect_model_cls", "load_model_cls")
-    yield from has(_ModelInfo, "from_model_cls")
+    yield from has(_LazyRegisteredModel, "load_model_cls", "module_name")
+    yield from has(_RegisteredModel, "from_model_cls")
     yield from has(
         AsyncLLM,
         "add_request",
