@@ -50,11 +50,9 @@ log = logging.getLogger(__name__)
 
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
-"""How long the other workers have to reply once one has failed; they may be waiting for it in a collective for ever."""
+"""How long the other workers have to reply once one has failed."""
 OUT_OF_STEP = 70
-"""Exit code of a worker that failed in a step to which another one replies."""
-OWED = "shm_owed"
-"""Attribute of a worker's queue: the number of replies to come that nobody waits for any more."""
+"""Exit code of a worker, or of the core, where a worker has failed and another one would wait for it for ever."""
 FP8_FROM = DeviceCapability(8, 9)
 """Triton's kernels compute in FP8 from Ada on."""
 _applied: list[bool] = []
@@ -90,8 +88,8 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     """How the frontend, the core and its workers start, end, and hear of each other's errors."""
     # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s). This process
     # was forked from a parent without threads or CUDA, so forking again is safe. Removed by: an option for the method.
-    engine_utils.get_mp_context = deaths.forking(core_death.process())
-    multiproc_executor.get_mp_context = deaths.forking(deaths.worker_process(numa_nodes))
+    engine_utils.get_mp_context = deaths.forking(core_death.died)
+    multiproc_executor.get_mp_context = deaths.forking(deaths.end_with_worker, numa_nodes)
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
     # later call takes them for its own. Removed by: a reply queue per call in vLLM's MultiprocExecutor.
@@ -242,32 +240,26 @@ def with_every_reply(rpc):
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
-    """One reply of each worker. Discards replies that an earlier call did not wait for: they come first in the queues.
-    Raises RuntimeError with the first failure, TimeoutError."""
+    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Ends the engine if a worker
+    is silent while another has failed: it may be waiting for that one in a collective for ever."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     found: list[Any] = []
     failed: RuntimeError | None = None
-    late = False
     for queue in queues:
-        owed = vars(queue).setdefault(OWED, 0) + 1
         try:
-            while owed:
-                wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-                status, result = queue.dequeue(timeout=wait_s)
-                owed -= 1
-        except TimeoutError:
-            late = True
-            continue
-        finally:
-            setattr(queue, OWED, owed)
+            status, result = queue.dequeue(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+        except TimeoutError as error:
+            if failed is None:
+                raise TimeoutError(f"RPC call to {method} timed out.") from error
+            log.error("a worker is silent after another one has failed in %s: %s", method, failed)
+            logging.shutdown()
+            os._exit(OUT_OF_STEP)
         found.append(result)
         if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
             failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace is in the engine's log")
             until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
     if failed is not None:
         raise failed
-    if late:
-        raise TimeoutError(f"RPC call to {method} timed out.")
     return found
 
 
