@@ -116,7 +116,7 @@ def _claims(every: int):
         type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == ("ShmModelLoader"),
     )
     gpus = [kind for kind in kinds.KINDS.values() if not kind.on_host]
-    yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
+    yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 20
     yield (
         "the preload of GPUs leaves vLLM's stand-ins for streams and events alone",
         not any(
