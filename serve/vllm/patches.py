@@ -92,13 +92,13 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     multiproc_executor.get_mp_context = deaths.forking(deaths.end_with_worker, numa_nodes)
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
-    # later call takes them for its own. Removed by: a reply queue per call in vLLM's MultiprocExecutor.
+    # later call takes them for its own. Removed by: vllm#57846.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
 
     # Only one worker replies to a step, and vLLM just logs the error of another one: the one that replies waits for it
     # in a collective, until vLLM gives up after five minutes (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends a long step too).
-    # Removed by: a WorkerProc that ends after such an error.
+    # Removed by: vllm#53597, for vllm#23985.
     worker = multiproc_executor.WorkerProc
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
@@ -133,8 +133,7 @@ def _patch_requests() -> None:
 def _patch_on_device(kind: str) -> None:
     """kind: of device, on which torch computes and which has memory of its own."""
     # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-    # would compile each new one again, for 30 s and more, into the same code. Removed by: a hash of the configuration
-    # without the path.
+    # would compile each new one again, for 30 s and more, into the same code. Removed by: vllm#53193.
     ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
     forget_devices(type(current_platform))
