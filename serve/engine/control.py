@@ -265,8 +265,8 @@ class EngineControl:
     async def _unmap(self) -> None:
         try:
             await self.llm.collective_rpc("shm_unmap")
-        except Exception:  # the version is served all the same
-            log.exception("a version that was loaded stays mapped")
+        except Exception as error:  # noqa: BLE001 - the version is served all the same
+            log.error("a version that was loaded stays mapped: %s", error)
 
     async def _pause(self) -> None:
         # AsyncLLM.pause_generation without its 20 ms sleep, "not required for correctness", which would be most of a

@@ -62,7 +62,7 @@ def _claims(every: int):
     yield from has(EngineCoreProc, "run_engine_core")
     yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
     yield from has(CPUWorker, "init_device", "sleep", "wake_up")
-    yield from has(_LazyRegisteredModel, "load_model_cls", "module_name")
+    yield from has(_LazyRegisteredModel, "load_model_cls")
     yield from has(_RegisteredModel, "from_model_cls")
     yield from has(
         AsyncLLM,

@@ -607,7 +607,6 @@ TASKS = {
     "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
-    "serve/engine/replica.py Replica.pulse_changed": AWAITED,
     "serve/engine/main.py _serve": AWAITED,
     "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",
     "train/control/group.py Group._fail": ONE_SHOT,
