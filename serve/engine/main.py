@@ -54,8 +54,6 @@ from weights.checkpoint.vocabulary import tokens_of
 # Building vLLM's parser inspects every config class, so the warm parent builds it once and each fork inherits it.
 PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
 DEAD_ENGINE_POLL_S = 0.2
-# In-flight streams get vLLM's error event before the process ends.
-DEAD_ENGINE_GRACE_S = 0.5
 
 
 def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
@@ -154,7 +152,7 @@ async def _serve(
             http="httptools",
             loop="none",
             timeout_keep_alive=3600,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=1,  # in which streams get vLLM's error event after its core died
         )
         # vLLM reads this to answer after its core has died; without it vLLM answered with an AttributeError, which the
         # gateway took for a fault of the request and did not retry.
@@ -163,6 +161,7 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
         dead = asyncio.create_task(_until_dead(llm))
+        dead.add_done_callback(lambda _: setattr(server, "should_exit", True))
         lifeline.serve(_handlers(control, server, dead))
         lifeline.emit(
             "ready",
@@ -174,15 +173,12 @@ async def _serve(
                 "total": time.perf_counter() - started_s,
             },
         )
-        watching = asyncio.create_task(_watch(dead, server))
-        await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
+        await serving
         os.unlink(spec.socket_path)
         if llm.errored:
             # vLLM's shutdown would wait for the dead core; the supervisor kills what is left of the group.
             os._exit(70)
-        watching.cancel()
         dead.cancel()
-        await serving
     return 0
 
 
@@ -217,13 +213,6 @@ async def _until_dead(llm: AsyncLLM) -> None:
     """Return when the engine core has died; vLLM's own watchdog checks only every 5 s."""
     while not llm.errored:
         await asyncio.sleep(DEAD_ENGINE_POLL_S)
-
-
-async def _watch(dead: asyncio.Task[None], server: uvicorn.Server) -> None:
-    """Ends the server shortly after the engine core died."""
-    await asyncio.shield(dead)
-    await asyncio.sleep(DEAD_ENGINE_GRACE_S)
-    server.should_exit = True
 
 
 def _listen(path: str) -> socket.socket:
