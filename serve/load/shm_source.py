@@ -216,11 +216,7 @@ def _fault_in(mapping: mmap.mmap, first: int, last: int) -> None:
     for offset in range(first, last, FAULT_IN_BYTES):
         size = min(FAULT_IN_BYTES, last - offset)
         if libc.madvise(start + offset, size, MADV_POPULATE_READ):
-            break
-    else:
-        return
-    error = last_error("cannot make the pages of a version present")
-    if error.errno != errno.EINVAL:
-        raise error
-    for offset in range(first, last, mmap.PAGESIZE):
-        mapping[offset]
+            error = last_error("cannot make the pages of a version present")
+            if error.errno != errno.EINVAL:  # of an older kernel, with which they come when they are read
+                raise error
+            return
