@@ -65,7 +65,6 @@ class Cuda(TorchCuda):
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
-    has_compiler = "vllm.utils.flashinfer:has_flashinfer"
     report_commands = (("nvidia-smi", "-q"),)
     runtime_library = "libcudart"
     runtime_prefix = "cuda"

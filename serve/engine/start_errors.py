@@ -62,9 +62,9 @@ _KNOWN = (
     _Known(
         r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
         r"\(compute capability (?P<capability>[\d.]+)",
-        "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
-        "and {device} has {capability}: `appliance model deploy {model} --kv-cache-dtype bfloat16` (float16 for a "
-        "model set to that) keeps them in full, whatever the checkpoint asks for",
+        "keys and values in FP8 need compute capability 8.9 or higher, and {device} has {capability}: `appliance model "
+        "deploy {model} --kv-cache-dtype bfloat16` (float16 for a model set to that) keeps them in full, whatever the "
+        "checkpoint asks for",
     ),
     _Known(
         r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer",

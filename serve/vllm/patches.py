@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import pkgutil
 import tempfile
 import time
 import uuid
@@ -25,7 +24,6 @@ from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.input_processor import InputProcessor
@@ -53,8 +51,6 @@ LATE_REPLY_S = 10.0
 """How long the other workers have to reply once one has failed."""
 OUT_OF_STEP = 70
 """Exit code of a worker, or of the core, where a worker has failed and another one would wait for it for ever."""
-FP8_FROM = DeviceCapability(8, 9)
-"""Triton's kernels compute in FP8 from Ada on."""
 _applied: list[bool] = []
 
 
@@ -182,22 +178,13 @@ def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: Devi
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
     """A platform of vLLM's takes an attention backend that has to be compiled only where no other computes the model,
-    or an argument of the engine asks for it.
-
-    Triton's count as valid for keys and values in FP8 on every GPU, but before Ada their layers raise
-    (TritonAttentionImpl in vllm/v1/attention/backends/triton_attn.py). There the compiled one is taken if a compiler is
-    there; else Triton's, which says what is wrong.
-
-    Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
+    or an argument of the engine asks for it. Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
     def get_valid_backends(cls: Any, device_capability: Any, attn_selector_config: Any, **more: Any) -> Any:
         found, refused = every(cls, device_capability, attn_selector_config, **more)
         ready = [one for one in found if kind.compiled_attention not in one.backend.name]
-        if (attn_selector_config.kv_cache_dtype or "").startswith("fp8") and device_capability < FP8_FROM:
-            computes = [one for one in ready if not one.backend.name.startswith("TRITON")]
-            ready = computes or ([] if pkgutil.resolve_name(kind.has_compiler)() else ready)
         return ready or found, refused
 
     platform.get_valid_backends = classmethod(get_valid_backends)
