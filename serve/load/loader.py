@@ -62,10 +62,8 @@ class VersionLoader:
         self._threads = max(1, min(len(os.sched_getaffinity(0)) // workers, COPY_THREADS))
         self._heads = _head_ids(model)
         self._own_layout = self._kept_in_own_layout()
-        # One thread maps and unmaps, beside the engine's steps. `_mapped`: what it has mapped and not unmapped.
-        self._beside = ThreadPoolExecutor(1, "versions", self._begin)
-        self._staging: Future[VersionSource] | None = None
-        self._mapped: list[VersionSource] = []
+        self._beside = ThreadPoolExecutor(1, "versions", self._begin)  # maps and unmaps beside the engine's steps
+        self._mapped: Future[VersionSource] | None = None  # what is staged or loaded
         self._retied = plan.follow_first_load(model)
 
     @property
@@ -104,18 +102,19 @@ class VersionLoader:
         """Begin to map `path` in the background, fault its pages in and on a GPU lock them; poll `staged`."""
         self.unmap()
         lock = self._kind.locks_pages and not self._own_layout
-        self._staging = self._beside.submit(self._open, path, lock=lock)
+        self._mapped = self._beside.submit(self._open, path, lock=lock)
 
     def staged(self) -> bool:
         """Whether the version is mapped. Raises what stopped that."""
-        if self._staging is None:
+        if self._mapped is None:
             raise WrongState("no version is being staged")
-        return self._staging.done() and self._staging.result() is not None
+        return self._mapped.done() and self._mapped.result() is not None
 
     def unmap(self) -> None:
-        """Unmap all that is staged or loaded, in the background, because unlocking takes time."""
-        self._staging = None
-        self._beside.submit(self._unmap)
+        """Unmap what is staged or loaded, in the background, because unlocking takes time."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            self._beside.submit(lambda: mapped.exception() or mapped.result().close())
 
     def _begin(self) -> None:
         me = threading.get_native_id()
@@ -129,16 +128,10 @@ class VersionLoader:
         try:
             self.plan.check(source)
             to_lock = ToLock(self.plan.copied_spans(source), self._kind.page_lock()) if lock else None
-            source.map(to_lock, self.plan.read_spans(source) if self.plan.complete else None)
+            return source.map(to_lock, self.plan.read_spans(source) if self.plan.complete else None)
         except BaseException:
             source.close()
             raise
-        self._mapped.append(source)
-        return source
-
-    def _unmap(self) -> None:
-        while self._mapped:
-            self._mapped.pop().close()
 
     # -- in a pause ----------------------------------------------------------------------------------------
 
@@ -146,7 +139,11 @@ class VersionLoader:
     def load(self, path: str) -> dict[str, Any]:
         """Load the version, from what is staged or else mapped now without locking its pages, which takes longer than
         it saves. Returns how, the bytes that this worker read, and seconds without mapping."""
-        source = self._staging.result() if self._staging is not None else self._open(path, lock=False)
+        if self._mapped is None or str(self._mapped.result().path) != path:
+            self.unmap()
+            self._mapped = Future()
+            self._mapped.set_result(self._open(path, lock=False))
+        source = self._mapped.result()
         began_s = time.perf_counter()
         if self._own_layout:
             with _where_it_was(self.model), disable_mtp_completeness_check():

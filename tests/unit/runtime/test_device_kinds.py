@@ -175,7 +175,7 @@ def test_a_version_for_a_third_kind_is_locked_by_its_own_driver(abacus, tmp_path
     kind.pages = Pages()
     save_file({"w": torch.ones(4096, dtype=torch.float32)}, tmp_path / "model.safetensors")
     worker = object.__new__(VersionLoader)
-    worker._kind, worker._mapped = kinds.of_torch(torch.device("privateuseone")), []
+    worker._kind = kinds.of_torch(torch.device("privateuseone"))
     everything = lambda source: {file.name: [(0, file.nbytes)] for file in source.layout.files}  # noqa: E731
     worker.plan = SimpleNamespace(check=lambda _: None, copied_spans=everything, read_spans=everything, complete=True)
     source = worker._open(str(tmp_path), lock=True)

@@ -103,7 +103,7 @@ def test_a_swap_neither_locks_nor_unlocks_pages_in_its_pause(version, worker, wo
         engine, driver = worker(rank, world)
         driver.calls.clear()
         engine.stage(str(path))
-        engine._staging.result()
+        engine._mapped.result()
         assert engine.staged()
         locked = [size for name, _, size in driver.calls if name == "lock"]
         assert locked and max(locked) <= 4 * PAGE, "one call would hold up the engine's own calls"
@@ -129,13 +129,13 @@ def test_what_vllms_loaders_read_has_no_locked_pieces(version, worker):
     engine._own_layout, seen = "experts are laid out for the device's kernel", []
 
     def reload(weights_iterator):
-        tensor, source = dict(weights_iterator)["b"], engine._mapped[0]
+        tensor, source = dict(weights_iterator)["b"], engine._mapped.result()
         seen.append((source.locked_runs("b", 0, ROWS * COLUMNS * 2), torch.equal(tensor, content["b"])))
         tensor.zero_()
 
     engine._reload = reload
     engine.stage(str(path))
-    engine._staging.result()
+    engine._mapped.result()
     assert engine.load(str(path))["how"] == "layerwise"
     assert seen == [(None, True)] and not driver.locked
     engine.unmap()
@@ -151,6 +151,18 @@ def test_a_wake_locks_nothing(version, worker):
     engine.load(str(path))
     assert driver.calls == [] and torch.equal(engine.model.w, expected(content, 1, 2))
     engine.unmap()
+    engine.close()
+
+
+def test_a_wake_does_not_load_what_an_earlier_load_left_mapped(version, worker, tmp_path):
+    path, content = version
+    engine, _ = worker(0, 1)
+    engine.load(str(path))
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({name: -tensor for name, tensor in content.items()}, other / "model.safetensors")
+    engine.load(str(other))
+    assert torch.equal(engine.model.w, -expected(content, 0, 1))
     engine.close()
 
 
