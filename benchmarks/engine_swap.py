@@ -50,7 +50,7 @@ from weights.format.torch_views import dtype_code  # noqa: E402
 
 BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
-PHASES = ("pause_s", "drain_step_s", "load_s", "fingerprint_s", "stage_s")
+PHASES = ("seconds", "pause_s", "load_s")
 ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine, a server
 STREAM_TOKENS = 1500
 KV_CACHE_BYTES = 256 * 2**20  # one stream of the largest model in float32, and as much again
@@ -197,9 +197,8 @@ def table(results: dict) -> str:
             f"  swap: client gap {swap['gap_s'] * 1e3:7.1f} ms "
             f"(before {swap['before_gap_s'] * 1e3:.1f}), "
             f"pause {swap['pause_s'] * 1e3:7.1f} ms "
-            f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
-            f"load {swap['load_s'] * 1e3:.1f} ms), "
-            f"fingerprint {swap['fingerprint_s'] * 1e3:.1f} ms after it; step {swap['usual_s'] * 1e3:.1f} ms, "
+            f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (load {swap['load_s'] * 1e3:.1f} ms), "
+            f"all {swap['seconds'] * 1e3:.1f} ms; step {swap['usual_s'] * 1e3:.1f} ms, "
             f"recompute {swap['tokens']:.0f} tokens {swap['recompute_s'] * 1e3:.1f} ms"
         )
         if cold:

@@ -65,7 +65,6 @@ class Cuda(TorchCuda):
     # vLLM takes them first on Blackwell, and with keys and values in FP8 on all but Hopper, without asking for the nvcc
     # that compiles their kernels, or the network that they come from (vllm/platforms/cuda.py, _get_backend_priorities).
     compiled_attention = "FLASHINFER"
-    has_compiler = "vllm.utils.flashinfer:has_flashinfer"
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
     steered_by = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_", "NVIDIA_TF32_OVERRIDE")

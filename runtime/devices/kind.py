@@ -134,9 +134,8 @@ class DeviceKind(ABC):
     `context_bytes`: what one process takes of a device before its first tensor: context, collectives' buffers, math
     libraries' workspaces. `asleep_bytes`: what a sleeping engine keeps of one. `engine_modules`: what the parent of
     engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
-    attention backends that need a compiler which the box does not install; "": none does. `has_compiler`: the function
-    of vLLM's that says whether it is there.
-    `head_sizes`: elements of an attention head that engines compute on it; empty where only the engine knows.
+    attention backends that need a compiler which the box does not install; "": none does. `head_sizes`: elements of an
+    attention head that engines compute on it; empty where only the engine knows.
     `steered_by`: names of variables, or their beginnings, that change how everything computes on it, unasked.
     `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
@@ -152,7 +151,6 @@ class DeviceKind(ABC):
     asleep_bytes: int = 0
     engine_modules: tuple[str, ...] = ()
     compiled_attention: str = ""
-    has_compiler: str = ""
     head_sizes: frozenset[int] = frozenset()
     steered_by: tuple[str, ...] = ()
     untried: str = ""

@@ -321,20 +321,6 @@ class Replicas:
     def _watch(self, replica_id: str, replica: Supervisor) -> None:
         if replica_id not in self._watchers:
             self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
-            following = asyncio.create_task(self._follow_pulse(replica_id, replica), name=f"pulse of {replica_id}")
-            self._watchers[replica_id].add_done_callback(lambda _: following.cancel())
-
-    async def _follow_pulse(self, replica_id: str, replica: Supervisor) -> None:
-        """Let gateways prefer other replicas while its engine gives no sign of life. Its watcher tells of its end."""
-        silent = False
-        try:
-            with contextlib.suppress(SupervisorDied, RayError):
-                while True:
-                    silent = await replica.call("pulse_changed", silent)
-                    (self._hanging.add if silent else self._hanging.discard)(replica_id)
-                    self._avoid_or_not(replica_id)
-        finally:
-            self._hanging.discard(replica_id)
 
     def _follow_nodes(self) -> None:
         for replica_id in self._node_configs:
@@ -393,6 +379,9 @@ class Replicas:
         state, node = status["state"], status["node"]
         if (node_config := self._nodes.config(node)) is not None:
             self._node_configs[replica_id] = node_config
+        if status.get("silent", False) != (replica_id in self._hanging):
+            self._hanging ^= {replica_id}
+            self._avoid_or_not(replica_id)
         if state not in ("dead", "starting"):  # whoever starts it hears of its end
             self._watch(replica_id, replica)
         if state == "ready":

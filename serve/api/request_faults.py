@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMError, VLLMValidationError
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from runtime.pydantic_words import words_of_check
 from serve.api import answer_version
@@ -43,7 +43,10 @@ def _for_requests(create: Callable[..., Any]) -> Callable[..., Any]:
         answer = answer_version.current()
         if isinstance(message, Exception) and answer is not None and not answer.begun:
             message = of_request(message)
-        return create(message, *args, **kwargs)
+        made = create(message, *args, **kwargs)
+        if isinstance(message, EngineDeadError):
+            made.error.type = EngineDeadError.__name__  # by which the gateway knows it
+        return made
 
     return create_error_response
 

@@ -19,6 +19,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Coroutine
@@ -48,8 +49,10 @@ from serve.core.model_settings import rounding
 from serve.core.spec import ReplicaSpec
 from serve.engine.start_errors import out_of_memory
 from serve.load.shm_source import lease
-from serve.load.version_check import ModelIdentity, check_alike, check_same_model
+from serve.load.version_check import ModelIdentity, check_same_model
 from weights.memory.locks import DirectoryLock
+
+log = logging.getLogger(__name__)
 
 STAGE_POLL_S = 0.005
 PROFILE_POLL_S = 0.02  # each look is a call between two steps
@@ -79,7 +82,7 @@ class EngineControl:
             self._adapters = EngineAdapters(
                 llm, app_state.openai_serving_models, spec, limits["adapter_fetch_timeout_s"]
             )
-            self._adapters.serve_on(spec.version_path)
+        self._serve_adapters()
 
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
@@ -133,40 +136,34 @@ class EngineControl:
     async def swap(self, model: str, version: str, version_path: str) -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
-        Returns total and per-phase `seconds`, `pause_s` (no step runs; `drain_step_s` is the remainder of the step that
-        ran when the pause was requested), `bytes_read` per worker, `how` it was loaded, and `fingerprint_s` (from the
-        end of the pause). Raises VersionError (untouched) or EngineFailed (kill it).
+        Returns total `seconds`, `pause_s` (no step runs), `load_s` (of the slowest worker), `bytes` and `bytes_read` by
+        worker, `how` it was loaded, and the verdict on its `fingerprint`. Raises VersionError (untouched) or
+        EngineFailed (kill it).
         """
         async with self._lock:
             self._require("ready", "swap")
             began_s = time.perf_counter()
-            held, facts = await self._check(version_path)
-            await self._stage(version_path)
+            held, nbytes = await self._check(version_path)
             await self._close_adapters(version_path)
-            asked_s = time.perf_counter()
+            try:
+                await self._stage(version_path)
+            except BaseException:
+                self._serve_adapters()
+                raise
             try:
                 await self._pause()
                 paused_s = time.perf_counter()
                 report = await self._load(model, version, version_path, held)
                 token = await self._ask_token(version_path)  # waits in the engine, before all others
                 await self.llm.resume_generation()
-                resumed_s = time.perf_counter()
+                pause_s = time.perf_counter() - paused_s
                 verdict = await token
             except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
                 raise self._failed(version_path, error) from error
-            await self.llm.collective_rpc("shm_unmap")
-            return {
-                "model": model,
-                "version": version,
-                **report,
-                "bytes": facts["bytes"],
-                "seconds": time.perf_counter() - began_s,
-                "stage_s": asked_s - began_s,
-                "pause_s": resumed_s - paused_s,
-                "drain_step_s": paused_s - asked_s,
-                "fingerprint_s": time.perf_counter() - resumed_s,
-                "fingerprint": verdict,
-            }
+            await self._unmap()
+            seconds = time.perf_counter() - began_s
+            done = {"bytes": nbytes, "seconds": seconds, "pause_s": pause_s, "fingerprint": verdict}
+            return {"model": model, "version": version, **report, **done}
 
     async def sleep(self) -> dict[str, Any]:
         """Free weights and KV memory; where no other version can be loaded, move the weights to host memory instead.
@@ -213,15 +210,9 @@ class EngineControl:
             except Exception as error:  # noqa: BLE001 - whatever failed, the weights are not to be served
                 raise self._failed(version_path, error) from error
             self.state = "ready"
-            await self.llm.collective_rpc("shm_unmap")
-            return {
-                "model": model,
-                "version": version,
-                **report,
-                "bytes": sum(report["bytes_read"]),
-                "seconds": time.perf_counter() - began_s,
-                "fingerprint": verdict,
-            }
+            await self._unmap()
+            done = {"bytes": sum(report["bytes_read"]), "seconds": time.perf_counter() - began_s}
+            return {"model": model, "version": version, **report, **done, "fingerprint": verdict}
 
     # --------------------------------------------------------------------------------------------------------
 
@@ -244,14 +235,15 @@ class EngineControl:
             return
         try:
             await self._adapters.close(self._limits["adapter_drain_timeout_s"])
-        except Exception as error:
-            await self.llm.collective_rpc("shm_drop_staged")
-            if not isinstance(error, TimeoutError):
-                raise
+        except TimeoutError as error:
             raise WrongState("adapters of the served version still have requests; route them elsewhere") from error
 
-    async def _check(self, path: str) -> tuple[DirectoryLock, dict[str, Any]]:
-        """Lease a version that the engine can load, and say how. Raises VersionError."""
+    def _serve_adapters(self) -> None:
+        if self._adapters is not None:
+            self._adapters.serve_on(self.path)
+
+    async def _check(self, path: str) -> tuple[DirectoryLock, int]:
+        """Lease a version that the engine can load; returns its bytes too. Raises VersionError."""
         await asyncio.to_thread(check_same_model, self._identity, path)
         held = lease(path)
         answers = await self.llm.collective_rpc("shm_check", args=(path,))
@@ -259,8 +251,7 @@ class EngineControl:
             if "refused" in answer:
                 name, text = answer["refused"]
                 raise BY_NAME.get(name, ServeError)(text)
-        await asyncio.to_thread(check_alike, path, answers[0]["alike"])
-        return held, answers[0]
+        return held, answers[0]["bytes"]
 
     async def _stage(self, path: str) -> None:
         try:
@@ -268,8 +259,14 @@ class EngineControl:
             while not all(await self.llm.collective_rpc("shm_staged")):
                 await asyncio.sleep(STAGE_POLL_S)
         except BaseException:
-            await self.llm.collective_rpc("shm_drop_staged")
+            await self._unmap()
             raise
+
+    async def _unmap(self) -> None:
+        try:
+            await self.llm.collective_rpc("shm_unmap")
+        except Exception as error:  # noqa: BLE001 - the version is served all the same
+            log.error("a version that was loaded stays mapped: %s", error)
 
     async def _pause(self) -> None:
         # AsyncLLM.pause_generation without its 20 ms sleep, "not required for correctness", which would be most of a
@@ -328,5 +325,4 @@ class EngineControl:
             if getattr(handler, "system_fingerprint", None) is not None:
                 handler.system_fingerprint = version
         self.model, self.version, self.path, self._lease = model, version, path, held
-        if self._adapters is not None:
-            self._adapters.serve_on(path)
+        self._serve_adapters()

@@ -30,50 +30,13 @@ sys.modules.update(dict.fromkeys(("pandas", "scipy", "sklearn")))  # type: ignor
 
 FRONTEND = (
     "serve.engine.main",
-    "vllm.renderers.hf",
-    "vllm.transformers_utils.chat_templates.registry",
-    "vllm.entrypoints.serve.instrumentator.metrics",
-    "vllm.entrypoints.serve.instrumentator.offline_docs",
-    "vllm.entrypoints.serve.lora.api_router",
-    "vllm.entrypoints.serve.profile.api_router",
-    "vllm.entrypoints.serve.tokenize.api_router",
-    "vllm.entrypoints.serve.elastic_ep.api_router",
     "vllm.entrypoints.serve.utils.fingerprint",
-    "vllm.entrypoints.serve.utils.orca_metrics",
-    "vllm.entrypoints.serve.utils.sse_keep_alive",
-    "vllm.entrypoints.openai.models.api_router",
-    "vllm.entrypoints.openai.chat_completion.api_router",
-    "vllm.entrypoints.openai.chat_completion.batch_serving",
-    "vllm.entrypoints.openai.completion.api_router",
-    "vllm.entrypoints.openai.responses.api_router",
-    "vllm.entrypoints.anthropic.api_router",
-    "vllm.entrypoints.anthropic.serving",
-    "vllm.entrypoints.cohere.api_router",
-    "vllm.entrypoints.generate.api_router",
-    "vllm.entrypoints.generate.generative_scoring.api_router",
-    "vllm.entrypoints.generate.generative_scoring.serving",
-    "vllm.entrypoints.generate.structured_decisions.api_router",
-    "vllm.entrypoints.generate.structured_decisions.serving",
-    "vllm.entrypoints.pooling.factories",
-    "vllm.entrypoints.scale_out.factories",
-    "vllm.entrypoints.scale_out.derender.api_router",
-    "vllm.entrypoints.scale_out.derender.serving",
-    "vllm.entrypoints.scale_out.render.api_router",
-    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
-    "vllm.entrypoints.scale_out.token_in_token_out.serving",
-    "vllm.v1.metrics.reader",
-    "model_hosting_container_standards.sagemaker",
-    "model_hosting_container_standards.common.custom_code_ref_resolver.file_loader",
     "vllm.tool_parsers.hermes_tool_parser",
     "vllm.tool_parsers.llama_tool_parser",
     "vllm.tool_parsers.mistral_tool_parser",
     "uvicorn.lifespan.on",
     "uvicorn.protocols.http.httptools_impl",
     "uvicorn.protocols.websockets.auto",
-    "vllm.v1.structured_output.backend_guidance",
-    "vllm.v1.structured_output.backend_lm_format_enforcer",
-    "vllm.v1.structured_output.backend_outlines",
-    "vllm.v1.structured_output.backend_xgrammar",
     "llguidance.hf",
     "llguidance.torch",
     "multiprocessing.popen_fork",
@@ -83,10 +46,7 @@ CORE = (
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
-    "vllm.model_executor.model_loader.mtp_validation",
     "vllm.v1.core.sched.scheduler",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.executor.uniproc_executor",
     "vllm.v1.sample.rejection_sampler",
     "vllm.v1.sample.sampler",
     "vllm.v1.worker.gpu_worker",
@@ -115,7 +75,18 @@ def _import_all() -> int:
     modules = names(kinds.HOST if on_cpu else kinds.present())
     for name in modules:
         importlib.import_module(name)
+    _import_routes()
     return len(modules)
+
+
+def _import_routes() -> None:
+    """vLLM imports its routes when it builds an application with them; this one is dropped, with its metrics."""
+    registry = importlib.import_module("prometheus_client").REGISTRY
+    arguments = sys.modules["serve.engine.main"].PARSER.parse_args(["--model", "none", "--enable-lora"])
+    before = set(registry._names_to_collectors.values())
+    importlib.import_module("vllm.entrypoints.launchers.app").build_app(arguments, ("generate", "embed", "render"))
+    for collector in set(registry._names_to_collectors.values()) - before:
+        registry.unregister(collector)
 
 
 IMPORTED = _import_all()

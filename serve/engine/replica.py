@@ -12,7 +12,6 @@ import logging
 import re
 import shutil
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from serve.core.errors import (
     WrongState,
 )
 from serve.core.spec import ReplicaSpec
-from serve.engine.pulse import Pulse
 from serve.engine.start_errors import in_our_words
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.errors import IntegrityError, StoreError
@@ -45,6 +43,8 @@ log = logging.getLogger(__name__)
 ENTRY = "serve.engine.main:main"
 _LOADS = ("swap", "sleep", "wake")
 """Calls after a failure of which nobody knows which weights the engine holds."""
+PULSE_EVERY_S, SILENT_S = 2.0, 6.0
+"""How often an engine's core is asked for a sign of life, and the silence after which `status` reports it."""
 LOG_LINES, LOG_LINE_CHARACTERS = 3, 120
 """Of the end of an engine's log, and of each, in the error that people are shown."""
 _LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\) |[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] ")
@@ -65,8 +65,9 @@ class Replica:
         self._child: Child | None = None
         self._spec: ReplicaSpec | None = None
         self._state = "dead"
-        self._pulse: Pulse | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._pulsed_s = 0.0  # when its core last gave a sign of life
+        self._operations = 0  # under way, each with a time limit of its own
         self._killed, self._load_failed = "", False  # why the supervisor has killed the engine
         self._last: dict[str, Any] | None = None  # what the engine answered to `status`
 
@@ -91,13 +92,12 @@ class Replica:
             name=f"engine {spec.replica_id}",
         )
         self._child, self._spec, self._state = child, spec, "starting"
-        self._pulse, self._last = None, None
+        self._last = None
         self._killed, self._load_failed = "", False
         group_dies_as(DiesAs.ENGINE, child.pid)  # and processes it forks from now on
         ready = await self._started(child, spec)
         self._state = "ready"
-        self._pulse = Pulse(lambda: child.call("pulse"), self._config.hung_s)
-        self._watching = asyncio.create_task(self._end_if_hung(child, self._pulse), name=f"pulse of {child.name}")
+        self._watching = asyncio.create_task(self._end_if_hung(child), name=f"pulse of {child.name}")
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
 
@@ -175,7 +175,8 @@ class Replica:
             # It answers nothing before it serves. A look at the box waited for it, with all other decisions, through a
             # first start's minute of compiling (seen on an H100).
             return {**self._without_engine("starting"), "pid": self._child.pid}
-        if self._last is not None and self._pulse is not None and self._pulse.silent:
+        silent = not self._operations and time.monotonic() - self._pulsed_s >= SILENT_S
+        if self._last is not None and silent:
             return {**self._last, "silent": True}
         answer = await self._call("status", self._config.sleep_timeout_s)
         self._last = {
@@ -204,25 +205,20 @@ class Replica:
             "silent": False,
         }
 
-    async def pulse_changed(self, silent: bool) -> bool:
-        """Returns whether the engine is silent once that is no longer `silent`. Raises WrongState without an engine."""
-        if self._child is None or self._pulse is None or not self._child.alive:
-            raise WrongState("no engine runs")
-        changed = asyncio.ensure_future(self._pulse.changed(silent))
-        gone = asyncio.ensure_future(self._child.closed())
-        try:
-            await asyncio.wait({changed, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not changed.done():
-                raise WrongState("the engine is dead")
-            return changed.result()
-        finally:
-            changed.cancel()
-            gone.cancel()
-
-    async def _end_if_hung(self, child: Child, pulse: Pulse) -> None:
-        why = await pulse.watch()
-        if why and child.alive:
-            self._kill(child, why)
+    async def _end_if_hung(self, child: Child) -> None:
+        """Kill an engine whose core, which answers between two steps and asleep too, is silent for `hung_s`."""
+        while True:
+            self._pulsed_s = time.monotonic()
+            await asyncio.sleep(PULSE_EVERY_S)
+            try:
+                await child.call("pulse", timeout_s=self._config.hung_s)
+            except ChildTimeout:
+                if not self._operations:
+                    return self._kill(child, f"it hung: no sign of life for {self._config.hung_s:.0f} s")
+            except ChildDied:
+                return
+            except ChildError:
+                pass  # an answer too; a core that died ends the engine by itself
 
     def _kill(self, child: Child, why: str) -> None:
         self._killed = why
@@ -265,11 +261,10 @@ class Replica:
     async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
         if self._child is None:
             raise WrongState(f"{method}: no engine was started")
-        # An operation has a time limit of its own; asking for the status is not one.
-        limited = self._pulse.hold() if self._pulse is not None and method != "status" else nullcontext()
+        operation = method != "status"
+        self._operations += operation
         try:
-            with limited:
-                return await self._child.call(method, timeout_s=timeout_s, **args)
+            return await self._child.call(method, timeout_s=timeout_s, **args)
         except ChildError as error:
             kind = BY_NAME.get(error.type, ServeError)
             if issubclass(kind, EngineFailed) and self._child.alive and method in _LOADS:
@@ -286,6 +281,8 @@ class Replica:
                 self._load_failed = True
                 self._kill(self._child, f"{method}: {error}")
             raise EngineFailed(f"{method}: {error}") from error
+        finally:
+            self._operations -= operation
 
 
 def _start_failed(spec: ReplicaSpec, child: Child, fatal: dict[str, Any] | None, ended: str) -> ServeError:

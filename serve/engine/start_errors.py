@@ -32,10 +32,6 @@ class _Known(NamedTuple):
 
 _MEMORY = r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc"
 _NO_FORMAT = "{model} is quantised by {format}, which engines do not serve on this kind of device; {instead}"
-_HEAD_SIZE = (
-    "{model} has attention heads of {size} elements, which engines do not compute on this kind of device; "
-    "`appliance model rm {model}` removes it"
-)
 _KNOWN = (
     _Known(
         r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed.*?available KV cache memory "
@@ -44,20 +40,10 @@ _KNOWN = (
         "aside for it; raise [serve] kv_cache_bytes, or set [serve] max_model_len to {shorter}",
     ),
     _Known(
-        r"No available memory for the cache blocks",
-        "no memory is left for the KV cache of {model} besides its weights; raise [serve] kv_cache_bytes, spread it "
-        "over more devices (`appliance model deploy {model} --tensor-parallel N`), or stop what else uses the device",
-        memory=True,
-    ),
-    _Known(
         r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup",
         "the device has {free} of {total} GiB free, less than the share that an engine may use; stop what else uses "
         "it, or lower [serve] gpu_memory_fraction",
         memory=True,
-    ),
-    _Known(
-        r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \(\S+?=(?P<most>[\d.]+)",
-        "[serve] max_model_len is {asked}, and {model} was made for at most {most} tokens; set it no higher than that",
     ),
     _Known(
         r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported",
@@ -68,8 +54,6 @@ _KNOWN = (
         "{model} has {heads} attention heads, which {devices} devices cannot share evenly; choose another number with "
         "`appliance model deploy {model} --tensor-parallel N`",
     ),
-    _Known(r"Unsupported CPU attention configuration: head_dim=(?P<size>\d+)", _HEAD_SIZE),
-    _Known(r"Head size (?P<size>\d+) is not supported", _HEAD_SIZE),
     _Known(
         r"max_num_seqs \((?P<asked>\d+)\) exceeds available Mamba cache blocks \((?P<held>\d+)\)",
         "{model} keeps a state of each request, and memory holds {held} of them, not {asked}: `appliance model deploy "
@@ -78,9 +62,9 @@ _KNOWN = (
     _Known(
         r"FP8 KV cache is not supported by the Triton .*? on (?P<device>.+?) "
         r"\(compute capability (?P<capability>[\d.]+)",
-        "keys and values in FP8 need compute capability 8.9 or higher, or a compiler for other kernels (docs/gpu.md), "
-        "and {device} has {capability}: `appliance model deploy {model} --kv-cache-dtype bfloat16` (float16 for a "
-        "model set to that) keeps them in full, whatever the checkpoint asks for",
+        "keys and values in FP8 need compute capability 8.9 or higher, and {device} has {capability}: `appliance model "
+        "deploy {model} --kv-cache-dtype bfloat16` (float16 for a model set to that) keeps them in full, whatever the "
+        "checkpoint asks for",
     ),
     _Known(
         r"Failed to find a kernel that can implement the (?P<format>\w+) linear layer",

@@ -7,8 +7,6 @@ fresh pages instead would cost more than it saves when they are read once, as by
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import local
 
@@ -35,8 +33,15 @@ class HostRing:
 
     def copy(self, target: torch.Tensor, stored: torch.Tensor) -> None:
         """Queue a copy of `stored` into `target` of the same shape, whose dtype it takes."""
-        for part in _parts(tuple(target.shape), max(1, self._buffer_bytes // target.element_size())):
-            self._pending.append(self._pool.submit(self._copy, target[part], stored[part]))
+        if not target.dim():
+            target, stored = target.view(1), stored.view(1)
+        rows = self._buffer_bytes // target[:1].nbytes if target.numel() else 0
+        if rows:
+            for into, origin in zip(target.split(rows), stored.split(rows), strict=True):
+                self._pending.append(self._pool.submit(self._copy, into, origin))
+        else:  # a row does not fit
+            for into, origin in zip(target, stored, strict=True):
+                self.copy(into, origin)
 
     def __enter__(self) -> HostRing:
         return self
@@ -56,19 +61,3 @@ class HostRing:
             packed.copy_(stored)
             target.copy_(packed, non_blocking=True)
             self._kind.wait_for_copies(self._device)
-
-
-def _parts(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Cut a shape into blocks of at most `most` elements, along the first dimensions."""
-    if math.prod(shape) <= most:
-        yield tuple(slice(None) for _ in shape)
-        return
-    inner = math.prod(shape[1:])
-    rows = max(1, most // inner)
-    for start in range(0, shape[0], rows):
-        end = min(start + rows, shape[0])
-        if inner <= most:
-            yield (slice(start, end),)
-        else:
-            for rest in _parts(shape[1:], most):
-                yield (slice(start, end), *rest)

@@ -128,8 +128,7 @@ class LoadPlan:
     """What a model needs of a version.
 
     Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, and the
-    first of them in model order comes first. `alike`: names of stored tensors that have to be equal, because the model
-    keeps one of them for both.
+    first of them in model order comes first.
     """
 
     targets: dict[tuple[int, str], Target]
@@ -137,13 +136,10 @@ class LoadPlan:
     unwritten: list[str]
     expected: dict[str, Described]
     read: frozenset[str]
-    alike: list[tuple[str, str]] = field(default_factory=list)
 
-    def follow_first_load(self, model: torch.nn.Module) -> None:
-        """Let parameters that were filled one by one and are one by now share its Target.
-
-        vLLM ties a head to the embedding again where a checkpoint has both and they are equal
-        (vllm/model_executor/model_loader/weight_tying.py). Each would be written in turn, and the last one would stay.
+    def follow_first_load(self, model: torch.nn.Module) -> str:
+        """The stored tensor of a parameter that was filled on its own and is another parameter by now, "" if there is
+        none: vLLM ties a head again that is equal to the embedding (vllm/model_executor/model_loader/weight_tying.py).
         """
         kept: dict[int, Target] = {}
         for module in model.modules():
@@ -151,11 +147,9 @@ class LoadPlan:
                 target = self.targets.get((id(module), name))
                 if target is None or tensor is None:
                     continue
-                first = kept.setdefault(id(tensor), target)
-                if first is not target:
-                    self.targets[id(module), name] = first
-                    pairs = zip(first.pieces, target.pieces, strict=False)  # of one piece each
-                    self.alike += [(one.name, other.name) for one, other in pairs]
+                if kept.setdefault(id(tensor), target) is not target:
+                    return target.pieces[0].name if target.pieces else name
+        return ""
 
     @property
     def complete(self) -> bool:

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -36,11 +37,12 @@ from serve.load.host_ring import HostRing
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import ToLock, VersionSource
 
-NICENESS = 10  # of the threads that map and unmap, added to the engine's own
+NICENESS = 10  # of the thread that maps and unmaps, added to the engine's own
 COPY_THREADS = 8  # they share the memory's rate: more would add little
-DERIVED_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8")
-"""What layers compute from their weights once, at the first load or pass, and vLLM never computes again: convolutions
-and token choice of GLM 5 Next, gates of shared experts on AMD's GPUs, the experts with which dots3 reads images."""
+MADE_ONCE = ("_merged_conv_weight", "_wp_fp32", "_combined_gate_weight", "_fused_w13_fp8", "workspace")
+"""What layers make once, at the first load or pass, and vLLM never makes again: convolutions and token choice of
+GLM 5 Next, gates of shared experts on AMD's GPUs, the experts with which dots3 reads images, the memory through which
+MiniMax-M2's workers sum."""
 
 
 class VersionLoader:
@@ -60,11 +62,9 @@ class VersionLoader:
         self._threads = max(1, min(len(os.sched_getaffinity(0)) // workers, COPY_THREADS))
         self._heads = _head_ids(model)
         self._own_layout = self._kept_in_own_layout()
-        self._staged: VersionSource | Exception | None = None
-        self._staging: threading.Thread | None = None
-        self._loaded: VersionSource | None = None
-        self._unmapping: threading.Thread | None = None
-        plan.follow_first_load(model)
+        self._beside = ThreadPoolExecutor(1, "versions", self._begin)  # maps and unmaps beside the engine's steps
+        self._mapped: Future[VersionSource] | None = None  # what is staged or loaded
+        self._retied = plan.follow_first_load(model)
 
     @property
     def how(self) -> str:
@@ -77,10 +77,12 @@ class VersionLoader:
             return f"its weights are quantised ({self._model_config.quantization})"
         if hasattr(self.model, "process_weights_after_loading"):
             return f"{type(self.model).__name__} has a post-load step of its own"
+        if self._retied:
+            return f"{self._retied} was equal to its embedding when it was loaded, and vLLM keeps them once"
         for name, module in self.model.named_modules():
-            derived = [held for held in DERIVED_ONCE if isinstance(getattr(module, held, None), torch.Tensor)]
-            if derived:
-                return f"{name} derives {derived[0]} from its weights once"
+            made = [held for held in MADE_ONCE if isinstance(getattr(module, held, None), torch.Tensor)]
+            if made:
+                return f"{name} makes {made[0]} once"
         return self._own_layout if self._kind.on_host else ""
 
     # -- before a pause ------------------------------------------------------------------------------------
@@ -92,42 +94,34 @@ class VersionLoader:
         source = VersionSource(path)
         try:
             self.plan.check(source)
-            return {"bytes": source.nbytes, "how": self.how, "alike": self.plan.alike}
+            return {"bytes": source.nbytes}
         finally:
             source.close()
 
     def stage(self, path: str) -> None:
         """Begin to map `path` in the background, fault its pages in and on a GPU lock them; poll `staged`."""
-        self.drop_staged()
-        self._staging = threading.Thread(target=self._stage, args=(path,), name="stage", daemon=True)
-        self._staging.start()
+        self.unmap()
+        lock = self._kind.locks_pages and not self._own_layout
+        self._mapped = self._beside.submit(self._open, path, lock=lock)
 
     def staged(self) -> bool:
-        """Whether the version is mapped. Re-raises an error of the thread."""
-        if self._staging is None:
+        """Whether the version is mapped. Raises what stopped that."""
+        if self._mapped is None:
             raise WrongState("no version is being staged")
-        if isinstance(self._staged, Exception):
-            raise self._staged
-        return self._staged is not None
+        return self._mapped.done() and self._mapped.result() is not None
 
-    def drop_staged(self) -> None:
-        """Unmap a staged version that is not loaded, and what the last load read."""
-        self.unmap()
-        if self._staging is not None:
-            self._staging.join()
-        if isinstance(self._staged, VersionSource):
-            self._staged.close()
-        self._staging = self._staged = None
+    def unmap(self) -> None:
+        """Unmap what is staged or loaded, in the background, because unlocking takes time."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            self._beside.submit(lambda: mapped.exception() or mapped.result().close())
 
-    def _stage(self, path: str) -> None:
-        _yield_to_steps()
+    def _begin(self) -> None:
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + NICENESS, 19))
         # A new thread uses the first GPU: locking pages from it would leave a context of every tensor parallel worker
         # there, half a gigabyte each.
         self._kind.use(self.device)
-        try:
-            self._staged = self._open(path, lock=self._kind.locks_pages and not self._own_layout)
-        except Exception as error:  # noqa: BLE001 - `staged` raises it
-            self._staged = error
 
     def _open(self, path: str, *, lock: bool) -> VersionSource:
         source = VersionSource(path)
@@ -143,16 +137,14 @@ class VersionLoader:
 
     @torch.no_grad()
     def load(self, path: str) -> dict[str, Any]:
-        """Load the version, from what is staged of it or else mapped now without locking its pages, which takes longer
-        than it saves. Returns how, the bytes that this worker read, and seconds."""
+        """Load the version, from what is staged or else mapped now without locking its pages, which takes longer than
+        it saves. Returns how, the bytes that this worker read, and seconds without mapping."""
+        if self._mapped is None or str(self._mapped.result().path) != path:
+            self.unmap()
+            self._mapped = Future()
+            self._mapped.set_result(self._open(path, lock=False))
+        source = self._mapped.result()
         began_s = time.perf_counter()
-        source = self._staged
-        if isinstance(source, VersionSource) and str(source.path) == path:
-            self._staging = self._staged = None
-        else:
-            self.drop_staged()
-            source = self._open(path, lock=False)
-        self._loaded, mapped_s = source, time.perf_counter()
         if self._own_layout:
             with _where_it_was(self.model), disable_mtp_completeness_check():
                 self._reload(weights_iterator=source.tensors())
@@ -163,8 +155,7 @@ class VersionLoader:
         return {
             "how": self.how,
             "bytes_read": self.plan.bytes_read(source) if self.plan.complete else source.nbytes,
-            "map_s": mapped_s - began_s,
-            "load_s": time.perf_counter() - mapped_s,
+            "load_s": time.perf_counter() - began_s,
         }
 
     def _copy(self, source: VersionSource) -> None:
@@ -205,29 +196,11 @@ class VersionLoader:
             elif replaced or id(module) in self._heads:
                 method.process_weights_after_loading(module)
 
-    # -- after a pause -------------------------------------------------------------------------------------
-
-    def unmap(self) -> None:
-        """Unmap what a load read. Call it once the engine has resumed: a thread goes on with it, because unlocking
-        takes time."""
-        if self._unmapping is not None:
-            self._unmapping.join()
-        loaded, self._loaded, self._unmapping = self._loaded, None, None
-        if loaded is not None:
-            self._unmapping = threading.Thread(target=self._unmap, args=(loaded,), name="unmap", daemon=True)
-            self._unmapping.start()
-
-    def _unmap(self, source: VersionSource) -> None:
-        _yield_to_steps()
-        self._kind.use(self.device)
-        source.close()
+    # ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self.drop_staged()
-        if self._unmapping is not None:
-            self._unmapping.join()
-
-    # ------------------------------------------------------------------------------------------------------
+        self.unmap()
+        self._beside.shutdown()
 
     def _kept_in_own_layout(self) -> str:
         """Why parameters are not in the checkpoint's layout, "" if they are."""
@@ -291,9 +264,3 @@ def _where_it_was(model: torch.nn.Module) -> Iterator[None]:
         if tensor.data_ptr() != first.data_ptr() and tensor.shape == first.shape:
             first.copy_(tensor.data)
             tensor.data = first
-
-
-def _yield_to_steps() -> None:
-    """Lower this thread's priority below the engine's steps."""
-    me = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + NICENESS, 19))

@@ -119,15 +119,6 @@ class VersionSource:
             flat = flat.clone()
         return flat.view(described.dtype).view(described.shape)
 
-    def equal(self, one: str, other: str) -> bool:
-        """Whether two stored tensors hold the same numbers. Maps the files if they are not mapped yet, and then makes
-        the pages of these two present alone."""
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for placed in map(self.layout.find, (one, other)):
-            spans.setdefault(placed.file, []).append((placed.start, placed.end))
-        self.map(read=spans)
-        return torch.equal(self.tensor(one), self.tensor(other))
-
     def aligned(self, name: str) -> bool:
         """Whether `tensor(name)` is a view; foreign files may hold tensors at odd offsets, which are copied."""
         placed = self.layout.find(name)
@@ -225,11 +216,7 @@ def _fault_in(mapping: mmap.mmap, first: int, last: int) -> None:
     for offset in range(first, last, FAULT_IN_BYTES):
         size = min(FAULT_IN_BYTES, last - offset)
         if libc.madvise(start + offset, size, MADV_POPULATE_READ):
-            break
-    else:
-        return
-    error = last_error("cannot make the pages of a version present")
-    if error.errno != errno.EINVAL:
-        raise error
-    for offset in range(first, last, mmap.PAGESIZE):
-        mapping[offset]
+            error = last_error("cannot make the pages of a version present")
+            if error.errno != errno.EINVAL:  # of an older kernel, with which they come when they are read
+                raise error
+            return

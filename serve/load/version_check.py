@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from serve.core.errors import VersionMismatch, VersionUnreadable
-from serve.load.shm_source import VersionSource
 from weights.format.names import TOKENIZER_FILES
 
 # Keys of config.json that describe how the file was written, not what the model computes.
@@ -86,18 +83,6 @@ def check_same_model(serving: ModelIdentity, offered: str | Path) -> None:
             f"version {offered} cannot be swapped into the running engine: {'; '.join(differences[:6])}. "
             "Start a new engine for it instead."
         )
-
-
-def check_alike(offered: str | Path, pairs: Iterable[tuple[str, str]]) -> None:
-    """Raises VersionMismatch if two tensors of `offered` differ of which the running engine keeps one for both."""
-    for one, other in pairs:
-        with closing(VersionSource(offered)) as source:
-            if not source.equal(one, other):
-                raise VersionMismatch(
-                    f"version {offered} cannot be swapped into the running engine: its {one} and {other} differ, and "
-                    "were equal in the version that the engine started with, which keeps them once. Start a new engine "
-                    "for it instead."
-                )
 
 
 def _different(old: dict, new: dict) -> list[tuple[str, Any, Any]]:

@@ -54,7 +54,6 @@ class ShmCPUWorker(ShmWorker, CPUWorker):
 
     def sleep(self, level: int = 1) -> None:
         """Free KV cache and adapter slots, at level 2 the weights too."""
-        self.shm_loader.drop_staged()
         if level == 2:
             for module in self.model_runner.model.modules():
                 drop_weights(module)

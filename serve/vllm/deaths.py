@@ -8,6 +8,7 @@ followed by a thread of its parent from its fork on; the first cause of a death 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
+from typing import Any
 
 from runtime.processes import numa
 from runtime.processes.ended import how_it_ended, status_of
@@ -34,9 +36,16 @@ _children: list[Followed] = []
 
 
 class Followed(ForkProcess):
-    """A process whose parent hears of its end, unless it ended it itself or it ended without a fault."""
+    """A process whose parent calls `died` on a thread with its exit status, unless it ended it itself or it ended
+    without a fault. numa_nodes: of each worker's device, where it runs (vLLM's --numa-bind starts processes through
+    numactl, but these are forked)."""
 
     _ended = False
+
+    def __init__(self, died: Died, numa_nodes: Sequence[int | None], **named: Any):
+        super().__init__(**named)
+        self._died, self._numa_nodes = died, numa_nodes
+        self._rank = named.get("kwargs", {}).get("local_rank", 0)
 
     def start(self) -> None:
         super().start()
@@ -49,7 +58,9 @@ class Followed(ForkProcess):
         # A process learns that its child ended by a pipe that the child's own children hold too: workers that outlive
         # their core would hide its end.
         die_with_parent()
-        super().run()
+        numa.bind(self._numa_nodes[self._rank :][:1])
+        with leaving_word():
+            super().run()
 
     @property
     def is_over(self) -> bool:
@@ -68,73 +79,45 @@ class Followed(ForkProcess):
         wait([self.sentinel])
         status = status_of(self)
         if status and not self._ended:
-            self.died(status)
-
-    def died(self, status: int) -> None:
-        raise NotImplementedError
+            self._died(self, status)
 
 
-def forking(process: type[Followed]) -> Callable[[], ForkContext]:
+Died = Callable[[Followed, int], None]
+
+
+def forking(died: Died, numa_nodes: Sequence[int | None] = ()) -> Callable[[], ForkContext]:
     """Stands in for vLLM's get_mp_context."""
     context = ForkContext()
-    context.Process = process  # type: ignore[misc, assignment]
+    context.Process = functools.partial(Followed, died, numa_nodes)  # type: ignore[misc, assignment]
     return lambda: context
 
 
 class CoreDeath:
-    """In the frontend. Tells `on_death` of the core's end, on a thread, unless the frontend ends it."""
+    """In the frontend. Reports the core's end to `on_death`, on a thread, unless the frontend ends it."""
 
     def __init__(self, on_death: Callable[[ServeError], None]):
         self._on_death = on_death
         self._cause: ServeError | None = None
         self._known = threading.Event()
 
-    def process(self) -> type[Followed]:
-        """The class of the core's process."""
-        death = self
-
-        class Core(Followed):
-            def run(self) -> None:
-                with leaving_word():
-                    super().run()
-
-            def died(self, status: int) -> None:
-                death._note(status)
-
-        return Core
-
     def cause(self) -> ServeError | None:
         """Why the core ended, for whoever hears from vLLM that it has; None if it has not, or was ended in order."""
         self._known.wait(CAUSE_WITHIN_S)
         return self._cause
 
-    def _note(self, status: int) -> None:
+    def died(self, core: Followed, status: int) -> None:
         self._cause = _left() or _death("its core", status)
         self._known.set()
         self._on_death(self._cause)
 
 
-def worker_process(numa_nodes: Sequence[int | None]) -> type[Followed]:
-    """The class of a worker's process, with which the core ends too: the other workers would wait for it.
-
-    numa_nodes: of each worker's device, where it runs (runtime.processes.numa). vLLM's --numa-bind starts processes
-    through numactl, but these are forked.
-    """
-
-    class Worker(Followed):
-        def run(self) -> None:
-            rank = self._kwargs.get("local_rank", 0)  # type: ignore[attr-defined]
-            numa.bind(numa_nodes[rank:][:1])
-            super().run()
-
-        def died(self, status: int) -> None:
-            cause = _death(f"its worker {self.name}", status)
-            leave_word(cause)
-            log.error("%s; the core ends too: the others would wait for it", cause)
-            logging.shutdown()
-            os._exit(WORKER_DIED)
-
-    return Worker
+def end_with_worker(worker: Followed, status: int) -> None:
+    """In the core, which ends with any of its workers: the others would wait for it."""
+    cause = _death(f"its worker {worker.name}", status)
+    leave_word(cause)
+    log.error("%s; the core ends too: the others would wait for it", cause)
+    logging.shutdown()
+    os._exit(WORKER_DIED)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import pkgutil
 import tempfile
 import time
 import uuid
@@ -23,14 +22,12 @@ import xgrammar
 from vllm.config import ModelConfig
 from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
-from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.platforms import current_platform
-from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.executor import multiproc_executor
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 
 from runtime.devices.kind import DeviceKind
@@ -51,13 +48,9 @@ log = logging.getLogger(__name__)
 
 SEGMENT_NAME_BYTES = 8
 LATE_REPLY_S = 10.0
-"""How long the other workers have to reply once one has failed; they may be waiting for it in a collective for ever."""
+"""How long the other workers have to reply once one has failed."""
 OUT_OF_STEP = 70
-"""Exit code of a worker that failed in a step to which another one replies."""
-OWED = "shm_owed"
-"""Attribute of a worker's queue: the number of replies to come that nobody waits for any more."""
-FP8_FROM = DeviceCapability(8, 9)
-"""Triton's kernels compute in FP8 from Ada on."""
+"""Exit code of a worker, or of the core, where a worker has failed and another one would wait for it for ever."""
 _applied: list[bool] = []
 
 
@@ -81,7 +74,6 @@ def apply(
     # In this order: what reads requests wraps what bounds them.
     _bound_requests()
     _patch_requests()
-    _patch_adapters()
     if kind_of(kind).on_host:
         _patch_on_host(kind, eager)
     else:
@@ -92,17 +84,17 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
     """How the frontend, the core and its workers start, end, and hear of each other's errors."""
     # vLLM spawns its processes on the CPU (vllm/platforms/cpu.py): each would import itself again (12 s). This process
     # was forked from a parent without threads or CUDA, so forking again is safe. Removed by: an option for the method.
-    engine_utils.get_mp_context = deaths.forking(core_death.process())
-    multiproc_executor.get_mp_context = deaths.forking(deaths.worker_process(numa_nodes))
+    engine_utils.get_mp_context = deaths.forking(core_death.died)
+    multiproc_executor.get_mp_context = deaths.forking(deaths.end_with_worker, numa_nodes)
 
     # A call that fails on several workers raises at the first reply, and the other replies stay in their queues: each
-    # later call takes them for its own. Removed by: a reply queue per call in vLLM's MultiprocExecutor.
+    # later call takes them for its own. Removed by: vllm#57846.
     executor = multiproc_executor.MultiprocExecutor
     executor.collective_rpc = with_every_reply(executor.collective_rpc)
 
     # Only one worker replies to a step, and vLLM just logs the error of another one: the one that replies waits for it
     # in a collective, until vLLM gives up after five minutes (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS ends a long step too).
-    # Removed by: a WorkerProc that ends after such an error.
+    # Removed by: vllm#53597, for vllm#23985.
     worker = multiproc_executor.WorkerProc
     worker._execute_worker_rpc = ends_out_of_step(worker._execute_worker_rpc)
 
@@ -134,16 +126,10 @@ def _patch_requests() -> None:
     stream_chunks.apply()
 
 
-def _patch_adapters() -> None:
-    # Removed by: an option that leaves vLLM's lora_requests_info out.
-    PrometheusStatLogger.__init__ = _then(PrometheusStatLogger.__init__, no_series_of_adapters)
-
-
 def _patch_on_device(kind: str) -> None:
     """kind: of device, on which torch computes and which has memory of its own."""
     # vLLM caches compiled graphs by a hash that includes the model's path. Every version has its own path, so vLLM
-    # would compile each new one again, for 30 s and more, into the same code. Removed by: a hash of the configuration
-    # without the path.
+    # would compile each new one again, for 30 s and more, into the same code. Removed by: vllm#53193.
     ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     # The warm parent's imports may have asked about its first GPU, and this engine's may be another kind.
     forget_devices(type(current_platform))
@@ -162,28 +148,10 @@ def _patch_on_host(kind: str, eager: bool) -> None:
     # away by then. Removed by: a device of the layer in vLLM's BaseLinearLayerWithLoRA.
     host = torch.device(kind_of(kind).torch_type)
     base_linear._get_lora_device = lambda layer: host
-    # vLLM inspects an unknown architecture in a subprocess so as not to initialise CUDA: 10 s of imports that this
-    # process has already done. Removed by: an inspection in the process on the CPU, which has no CUDA.
-    _LazyRegisteredModel.inspect_model_cls = _inspect_here
     if eager:
         # vLLM applies torch.compile to small helpers (rank of a log-probability, vocabulary masks) even in eager
         # mode, and the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
         torch.compiler.set_stance("force_eager")
-
-
-def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[..., None]:
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        after(self)
-
-    return init
-
-
-def no_series_of_adapters(logger: Any) -> None:
-    """logger: vllm.v1.metrics.loggers.PrometheusStatLogger. It keeps a series for each order in which adapters were
-    asked for: of 20 of one owner 93,000 took 112 MiB, and each scrape held the loop that sends tokens for 2.6 s."""
-    logger.gauge_lora_info = None
 
 
 def forget_devices(platform: type) -> None:
@@ -210,22 +178,13 @@ def with_device_at_import(load: Callable[[Any], type], platform: Any, kind: Devi
 
 def prefer_ready_made(platform: Any, kind: DeviceKind) -> None:
     """A platform of vLLM's takes an attention backend that has to be compiled only where no other computes the model,
-    or an argument of the engine asks for it.
-
-    Triton's count as valid for keys and values in FP8 on every GPU, but before Ada their layers raise
-    (TritonAttentionImpl in vllm/v1/attention/backends/triton_attn.py). There the compiled one is taken if a compiler is
-    there; else Triton's, which says what is wrong.
-
-    Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
+    or an argument of the engine asks for it. Removed by: FlashInfer's ready-made kernels in the image for GPUs."""
     every = platform.get_valid_backends.__func__
 
     @functools.wraps(every)
     def get_valid_backends(cls: Any, device_capability: Any, attn_selector_config: Any, **more: Any) -> Any:
         found, refused = every(cls, device_capability, attn_selector_config, **more)
         ready = [one for one in found if kind.compiled_attention not in one.backend.name]
-        if (attn_selector_config.kv_cache_dtype or "").startswith("fp8") and device_capability < FP8_FROM:
-            computes = [one for one in ready if not one.backend.name.startswith("TRITON")]
-            ready = computes or ([] if pkgutil.resolve_name(kind.has_compiler)() else ready)
         return ready or found, refused
 
     platform.get_valid_backends = classmethod(get_valid_backends)
@@ -241,10 +200,6 @@ def _of_any_path(compute_hash):
             config.model = path
 
     return run
-
-
-def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:
-    return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
 def with_every_reply(rpc):
@@ -271,32 +226,26 @@ def with_every_reply(rpc):
 
 
 def _replies(queues: Sequence[Any], method: Any, timeout_s: float | None) -> list[Any]:
-    """One reply of each worker. Discards replies that an earlier call did not wait for: they come first in the queues.
-    Raises RuntimeError with the first failure, TimeoutError."""
+    """One reply of each worker. Raises RuntimeError with the first failure, TimeoutError. Ends the engine if a worker
+    is silent while another has failed: it may be waiting for that one in a collective for ever."""
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     found: list[Any] = []
     failed: RuntimeError | None = None
-    late = False
     for queue in queues:
-        owed = vars(queue).setdefault(OWED, 0) + 1
         try:
-            while owed:
-                wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-                status, result = queue.dequeue(timeout=wait_s)
-                owed -= 1
-        except TimeoutError:
-            late = True
-            continue
-        finally:
-            setattr(queue, OWED, owed)
+            status, result = queue.dequeue(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+        except TimeoutError as error:
+            if failed is None:
+                raise TimeoutError(f"RPC call to {method} timed out.") from error
+            log.error("a worker is silent after another one has failed in %s: %s", method, failed)
+            logging.shutdown()
+            os._exit(OUT_OF_STEP)
         found.append(result)
         if status != multiproc_executor.WorkerProc.ResponseStatus.SUCCESS and failed is None:
             failed = RuntimeError(f"Worker failed with error '{result}'; the stack trace is in the engine's log")
             until_s = min(filter(None, (until_s, time.monotonic() + LATE_REPLY_S)))
     if failed is not None:
         raise failed
-    if late:
-        raise TimeoutError(f"RPC call to {method} timed out.")
     return found
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
+from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
+from vllm.platforms import current_platform
 
 from serve.vllm import thoughts
 from serve.vllm.arguments import LOAD_FORMAT
@@ -14,3 +18,13 @@ def register() -> None:
     thoughts.register()
     if _LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not ShmModelLoader:
         register_model_loader(LOAD_FORMAT)(ShmModelLoader)
+    if current_platform.is_cpu():
+        _register_imported()
+
+
+def _register_imported() -> None:
+    """Register models that the warm parent has imported by their classes. Others vLLM inspects in a process of its own,
+    so as not to initialise CUDA: 10 s of imports for the first engine of an architecture."""
+    for architecture, model in ModelRegistry.models.items():
+        if isinstance(model, _LazyRegisteredModel) and model.module_name in sys.modules:
+            ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(model.load_model_cls())

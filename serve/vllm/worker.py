@@ -62,9 +62,6 @@ class ShmWorker(Worker):
     def shm_staged(self) -> bool:
         return self.shm_loader.staged()
 
-    def shm_drop_staged(self) -> None:
-        self.shm_loader.drop_staged()
-
     def shm_load(self, path: str) -> dict[str, Any]:
         """Load a version into the paused model: see VersionLoader.load. After an error the weights are mixed."""
         with set_current_vllm_config(self.vllm_config):

@@ -376,8 +376,8 @@ async def test_a_core_that_hangs_is_avoided_then_ended_as_if_it_had_died(engine_
     await anext(aiter(stream))
     os.kill(core, signal.SIGSTOP)
     async with asyncio.timeout(60):
-        assert await replica.pulse_changed(False) is True
-    assert (await replica.status())["silent"] is True, "nobody waits for its answer any more"
+        while not (await replica.status())["silent"]:
+            await asyncio.sleep(0.1)
     async with asyncio.timeout(60):
         assert "it hung" in (await replica.wait_dead())["exit"]
     with pytest.raises((openai.OpenAIError, httpx.HTTPError)):

@@ -18,7 +18,7 @@ from tests.train_support.tiny import make_model_dir
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 
-AVOIDED_S, PROMPT_S = 10.0, 20.0
+AVOIDED_S, PROMPT_S = 45.0, 20.0  # the scheduler looks every 30 s
 LONG = 400
 
 

@@ -31,7 +31,7 @@ def _claims(every: int):
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
     from vllm.parser import abstract_parser
     from vllm.tool_parsers import structural_tag_registry
     from vllm.v1.core import kv_cache_utils
@@ -62,8 +62,8 @@ def _claims(every: int):
     yield from has(EngineCoreProc, "run_engine_core")
     yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
     yield from has(CPUWorker, "init_device", "sleep", "wake_up")
-    yield from has(_LazyRegisteredModel, "inspect_model_cls", "load_model_cls")
-    yield from has(_ModelInfo, "from_model_cls")
+    yield from has(_LazyRegisteredModel, "load_model_cls")
+    yield from has(_RegisteredModel, "from_model_cls")
     yield from has(
         AsyncLLM,
         "add_request",
@@ -116,7 +116,7 @@ def _claims(every: int):
         type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == ("ShmModelLoader"),
     )
     gpus = [kind for kind in kinds.KINDS.values() if not kind.on_host]
-    yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
+    yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 20
     yield (
         "the preload of GPUs leaves vLLM's stand-ins for streams and events alone",
         not any(

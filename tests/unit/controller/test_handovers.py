@@ -15,7 +15,7 @@ from tests.unit.controller.test_admin import actions, ask
 
 CPU = {"memcpy_bytes_per_s": 1e10, "host_to_device_bytes_per_s": None, "measured_s": 1.0}
 GPU = {**CPU, "host_to_device_bytes_per_s": 5e10}
-SWAPPED = {"how": "in-place", "bytes": 100, "bytes_read": [5_000_000_000], "stage_s": 0.1, "load_s": 1.0}
+SWAPPED = {"how": "in-place", "bytes": 100, "bytes_read": [5_000_000_000], "load_s": 1.0}
 IN_PLACE = {"how": "in-place", "bytes": 100, "bytes_read": [10_000_000_000, 10_000_000_000], "load_s": 2.0}
 SNAPSHOT = {"bytes": 8_000_000_000, "seconds": {"agree": 0.1, "snapshot": 1.0, "exit": 0.2, "total": 1.3}}
 

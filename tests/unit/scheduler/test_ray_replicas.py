@@ -176,20 +176,17 @@ async def test_engines_of_a_node_that_does_not_answer_are_avoided_until_it_does_
     await found._open("r2", "m", "v1")
     assert avoided["r2"], "opened while its node is out of reach"
 
-    changes: asyncio.Queue[bool] = asyncio.Queue()
-    supervisor = SimpleNamespace(call=lambda method, silent: changes.get())
-    following = asyncio.create_task(found._follow_pulse("r1", supervisor))  # type: ignore[arg-type]
-    changes.put_nowait(True)
-    while not changes.empty():
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
     nodes.silent = frozenset()
+    nodes.config = lambda name: None
+    for silent in (True, False):
+        status = {"state": "starting", "node": "n1", "devices": [], "model": "m", "version": "v1", "settings": ""}
+        found._replicas["r1"] = SimpleNamespace(  # type: ignore[assignment]
+            over=False, call=lambda _, answer={**status, "silent": silent}: asyncio.sleep(0, answer)
+        )
+        await found._observe_replica("r1")
+        assert avoided == {"r0": False, "r1": silent, "r2": True}
     nodes.on_silence()
-    assert avoided == {"r0": False, "r1": True, "r2": False}, "its node answers, its engine does not"
-    changes.put_nowait(False)
-    while avoided["r1"]:
-        await asyncio.sleep(0)
-    following.cancel()
+    assert avoided == {"r0": False, "r1": False, "r2": False}
 
 
 async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_asked_again(two, monkeypatch):

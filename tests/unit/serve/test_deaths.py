@@ -34,7 +34,7 @@ def followed(monkeypatch, tmp_path):
     def fork(body):
         told, happened = [], threading.Event()
         death = deaths.CoreDeath(lambda cause: (told.append(cause), happened.set()))
-        core = deaths.forking(death.process())().Process(target=body, name="EngineCore")
+        core = deaths.forking(death.died)().Process(target=body, name="EngineCore")
         core.start()
         return death, core, told, happened
 
@@ -75,7 +75,7 @@ def test_core_death_before_vllm_ends_it_is_told(followed):
 
 def core_with_workers(*bodies):
     """A core that forks these workers, and waits as in a call of all of them."""
-    context = deaths.forking(deaths.worker_process(()))()
+    context = deaths.forking(deaths.end_with_worker)()
     workers = [context.Process(target=body, name=f"VllmWorker-{number}") for number, body in enumerate(bodies)]
     for worker in workers:
         worker.start()

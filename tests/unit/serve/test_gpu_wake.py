@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import cache
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,39 +163,6 @@ def test_slopes_that_lie_among_the_weights_come_back_and_nothing_else_is_written
     lost[0].zero_()
     loose.put_back()
     assert not lost[0].any(), "once: a load without a sleep finds them as they are"
-
-
-@pytest.fixture
-def lamport(monkeypatch):
-    """The module of vLLM's by which MiniMax-M2's workers sum; what would lie on a GPU lies here, and nobody is met."""
-
-    def here(make):
-        return lambda *args, device, **named: make(*args, **named)
-
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    sys.modules["cuda"].cudart = SimpleNamespace()
-    module = importlib.import_module("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
-    on_host = SimpleNamespace(zeros=here(torch.zeros), tensor=here(torch.tensor), int32=torch.int32, int64=torch.int64)
-    monkeypatch.setattr(module, "torch", on_host)
-    met = SimpleNamespace(local_ptr=0, serialize=lambda: [11, 12], cleanup=lambda: None)
-    monkeypatch.setattr(module, "IpcBuffer", lambda *_: met)
-    yield module
-    del sys.modules[module.__name__]
-
-
-def test_what_vllm_keeps_for_all_layers_comes_back_too(lamport):
-    """How large a part of the common buffer is, and which is next: without them a woken MiniMax-M2 waits for ever."""
-    norm = torch.nn.Linear(4, 4)
-    norm.workspace = lamport.get_allreduce_workspace(0, 2, comm_size=4096)
-    (held,) = lamport._workspace_cache.values()
-    lost = {held._flag_buf: [0, 0, 2], held._layout_buf: [0, 4096], norm.workspace: norm.workspace.tolist()}
-    held._flag_buf[2] = 2
-    loose = LooseTensors(torch.nn.Sequential(norm))
-    loose.keep([span(tensor) for tensor in lost], None)
-    for tensor in lost:
-        tensor.fill_(-1)
-    loose.put_back()
-    assert {tensor: tensor.tolist() for tensor in lost} == lost
 
 
 def test_what_a_reload_makes_again_is_copied_where_captured_graphs_read_it():

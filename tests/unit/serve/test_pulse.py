@@ -6,58 +6,17 @@ import asyncio
 
 import pytest
 
-from runtime.errors import ChildDied, ChildError
+from runtime.errors import ChildDied, ChildError, ChildTimeout
 from serve.core import errors
 from serve.core.config import EngineConfig
 from serve.core.errors import EngineRefused, EngineStartFailed
 from serve.core.spec import ReplicaSpec
-from serve.engine import pulse, replica
-from serve.engine.pulse import EVERY_S, SILENT_S, Pulse
+from serve.engine import replica
 
 
 @pytest.fixture
 def fast(monkeypatch):
-    monkeypatch.setattr(pulse, "EVERY_S", 0.001)
-    monkeypatch.setattr(pulse, "SILENT_S", 0.01)
-
-
-async def never() -> None:
-    await asyncio.Event().wait()
-
-
-async def test_pulse_reports_silence_and_the_sign_of_life_that_ends_it(fast):
-    answers: asyncio.Queue[None] = asyncio.Queue()
-    watched = Pulse(answers.get, 1e9)
-    watching = asyncio.create_task(watched.watch())
-    assert await watched.changed(False) is True
-    answers.put_nowait(None)
-    assert await watched.changed(True) is False
-    watching.cancel()
-
-
-async def test_watch_of_a_silent_engine_returns_why(fast):
-    assert "no sign of life" in await Pulse(never, 0.02).watch()
-
-
-async def test_watch_during_an_operation_does_not_end(fast):
-    watched = Pulse(never, 0.005)
-    with watched.hold():
-        watching = asyncio.create_task(watched.watch())
-        for _ in range(20):
-            await watched._polled.wait()
-        assert not watching.done()
-    assert "hung" in await watching
-
-
-async def test_watch_of_a_dead_engine_returns_nothing(fast):
-    async def dead() -> None:
-        raise ChildDied("engine", 1, "/log", "", False)
-
-    assert await Pulse(dead, 0.01).watch() == ""
-
-
-def test_silence_is_noticed_within_ten_seconds():
-    assert EVERY_S + SILENT_S + EVERY_S <= 10.0
+    monkeypatch.setattr(replica, "PULSE_EVERY_S", 0.001)
 
 
 class StuckChild:
@@ -71,8 +30,12 @@ class StuckChild:
     async def next_event(self):
         return {"event": "ready", "seconds": {}, "fingerprint": {}}
 
-    async def call(self, method, **_):
-        await self.killed.wait()
+    async def call(self, method, timeout_s=None, **_):
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.killed.wait()
+        except TimeoutError:
+            raise ChildTimeout(method) from None
         raise ChildDied(self.name, self.pid, "/log", "", False)
 
     def kill(self):
@@ -107,6 +70,30 @@ async def test_a_supervisor_ends_an_engine_that_hangs_and_says_why(fast, monkeyp
     async with asyncio.timeout(60):
         assert "it hung" in (await supervisor.wait_dead())["exit"]
     assert (await supervisor.status())["state"] == "dead"
+
+
+async def test_supervisor_reports_a_silent_engine_without_asking_it(monkeypatch, tmp_path):
+    supervisor = replica.Replica("/w", str(tmp_path))
+    supervisor._child, supervisor._last = StuckChild(), {"state": "ready", "silent": False}
+    assert await supervisor.status() == {"state": "ready", "silent": True}
+
+
+async def test_supervisor_keeps_a_silent_engine_during_an_operation(fast, tmp_path):
+    child, asked = StuckChild(), asyncio.Event()
+    supervisor = replica.Replica("/w", str(tmp_path), EngineConfig(hung_s=1e-6))
+    supervisor._child, supervisor._operations = child, 1
+    watching = asyncio.create_task(supervisor._end_if_hung(child))
+    call = child.call
+
+    async def counted(*args, **named):
+        if asked.is_set():
+            child.kill()
+        asked.set()
+        return await call(*args, **named)
+
+    child.call = counted
+    await watching
+    assert not supervisor._killed
 
 
 @pytest.mark.parametrize(("error", "killed"), [("VersionBroken", True), ("VersionMismatch", False)])

@@ -32,7 +32,7 @@ class Engine:
 
     async def collective_rpc(self, method, args=()):
         if method == "shm_check":
-            return [{"refused": self.refusal} if self.refusal else {"how": "in-place", "bytes": 1, "alike": []}]
+            return [{"refused": self.refusal} if self.refusal else {"bytes": 1}]
         if method == "shm_refusal":
             return [self.refusal and self.refusal[1]]
         if method == "shm_load":
@@ -40,6 +40,8 @@ class Engine:
             if isinstance(self.load, Exception):
                 raise self.load
             return [{"how": "in-place", "bytes_read": 1, "load_s": 0.1}]
+        if method == "shm_unmap":
+            raise RuntimeError("a worker did not unmap")
         return [True]
 
     async def add_request(self, request_id, prompt, params, priority):
