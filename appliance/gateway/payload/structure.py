@@ -18,7 +18,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.payload.nesting import check_text_depth
 from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
-from serve.forms.keywords import NOT_IN_TOOLS, counted, defined, fault, left_out_of_tools, without
+from serve.forms.keywords import counted, defined, unenforced, unenforced_in_tools
 
 Form = tuple[str, Any, bool]
 # Its place in the request, what it is, and whether it is promised.
@@ -37,15 +37,11 @@ def check_structure(data: dict[str, Any], limits: Limits) -> list[str]:
     output that engines do not enforce, or that is too large."""
     forms = [*_formats(data), *_outputs(data.get("structured_outputs"), limits), *_enforced_tools(data)]
     for place, form, promised in forms:
-        of_tool = place.startswith("tools")
-        held = without(NOT_IN_TOOLS, form) if of_tool else form
-        found = fault(held, of_tool=of_tool) if promised and isinstance(form, dict) else None
-        if found is not None:
-            instead = "or send the tool without `strict`" if place.startswith("tools") else "and check answers yourself"
+        if promised and not place.startswith("tools") and (path := next(unenforced(form), "")):
             raise errors.bad_request(
-                f"`{place}.{found.path}`: this server does not enforce the keyword `{found.keyword}` here. "
-                f"Take it out, {instead}.",
-                param=f"{place}.{found.path}",
+                f"`{place}.{path}`: this server does not enforce the keyword `{path.rpartition('.')[2]}` here. "
+                "Take it out, and check answers yourself.",
+                param=f"{place}.{path}",
                 code="unsupported_schema_keyword",
             )
     for what, measure, most in (
@@ -64,8 +60,8 @@ def check_structure(data: dict[str, Any], limits: Limits) -> list[str]:
     return [
         f"{place}.{path}"
         for place, form, promised in forms
-        if promised and place.startswith("tools") and isinstance(form, dict)
-        for path in left_out_of_tools(form)
+        if promised and place.startswith("tools")
+        for path in unenforced_in_tools(form)
     ]
 
 

@@ -45,6 +45,8 @@ def as_meant(route: str, data: Object) -> Reading:
     tools_as_meant(route, made, tools)
     if made.get("top_p") == 0:  # greedy, which engines refuse in this form
         made["temperature"], made["top_p"] = 0, 1
+    if made.get("temperature") == 0 and made.get("n", 1) != 1:  # several greedy answers: the same
+        made["temperature"], made["top_k"] = 1, 1
     if route != "messages":
         _one_format(made)
     if isinstance(made.get("messages"), list):

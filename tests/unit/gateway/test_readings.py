@@ -288,21 +288,6 @@ def test_schema_keyword_that_is_not_enforced_is_refused_by_name(schema: Body, ke
     )
 
 
-@pytest.mark.parametrize("strict", [None, False, True])
-def test_schema_of_a_tool_is_refused_where_strict_promises_it(strict: bool | None) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
-    }
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
-    if not strict:
-        assert checked("chat", tools=[tool], tool_choice="required").model == "m"
-        return
-    error = refused("chat", tools=[tool])
-    assert error.code == "unsupported_schema_keyword"
-    assert error.param == "tools[0].function.parameters.properties.a.uniqueItems"
-
-
 def test_notes_of_a_schema_pass() -> None:
     schema = {
         "type": "object",
