@@ -211,7 +211,7 @@ def _fields_judged():
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest
 
-    from appliance.gateway.payload.fields import FIELDS
+    from appliance.gateway.payload.fields import FIELDS, REFUSED
 
     for route, model in (
         ("chat.completions", ChatCompletionRequest),
@@ -222,7 +222,7 @@ def _fields_judged():
         ("embeddings", EmbeddingCompletionRequest),
         ("embeddings", EmbeddingChatRequest),
     ):
-        unjudged = sorted(set(model.model_fields) - set(FIELDS[route]))
+        unjudged = sorted(set(model.model_fields) - set(FIELDS[route]) - set(REFUSED))
         yield f"the gateway has judged every field of {model.__name__}: {unjudged} are new", not unjudged
         counts = model is AnthropicCountTokensRequest  # it leaves nothing in a cache
         yield f"{model.__name__} takes a cache_salt", counts or "cache_salt" in model.model_fields

@@ -14,7 +14,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.readings.items import items_as_meant
-from appliance.gateway.readings.media_tokens import UNKNOWN_IMAGE_TOKENS, image_tokens
+from appliance.gateway.readings.media import UNKNOWN_IMAGE_TOKENS, image_tokens
 from appliance.gateway.readings.request import IGNORED_ITEMS, IGNORED_TOOLS
 
 Body = dict[str, Any]
