@@ -30,7 +30,6 @@ Pairs = Sequence[tuple[bytes, bytes]]
 MODEL_NAME_CHARS: Final = 512
 DEFAULT_COMPLETION_TOKENS: Final = 256
 PREFIX_CHARS: Final = 512
-_BRACKETS: Final = 1 << 20
 _UNBOUNDED: Final = 1 << 20
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
 # Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
@@ -104,13 +103,11 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
     Raises HttpError 400 naming the parameter, what was given and what is expected.
     """
-    return check_object(route, parsed_body(body, limits), len(body), limits)
+    return check_object(route, parsed_body(body), len(body), limits)
 
 
-def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
+def parsed_body(body: bytes) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second
-        raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:

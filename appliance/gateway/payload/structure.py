@@ -26,7 +26,6 @@ _MOST: Final = (
     ("definitions", defined, 256),
 )
 """What all forms of a request may have together. llguidance takes 0.5 s for as much."""
-_FORMATS: Final = frozenset({"text", "json_object", "json_schema"})
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 # Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
@@ -83,35 +82,19 @@ def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
 def _formats(data: dict[str, Any]) -> Iterator[Form]:
     for place in ("response_format", "text.format", "output_config.format"):
         outer, _, inner = place.partition(".")
-        given = data.get(outer)
-        if inner and isinstance(given, dict):
-            given = given.get(inner)
+        given = data.get(outer, {}).get(inner) if inner else data.get(outer)
         if not isinstance(given, dict):
             continue  # an engine says what it expects
-        kind = given.get("type", "json_schema" if outer == "output_config" else None)
-        if kind in _OTHERS:
-            raise _unsupported(place, f"the type `{kind}`")
-        if not isinstance(kind, str) or kind not in _FORMATS:
-            # Where an engine knows no type, it compares the format with each of its own.
-            raise errors.bad_request(
-                f"Invalid value for `{place}.type`; expected one of {', '.join(sorted(_FORMATS))}.",
-                param=f"{place}.type",
-                code="invalid_value",
-            )
+        if given.get("type") in _OTHERS:
+            raise _unsupported(place, f"the type `{given['type']}`")
         named = given.get("json_schema")
         if isinstance(named, dict):
             yield f"{place}.json_schema.schema", named.get("schema")
         yield f"{place}.schema", given.get("schema")
 
 
-def _outputs(given: Any, json_depth: int) -> Iterator[Form]:
+def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
     name = "structured_outputs"
-    if not isinstance(given, dict):
-        raise errors.bad_request(
-            f"Invalid type for `{name}`: expected an object with `json`, `regex` or `choice`.",
-            param=name,
-            code="invalid_type",
-        )
     for key in _OTHERS:
         if given.get(key) is not None:
             raise _unsupported(name, f"`{key}`")
