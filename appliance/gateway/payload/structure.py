@@ -1,9 +1,9 @@
 """Checks how deep a body is, and its structured output: schemas, expressions, choices, tools that must be called. Pure.
 
-Engines compile them within limits of their own (serve.forms.grammars). Here their size is bounded, and a format's
-schema is refused for a keyword that no engine enforces. Of a tool with `strict` such keywords are named; arguments of
-other tools are not promised. Text grammars and structural tags are refused: they reach more of an engine than answers
-need.
+Engines compile them within limits of their own (serve.forms.grammars). This module bounds their size and refuses
+schemas of formats with keywords that no engine enforces. Such keywords of a `strict` tool are named instead; arguments
+of other tools are not promised. Text grammars and structural tags are refused: they reach more of an engine than
+answers need.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST: Final = (
     ("items in all `minItems` and `maxItems`", counted, 10_000),
     ("definitions", defined, 256),
 )
-"""What all forms of a request may have together. llguidance takes 0.5 s for as much."""
+"""Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 # Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
