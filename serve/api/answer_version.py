@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -22,12 +22,21 @@ VERSION_HEADER = b"x-appliance-model-version"
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """State of one HTTP answer; `version` is None until its first token. begun: the core has the request.
-    adapter: that it has found."""
+    """State of one HTTP answer. states: of the requests that the core got for it. adapter: that it has found."""
 
-    version: str | None = None
-    begun: bool = False
+    states: list[RequestState] = field(default_factory=list)
     adapter: LoRARequest | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the core has the request."""
+        return bool(self.states)
+
+    @property
+    def version(self) -> str | None:
+        """Version of the newest token; None until the first token."""
+        starts = [state.weight_version_starts[-1] for state in self.states if state.weight_version_starts]
+        return starts[-1][0] if starts else None
 
 
 _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
@@ -80,14 +89,13 @@ class AnswerVersions:
         finally:
             _open.discard(answer)
             answer.adapter = None  # contexts of vLLM's tasks may keep the answer
+            answer.states.clear()
 
 
 def apply() -> None:
     """Patch vLLM 0.32's frontend. Called once (serve.vllm.patches)."""
     GenerateBaseServing.system_fingerprint = property(_fingerprint, _set_fingerprint)
     OutputProcessor.add_request = _for_this_answer(OutputProcessor.add_request)
-    RequestState.shm_answer = None
-    RequestState.track_weight_version = _noted(RequestState.track_weight_version)
 
 
 def _fingerprint(serving: GenerateBaseServing) -> str | None:
@@ -103,18 +111,7 @@ def _for_this_answer(add_request):
     @functools.wraps(add_request)
     def run(processor: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> None:
         add_request(processor, request, *args, **kwargs)
-        answer = processor.request_states[request.request_id].shm_answer = _ANSWER.get()
-        if answer is not None:
-            answer.begun = True
-
-    return run
-
-
-def _noted(track):
-    @functools.wraps(track)
-    def run(state: RequestState, weight_version: str) -> None:
-        track(state, weight_version)
-        if state.shm_answer is not None:
-            state.shm_answer.version = weight_version
+        if (answer := _ANSWER.get()) is not None:
+            answer.states.append(processor.request_states[request.request_id])
 
     return run

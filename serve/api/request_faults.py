@@ -4,15 +4,19 @@ vLLM reads a request in many steps before its core computes anything: its models
 to another, the chat template, checks of parameters and grammars. A value that a step does not expect makes it raise
 `AttributeError`, `KeyError` and the like, which vLLM answers with 500 and Python's own text. Here such errors become
 400 until the core has the request; errors of the machine (`OSError`, `MemoryError`, a dead core) never do.
+
+A request for embeddings is read as text first. vLLM tries five models for each and writes an error for every token that
+is not a message: 5 s for 100,000 tokens, on the loop that answers every owner.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from vllm.entrypoints.pooling.embed import protocol as embeddings
 from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -30,7 +34,12 @@ UNREADABLE = (
 
 
 def apply() -> None:
-    """Call once per process: vLLM's modules have the function by their own names for it."""
+    """Call once per process, before vLLM makes its routes; its modules have the function by their own names for it."""
+    kinds = get_args(embeddings.EmbeddingRequest)[0]  # of an annotated union
+    embeddings.EmbeddingRequest = Annotated[
+        Annotated[kinds, Field(union_mode="left_to_right")],
+        BeforeValidator(embeddings.reject_removed_pooling_parameters),
+    ]
     seen = error_response.create_error_response
     made = _for_requests(seen)
     for name, module in list(sys.modules.items()):

@@ -18,7 +18,6 @@ from multiprocessing import shared_memory
 from typing import Any
 
 import torch
-import xgrammar
 from vllm.config import ModelConfig
 from vllm.lora.layers import base_linear
 from vllm.lora.punica_wrapper import punica_cpu
@@ -32,14 +31,7 @@ from vllm.v1.structured_output import backend_guidance, backend_xgrammar
 
 from runtime.devices.kind import DeviceKind
 from runtime.devices.kinds import kind_of
-from serve.api import (
-    answer_shapes,
-    answer_version,
-    embedding_requests,
-    legacy_functions,
-    request_faults,
-    stream_chunks,
-)
+from serve.api import answer_shapes, answer_version, request_faults
 from serve.forms import grammars
 from serve.vllm import deaths, request_bounds
 from serve.vllm.cpu_lora import GroupedLoRA
@@ -71,9 +63,9 @@ def apply(
     answer_shapes.apply()
     # An answer names the version that computed it.
     answer_version.apply()
-    # In this order: what reads requests wraps what bounds them.
+    # A request that vLLM cannot read is the request's fault.
+    request_faults.apply()
     _bound_requests()
-    _patch_requests()
     if kind_of(kind).on_host:
         _patch_on_host(kind, eager)
     else:
@@ -109,21 +101,10 @@ def _patch_processes(segment_prefix: str, core_death: deaths.CoreDeath, numa_nod
 def _bound_requests() -> None:
     """What keeps one request from slowing or ending an engine's steps for all others."""
     grammars.apply()
-    request_bounds.bound_whitespace(xgrammar.GrammarCompiler)
     request_bounds.bound_time(backend_xgrammar.XgrammarGrammar)
     request_bounds.bound_time(backend_guidance.GuidanceGrammar)
     request_bounds.bound_tokens(BaseRenderer)
     request_bounds.bound_forbidden(InputProcessor)
-
-
-def _patch_requests() -> None:
-    """How requests are read, and answers written in their form; the modules say why."""
-    request_faults.apply()
-    # Answers have tools in the newer form alone.
-    legacy_functions.apply()
-    embedding_requests.apply()
-    # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
-    stream_chunks.apply()
 
 
 def _patch_on_device(kind: str) -> None:

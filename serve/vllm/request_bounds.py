@@ -3,7 +3,7 @@
 Ids beyond the model's vocabulary: a tokenizer may know tokens that the model has no row for, such as placeholders of
 images, and vLLM checks ids against the larger of the two vocabularies. `bad_words`: the runner for GPUs has rows of a
 fixed length and raises if one is too short. Grammars: a form that takes an engine too long to follow ends its own
-request; xgrammar's rules for runs of whitespace grow without bound.
+request.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ from typing import Any
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
-WHITESPACE = 32
-"""Longest run of whitespace in JSON: as deep as people indent."""
 ACCEPT_S, MASK_S, MOST_BEYOND_S = 0.02, 0.3, 0.5
 """Seconds of thread time for a grammar to accept tokens and to fill a mask, and how much all of a request's may take
 beyond that. Most forms take 0.01 to 4 ms; a mask of a text of `maxLength` 500 takes 0.2 s on busy cores."""
-
-
-def bound_whitespace(compiler: Any) -> None:
-    """compiler: xgrammar.GrammarCompiler."""
-    compiler.compile_json_schema = functools.partialmethod(compiler.compile_json_schema, max_whitespace_cnt=WHITESPACE)
 
 
 def bound_time(grammar: Any) -> None:

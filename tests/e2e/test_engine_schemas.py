@@ -64,7 +64,7 @@ async def wrong_answers(sdk: Any, wanted: list[dict[str, Any]]) -> tuple[list[An
 
 def fits(text: str, schema: dict[str, Any]) -> bool:
     try:
-        return jsonschema.Draft202012Validator(as_read(schema, of_tool=False)).is_valid(json.loads(text))
+        return jsonschema.Draft202012Validator(as_read(schema)).is_valid(json.loads(text))
     except json.JSONDecodeError:
         return False
 

@@ -7,6 +7,7 @@ each down on the loop that sends everybody's tokens (13 µs each). Attackers fou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,10 +150,9 @@ def scan(every: int) -> Iterator[tuple[str, bool]]:
     from appliance.gateway.core.routes import resolve
     from appliance.gateway.payload.fields import FIELDS
     from appliance.gateway.payload.request_check import check_body
-    from serve.api import embedding_requests
-    from serve.api.request_faults import of_request
+    from serve.api import request_faults
 
-    embedding_requests.apply()
+    request_faults.apply()
     models = {
         "chat.completions": ChatCompletionRequest,
         "completions": CompletionRequest,
@@ -177,14 +177,12 @@ def scan(every: int) -> Iterator[tuple[str, bool]]:
                 if error.error_count() > MOST_ERRORS:
                     yield f"{route}: {what} passes the gateway and has {error.error_count()} mismatches", False
             except Exception as error:  # noqa: BLE001 - judged
-                if not isinstance(of_request(error), VLLMError):
+                if not isinstance(request_faults.of_request(error), VLLMError):
                     yield f"{route}: {what} passes the gateway and is {error!r}", False
-    tokens = {"model": "m", "input": [1] * 100_000, "encoding_format": "none such"}
-    try:
-        TypeAdapter(embed.EmbeddingRequest).validate_python(tokens)
-        yield "an unknown encoding is refused", False
-    except ValidationError as error:
-        yield f"tokens are not read as messages, too: {error.error_count()} mismatches", error.error_count() < 20
+    tokens = {"model": "m", "input": [1] * 100_000}
+    began_s = time.monotonic()
+    TypeAdapter(embed.EmbeddingRequest).validate_python(tokens)
+    yield "tokens are not read as messages, too", time.monotonic() - began_s < 1
     yield (
         f"of {tried} bodies {passed} passed the gateway: the scan looks at something",
         tried * every > 2000 and passed * every > 100,

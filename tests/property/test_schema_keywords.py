@@ -1,24 +1,21 @@
-"""A schema that passes is enforced: the backend that follows it accepts no value that jsonschema refuses.
+"""A schema that passes is enforced: llguidance accepts no value that jsonschema refuses.
 
-Each part of JSON Schema is tried alone and beside others, on the two backends themselves, with values that fit and
-values that do not. `keywords` must refuse what the backend does not enforce. `oneOf` is held to as `anyOf`.
+Each part of JSON Schema is tried alone and with others, with values that fit and values that do not. `keywords` must
+refuse what llguidance does not enforce. `oneOf` is held to as `anyOf`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import llguidance
 import pytest
-import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xgrammar.testing import _is_grammar_accept_string
 
-from serve.forms.keywords import COSTLY, OPTIONS, closed, fault, without
+from serve.forms.keywords import OPTIONS, unenforced
 
 Schema = dict[str, Any]
 SPACED = OPTIONS | {"whitespace_flexible": True}  # as json.dumps writes
@@ -111,46 +108,35 @@ FORMATS = (
 ).split()
 
 
-def accepted_by_xgrammar(schema: Schema) -> Callable[[str], bool]:
-    try:
-        grammar = xgrammar.Grammar.from_json_schema(json.dumps(without(COSTLY, schema)))
-    except RuntimeError:
-        return lambda text: False  # an engine refuses it
-    return lambda text: bool(_is_grammar_accept_string(grammar, text))
+def accepted(schema: Schema) -> list[Any]:
+    """The values that llguidance accepts."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=SPACED)
+    return [value for value in VALUES if accepts(grammar, json.dumps(value))]
 
 
-def accepted_by_llguidance(schema: Schema) -> Callable[[str], bool]:
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), defaults=SPACED)
-
-    def accepted(text: str) -> bool:
-        matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
-        tokens = BYTES.tokenize_str(text)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-    return accepted
+def accepts(grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
+    tokens = BYTES.tokenize_str(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
-def as_read(schema: Any, *, of_tool: bool) -> Any:
-    """The schema as backends read it: with `anyOf` for `oneOf`, and in tools without the type of listed values."""
+def as_read(schema: Any) -> Any:
+    """The schema as llguidance reads it: with `anyOf` for `oneOf`."""
     if isinstance(schema, list):
-        return [as_read(one, of_tool=of_tool) for one in schema]
+        return [as_read(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: as_read(value, of_tool=of_tool) for key, value in schema.items() if key != "oneOf"}
+    made = {key: as_read(value) for key, value in schema.items() if key != "oneOf"}
     if "oneOf" in schema:
-        made["allOf"] = [*made.get("allOf", ()), {"anyOf": as_read(schema["oneOf"], of_tool=of_tool)}]
-    if of_tool and made.keys() & {"const", "enum"}:
-        made.pop("type", None)
+        made["allOf"] = [*made.get("allOf", ()), {"anyOf": as_read(schema["oneOf"])}]
     return made
 
 
 def check(schema: Schema) -> None:
-    checker = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
-    for of_tool, backend in ((False, accepted_by_llguidance), (True, accepted_by_xgrammar)):
-        if fault(schema, of_tool=of_tool) is None:
-            known = jsonschema.Draft202012Validator(as_read(schema, of_tool=of_tool), format_checker=checker)
-            accepted = backend(schema)
-            assert not [v for v in VALUES if not known.is_valid(v) and accepted(json.dumps(v))], backend.__name__
+    if not list(unenforced(schema)):
+        formats = jsonschema.FormatChecker(["date", "ipv4", "uuid"])
+        known = jsonschema.Draft202012Validator(as_read(schema), format_checker=formats)
+        assert not [value for value in accepted(schema) if not known.is_valid(value)]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=json.dumps)
@@ -177,6 +163,6 @@ def test_keywords_together_are_enforced_or_refused(parts: list[Schema], below: s
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_is_enforced_or_refused(name: str) -> None:
     schema = {"type": "string", "format": name}
-    if fault(schema) is None:
-        for backend in (accepted_by_llguidance, accepted_by_xgrammar):
-            assert not backend(schema)('" {[<never a form> "'), backend.__name__
+    if not list(unenforced(schema)):
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=SPACED)
+        assert not accepts(grammar, '" {[<never a form> "')

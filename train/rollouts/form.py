@@ -20,7 +20,7 @@ import xgrammar
 from train.plan.errors import InvalidSpec
 
 _WHITESPACE = 32
-"""The longest run of whitespace in JSON, as in engines (serve.vllm.request_bounds)."""
+"""The longest run of whitespace in JSON: as deep as people indent."""
 
 
 class Form:

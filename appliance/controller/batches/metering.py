@@ -23,7 +23,7 @@ from appliance.controller.interfaces.principal import INFERENCE, allow
 from appliance.gateway.access.allowance import Allowance
 from appliance.gateway.answers.usage import TokenRequest
 from appliance.gateway.core import errors as gateway_errors
-from appliance.gateway.readings.media_tokens import media_in
+from appliance.gateway.readings.media import media_in
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow

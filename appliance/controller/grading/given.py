@@ -16,7 +16,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
-from serve.forms.keywords import fault
+from serve.forms.keywords import unenforced_in_tools
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField
 from train.graders.graders import Grader, LabelModel, Multi, Python, ScoreModel, check_threshold, leaves, parse, sources
@@ -117,10 +117,10 @@ def form_of(given: Any, param: str) -> dict[str, Any] | None:
         path = f"{param}.json_schema.schema"
         raise BadRequest(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
     check_asked({"response_format": given}, param)
-    if kind == "json_schema" and (found := fault(given["json_schema"]["schema"], of_tool=True)):
+    if kind == "json_schema" and (place := next(unenforced_in_tools(given["json_schema"]["schema"]), "")):
         raise BadRequest(
-            f"Invalid '{param}': the ranks of a job do not enforce `{found.keyword}` at `{found.path}` of its schema; "
-            "use a simpler form, or let the grader reward it.",
+            f"Invalid '{param}': the ranks of a job do not enforce `{place}` of its schema; use a simpler form, or let "
+            "the grader reward it.",
             param=param,
             code="unsupported_value",
         )

@@ -89,6 +89,8 @@ class Transcript:
         if event is None or not isinstance(event.get("response"), dict):
             return found[0]
         response = self._with_store(event["response"])
+        if kind == b"completed" and response.get("status") == "incomplete":  # engines end all streams alike
+            kind, event["type"] = b"incomplete", "response.incomplete"
         if kind in _FINAL:
             self._end(response)
         return b"event: response.%b\ndata: %b\n\n" % (kind, orjson.dumps(event))

@@ -1,9 +1,9 @@
-"""Checks a request's structured output: JSON schemas, regular expressions, choices, tools that must be called. Pure.
+"""Checks how deep a body is, and its structured output: schemas, expressions, choices, tools that must be called. Pure.
 
-Engines compile them within a time limit of their own (serve.forms.grammars). Here their size is bounded, and a schema
-is refused for a keyword that no engine enforces. A format's schema is a promise, and so is that of a tool with
-`strict`; arguments of other tools are not, and clients send schemas of all kinds for them. Text grammars and structural
-tags are refused: they reach more of an engine than answers need.
+Engines compile them within limits of their own (serve.forms.grammars). This module bounds their size and refuses
+schemas of formats with keywords that no engine enforces. Such keywords of a `strict` tool are named instead; arguments
+of other tools are not promised. Text grammars and structural tags are refused: they reach more of an engine than
+answers need.
 """
 
 from __future__ import annotations
@@ -14,46 +14,61 @@ from typing import Any, Final
 import orjson
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.payload.nesting import check_text_depth
-from appliance.gateway.payload.shapes import SCHEMA_FIELDS, each_tool, schema_holders
-from serve.forms.keywords import NOT_IN_TOOLS, counted, defined, fault, left_out_of_tools, without
+from serve.forms.keywords import counted, defined, unenforced, unenforced_in_tools
 
-Form = tuple[str, Any, bool]
-# Its place in the request, what it is, and whether it is promised.
+Form = tuple[str, Any]
+# Its place in the request, and what it is.
 
-# Of all forms in a request. llguidance takes 0.3 s for as much, xgrammar up to 4 s.
-_FORM_BYTES: Final = 256 * 1024
-# Of all `minItems` and `maxItems` in a request.
-_ITEMS: Final = 10_000
-_DEFINITIONS: Final = 256
-_FORMATS: Final = frozenset({"text", "json_object", "json_schema"})
+_MOST: Final = (
+    ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), 256 * 1024),
+    ("items in all `minItems` and `maxItems`", counted, 10_000),
+    ("definitions", defined, 256),
+)
+"""Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
+# Lists and objects in one body; 1,024 tools with fifty properties each have as many.
+_MOST_NESTED: Final = 1 << 16
 
 
-def check_structure(data: dict[str, Any], limits: Limits) -> list[str]:
+def check_depth(root: Any, most: int, param: str | None = None) -> None:
+    """Raises HttpError 400. Without recursion, because a client chooses the depth."""
+    level, found = [root], 0
+    for _ in range(most):
+        level = [
+            value
+            for node in level
+            for value in (node.values() if isinstance(node, dict) else node)
+            if isinstance(value, (dict, list))
+        ]
+        found += len(level)
+        if found > _MOST_NESTED:
+            raise errors.bad_request(
+                f"The request body holds more than {_MOST_NESTED} lists and objects. Send several smaller requests.",
+                param=param,
+                code="too_many_values",
+            )
+        if not level:
+            return
+    raise errors.bad_request(f"The request body is nested deeper than {most} levels.", param=param, code="invalid_json")
+
+
+def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
     """Returns the places of keywords that a strict tool's calls are not held to. Raises HttpError 400 for structured
     output that engines do not enforce, or that is too large."""
-    forms = [*_formats(data), *_outputs(data.get("structured_outputs"), limits), *_enforced_tools(data)]
-    for place, form, promised in forms:
-        of_tool = place.startswith("tools")
-        held = without(NOT_IN_TOOLS, form) if of_tool else form
-        found = fault(held, of_tool=of_tool) if promised and isinstance(form, dict) else None
-        if found is not None:
-            instead = "or send the tool without `strict`" if place.startswith("tools") else "and check answers yourself"
+    schemas = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
+    for place, schema in schemas:
+        if path := next(unenforced(schema), ""):
             raise errors.bad_request(
-                f"`{place}.{found.path}`: this server does not enforce the keyword `{found.keyword}` here. "
-                f"Take it out, {instead}.",
-                param=f"{place}.{found.path}",
+                f"`{place}.{path}`: this server does not enforce the keyword `{path.rpartition('.')[2]}` here. "
+                "Take it out, and check answers yourself.",
+                param=f"{place}.{path}",
                 code="unsupported_schema_keyword",
             )
-    for what, measure, most in (
-        ("bytes of schemas, expressions and choices", lambda form: len(orjson.dumps(form)), _FORM_BYTES),
-        ("items in all `minItems` and `maxItems`", counted, _ITEMS),
-        ("definitions", defined, _DEFINITIONS),
-    ):
-        sizes = [measure(form) for _, form, _ in forms]
+    strict, demanded = _enforced_tools(data)
+    forms = [*schemas, *strict, *demanded]
+    for what, measure, most in _MOST:
+        sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
             raise errors.bad_request(
                 f"The request has {sum(sizes)} {what} that an engine compiles, at most {most} are allowed. "
@@ -61,73 +76,59 @@ def check_structure(data: dict[str, Any], limits: Limits) -> list[str]:
                 param=forms[sizes.index(max(sizes))][0].partition(".")[0],
                 code="structure_too_complex",
             )
-    return [
-        f"{place}.{path}"
-        for place, form, promised in forms
-        if promised and place.startswith("tools") and isinstance(form, dict)
-        for path in left_out_of_tools(form)
-    ]
+    return [f"{place}.{path}" for place, schema in strict for path in unenforced_in_tools(schema)]
 
 
 def _formats(data: dict[str, Any]) -> Iterator[Form]:
     for place in ("response_format", "text.format", "output_config.format"):
         outer, _, inner = place.partition(".")
-        given = data.get(outer)
-        if inner and isinstance(given, dict):
-            given = given.get(inner)
+        given = data.get(outer, {}).get(inner) if inner else data.get(outer)
         if not isinstance(given, dict):
             continue  # an engine says what it expects
-        kind = given.get("type", "json_schema" if outer == "output_config" else None)
-        if kind in _OTHERS:
-            raise _unsupported(place, f"the type `{kind}`")
-        if not isinstance(kind, str) or kind not in _FORMATS:
-            # Where an engine knows no type, it compares the format with each of its own.
-            raise errors.bad_request(
-                f"Invalid value for `{place}.type`; expected one of {', '.join(sorted(_FORMATS))}.",
-                param=f"{place}.type",
-                code="invalid_value",
-            )
+        if given.get("type") in _OTHERS:
+            raise _unsupported(place, f"the type `{given['type']}`")
         named = given.get("json_schema")
         if isinstance(named, dict):
-            yield f"{place}.json_schema.schema", named.get("schema"), True
-        yield f"{place}.schema", given.get("schema"), True
+            yield f"{place}.json_schema.schema", named.get("schema")
+        yield f"{place}.schema", given.get("schema")
 
 
-def _outputs(given: Any, limits: Limits) -> Iterator[Form]:
+def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
     name = "structured_outputs"
-    if given is None:
-        return
-    if not isinstance(given, dict):
-        raise errors.bad_request(
-            f"Invalid type for `{name}`: expected an object with `json`, `regex` or `choice`.",
-            param=name,
-            code="invalid_type",
-        )
     for key in _OTHERS:
         if given.get(key) is not None:
             raise _unsupported(name, f"`{key}`")
     schema = given.get("json")
     if isinstance(schema, str):
-        # Before it is parsed: what reads it goes down by recursion.
-        check_text_depth(f"{name}.json", schema, limits.json_depth)
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
-            raise errors.bad_request(f"`{name}.json` is not JSON: {error}", param=name) from None
-    yield f"{name}.json", schema, True
-    yield f"{name}.regex", given.get("regex"), False
-    yield f"{name}.choice", given.get("choice"), False
+            raise errors.bad_request(f"`{name}.json` is not JSON: {error}", param=f"{name}.json") from None
+        check_depth([schema], json_depth, f"{name}.json")
+    yield f"{name}.json", schema
+    yield f"{name}.regex", {"const": given.get("regex")}
+    yield f"{name}.choice", {"enum": given.get("choice")}
 
 
-def _enforced_tools(data: dict[str, Any]) -> Iterator[Form]:
-    tools = data.get("tools")
-    forced = data.get("tool_choice") not in (None, "auto", "none")
-    for at, tool in each_tool(tools if isinstance(tools, list) else []):
-        for holder in schema_holders(tool):
-            for name in SCHEMA_FIELDS:
-                if forced or holder.get("strict"):
-                    where = f"{at}.{name}" if holder is tool else f"{at}.function.{name}"
-                    yield where, holder.get(name), bool(holder.get("strict"))
+def _enforced_tools(data: dict[str, Any]) -> tuple[list[Form], list[Form]]:
+    """Schemas of strict tools, and of others whose call is demanded."""
+    strict: list[Form] = []
+    demanded: list[Form] = []
+    for at, tool in _each_tool(data.get("tools", [])):
+        # In `function` (chat), or in the tool itself (Responses, Anthropic): an engine may read either.
+        for where, holder in ((at, tool), (f"{at}.function", tool.get("function"))):
+            for name in ("parameters", "input_schema"):
+                if isinstance(holder, dict) and holder.get(name) is not None:
+                    (strict if holder.get("strict") else demanded).append((f"{where}.{name}", holder[name]))
+    return strict, demanded if data.get("tool_choice") not in (None, "auto", "none") else []
+
+
+def _each_tool(tools: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All tools with their places, those of namespaces too."""
+    for place, tool in enumerate(tools):
+        yield f"tools[{place}]", tool
+        if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+            yield from ((f"tools[{place}].tools[{at}]", one) for at, one in enumerate(tool["tools"]))
 
 
 def _unsupported(name: str, what: str) -> HttpError:

@@ -17,7 +17,6 @@ from appliance.gateway.readings.messages import result_as_text
 Item = dict[str, Any]
 
 _TEXTS: Final = frozenset({"output_text", "input_text", "text", "summary_text", "reasoning_text", "refusal"})
-_AS_THEY_ARE: Final = frozenset({"function_call", "custom_tool_call", "custom_tool_call_output"})
 _REFUSED: Final = {
     "item_reference": "send the item itself, or go on from its response with `previous_response_id`",
     "compaction_trigger": "no engine compacts; ask for a summary in a message",
@@ -29,8 +28,8 @@ def items_as_meant(items: list[Any], left_out: list[str]) -> list[Any]:
     value that is not an item, and for a type that asks for what no engine does."""
     made: list[Any] = []
     for place, item in enumerate(items):
-        if isinstance(item, dict) and item.get("type", "") is None:  # of an object that was dumped with its nulls
-            item = {name: value for name, value in item.items() if name != "type"}
+        if isinstance(item, dict):  # objects that were dumped with their nulls
+            item = {name: value for name, value in item.items() if value is not None}
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if not isinstance(kind, str) or (kind == "message" and not isinstance(item.get("role"), str)):
             # An engine would compare it with each of its thirty types.
@@ -47,15 +46,15 @@ def items_as_meant(items: list[Any], left_out: list[str]) -> list[Any]:
             )
         if kind == "message":
             made.append(_message(item))
-        elif kind == "reasoning":
-            made += _reasoning(item, place, left_out)
+        elif kind == "reasoning" and (thought := _thought(item)):
+            made.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
         elif kind == "function_call_output":
             made.append({**item, "output": _parts(result_as_text(item.get("output")))})
         elif kind == "function_call" and isinstance(item.get("arguments"), dict):
             made.append({**item, "arguments": orjson.dumps(item["arguments"]).decode()})
-        elif kind in _AS_THEY_ARE:
+        elif kind in ("function_call", "custom_tool_call", "custom_tool_call_output"):
             made.append(item)
-        else:
+        elif kind != "reasoning" or item.get("encrypted_content"):
             left_out.append(kind[:80])
     return made
 
@@ -85,14 +84,7 @@ def _text(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _reasoning(item: Item, place: int, left_out: list[str]) -> list[Item]:
-    for name in ("content", "summary"):
-        parts = item.get(name)
-        text = "\n\n".join(filter(None, map(_text, parts))) if isinstance(parts, list) else ""
-        if text:
-            own = item.get("id") or f"rs_{place}"
-            content = [{"type": "reasoning_text", "text": text}]
-            return [{"type": "reasoning", "id": own, "summary": [], "content": content}]
-    if item.get("encrypted_content"):
-        left_out.append("reasoning")
-    return []
+def _thought(item: Item) -> str:
+    """The text of a thought that is not encrypted."""
+    parts = item.get("content") or item.get("summary")
+    return "\n\n".join(filter(None, map(_text, parts))) if isinstance(parts, list) else ""

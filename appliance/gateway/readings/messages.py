@@ -22,24 +22,26 @@ def chat_messages_as_meant(messages: list[Any], left_out: list[str]) -> list[Any
     made: list[Any] = []
     unnamed: list[str] = []  # ids made for calls that had none, whose results have none either
     for place, message in enumerate(messages):
+        if not isinstance(message, dict):
+            made.append(message)
+            continue
         if legacy.has_call(message):
             try:
                 message = legacy.with_tool_call(place, message)
             except legacy.LegacyRefused as error:
                 raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        calls, content = message.get("tool_calls"), message.get("content")
         if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
             named = [
                 {**_function_call(call), "id": call.get("id") or f"call_{place}_{at}"} for at, call in enumerate(calls)
             ]
             unnamed = [call["id"] for call, given in zip(named, calls, strict=True) if not given.get("id")]
             message = {**message, "tool_calls": named}
-        if isinstance(message, dict) and message.get("role") == "tool":
-            message = {**message, "content": result_as_text(message.get("content"))}
+        if message.get("role") == "tool":
+            message = {**message, "content": result_as_text(content)}
             if unnamed and not message.get("tool_call_id"):
                 message["tool_call_id"] = unnamed.pop(0)
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list) and any(isinstance(part, list) for part in content):
+        elif isinstance(content, list) and any(isinstance(part, list) for part in content):
             flat = [inner for part in content for inner in (part if isinstance(part, list) else [part])]
             message = {**message, "content": flat}
         made.append(message)

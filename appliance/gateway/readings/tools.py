@@ -16,15 +16,15 @@ Object = dict[str, Any]
 
 _OWN: Final = {"responses": ("function", "namespace", "custom"), "messages": (None, "custom")}
 """Types of tools that engines take, by route."""
-_CHOICES: Final = frozenset({"auto", "any", "custom", "none", "tool", "function", "allowed_tools"})
+_CHOICES: Final = ("auto", "any", "custom", "none", "tool", "function", "allowed_tools")
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Parameters of a tool that takes none: a call of it is `{}`, and ends there."""
 _SAYS_NOTHING: Final = frozenset({"type", "properties", "required", "additionalProperties", "title", "description"})
-_FREE: Final = (None, "auto", "none")
 
 
-def tools_as_meant(route: str, data: Object, left_out: list[str]) -> None:
-    """Rewrites `tools` and `tool_choice` of a body in place, and names what it leaves out. Raises HttpError 400."""
+def tools_as_meant(route: str, data: Object) -> list[str]:
+    """Rewrites `tools` and `tool_choice` of a body in place. Returns the names of tools that are left out. Raises
+    HttpError 400."""
     if data.get("functions") == []:
         data.pop("functions")
         data.pop("function_call", None)
@@ -34,21 +34,10 @@ def tools_as_meant(route: str, data: Object, left_out: list[str]) -> None:
         except LegacyRefused as error:
             raise errors.bad_request(str(error), param=error.param, code="invalid_value") from None
     tools = data.get("tools")
-    if not isinstance(tools, list):
-        return
-    kept: list[Any] = []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return []
     gone: dict[str, Any] = {}  # label -> own name
-    for tool in tools:
-        if not isinstance(tool, dict):
-            kept.append(tool)
-        elif not _is_own(route, tool):
-            gone[_label(tool)] = _own_name(tool)
-        elif tool.get("type") == "namespace":
-            kept.append(_functions_of(tool, gone))
-        elif route == "responses" and tool.get("type") == "custom":
-            kept.append(tool)
-        else:
-            kept.append(_with_parameters(route, tool))
+    kept = _kept(route, tools, gone)
     choice = data.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if isinstance(choice, dict) and isinstance(kind, str):
@@ -56,47 +45,49 @@ def tools_as_meant(route: str, data: Object, left_out: list[str]) -> None:
         if kind not in _CHOICES or (named is not None and named in gone.values() and kind != "allowed_tools"):
             raise _cannot_run("tool_choice", "`tool_choice` demands", kind)
     if gone and not kept and kind != "none":
-        place = next(place for place, tool in enumerate(tools) if isinstance(tool, dict))
-        raise _cannot_run(f"tools[{place}]", f"`tools[{place}]` is", next(iter(gone)))
-    left_out.extend(gone)
+        raise _cannot_run("tools[0]", "`tools[0]` is", next(iter(gone)))
     data["tools"] = kept
     if kind == "allowed_tools" and isinstance(choice, dict):
         _only_allowed(data, choice)
     if not data["tools"]:  # none, so nothing can be chosen
         del data["tools"]
-        if kind in _FREE:
-            data.pop("tool_choice", None)
-            data.pop("parallel_tool_calls", None)
+        if kind in ("auto", "none"):
+            del data["tool_choice"]
+        data.pop("parallel_tool_calls", None)
+    return list(gone)
 
 
-def _is_own(route: str, tool: Object) -> bool:
-    form = tool.get("format")
-    has_grammar = isinstance(form, dict) and form.get("type") != "text"
-    return tool.get("type") in _OWN.get(route, (None, "function")) and not has_grammar
-
-
-def _functions_of(namespace: Object, gone: dict[str, Any]) -> Object:
-    inner = namespace.get("tools")
-    if not isinstance(inner, list):
-        return namespace
-    tools = [tool for tool in inner if isinstance(tool, dict)]
-    functions = [_with_parameters("responses", tool) for tool in tools if tool.get("type") == "function"]
-    gone |= {f"{namespace.get('name')}.{_label(tool)}": None for tool in tools if tool.get("type") != "function"}
-    return {**namespace, "tools": functions}
+def _kept(route: str, tools: list[Object], gone: dict[str, Any], space: str = "") -> list[Object]:
+    """The tools that an engine gets. gone: gets the others. space: the namespace that they are in."""
+    kept: list[Object] = []
+    for tool in tools:
+        kind, form = tool.get("type"), tool.get("format")
+        has_grammar = isinstance(form, dict) and form.get("type") != "text"
+        own = ("function",) if space else _OWN.get(route, (None, "function"))
+        if kind not in own or has_grammar:
+            gone[space + _label(tool)] = None if space else _own_name(tool)
+        elif kind == "namespace" and isinstance(tool.get("tools"), list):
+            inner = [one for one in tool["tools"] if isinstance(one, dict)]
+            if functions := _kept(route, inner, gone, f"{tool.get('name')}."):
+                kept.append({**tool, "tools": functions})
+        elif kind == "custom" and route == "responses":
+            kept.append(tool)
+        else:
+            kept.append(_with_parameters(route, tool))
+    return kept
 
 
 def _with_parameters(route: str, tool: Object) -> Object:
     """The tool with a schema that takes nothing, if it has none or its own says nothing else."""
-    inner, name = tool, "input_schema" if route == "messages" else "parameters"
     if route != "responses" and isinstance(tool.get("function"), dict):
-        inner = tool["function"]
-    schema = inner.get(name) or {}
+        return {**tool, "function": _with_parameters("responses", tool["function"])}
+    name = "input_schema" if route == "messages" else "parameters"
+    schema = tool.get(name) or {}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object" or schema.keys() - _SAYS_NOTHING:
         return tool
     if any(schema.get(key) for key in ("properties", "required", "additionalProperties")):
         return tool
-    made = {**inner, name: _NOTHING}
-    return made if inner is tool else {**tool, "function": made}
+    return {**tool, name: _NOTHING}
 
 
 def _only_allowed(data: Object, choice: Object) -> None:

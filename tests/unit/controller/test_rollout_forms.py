@@ -15,13 +15,12 @@ def form(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_form_of_parts_that_ranks_enforce_is_taken() -> None:
-    wanted = form({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
-    assert form_of(wanted, "p") == wanted
+    for more in ({"type": "object"}, {}):
+        wanted = form({"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], **more})
+        assert form_of(wanted, "p") == wanted
 
 
-@pytest.mark.parametrize(
-    "schema", [{"type": "integer", "minimum": 1, "allOf": [{"maximum": 3}]}, {"type": "integer", "multipleOf": 5}]
-)
+@pytest.mark.parametrize("schema", [{"type": "string", "pattern": "a"}, {"type": "integer", "multipleOf": 5}])
 def test_form_that_the_engine_alone_enforces_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
         form_of(form(schema), "p")

@@ -14,7 +14,7 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.readings.items import items_as_meant
-from appliance.gateway.readings.media_tokens import UNKNOWN_IMAGE_TOKENS, image_tokens
+from appliance.gateway.readings.media import UNKNOWN_IMAGE_TOKENS, image_tokens
 from appliance.gateway.readings.request import IGNORED_ITEMS, IGNORED_TOOLS
 
 Body = dict[str, Any]
@@ -124,6 +124,14 @@ def test_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     assert [tool["name"] for tool in kept] == ["store", "note", "memo"]
     assert kept[0]["tools"] == [inner | {"parameters": NOTHING}]
     assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
+
+
+def test_namespace_without_functions_is_left_out() -> None:
+    space = {"type": "namespace", "name": "store", "tools": [{"type": "custom", "name": "x"}]}
+    found = checked("responses", tools=[space, FUNCTION["responses"]])
+    assert orjson.loads(found.rewritten)["tools"] == [FUNCTION["responses"]]
+    assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
+    assert refused("responses", tools=[space]).code == "unsupported_tool"
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
@@ -257,8 +265,7 @@ def test_schema_beside_json_object_is_the_format(more: Body) -> None:
 
 
 def test_older_names_of_forms_are_understood() -> None:
-    body = read("chat", guided_json=SHELF, response_format={"type": "json_object"})
-    assert body["structured_outputs"] == {"json": SHELF} and "response_format" not in body
+    assert read("chat", guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
     assert read("chat", guided_choice=["a", "b"])["structured_outputs"] == {"choice": ["a", "b"]}
 
 
@@ -286,21 +293,6 @@ def test_schema_keyword_that_is_not_enforced_is_refused_by_name(schema: Body, ke
     assert refused("responses", text={"format": {"type": "json_schema", "name": "a", "schema": schema}}).param == (
         f"text.format.schema.{path}"
     )
-
-
-@pytest.mark.parametrize("strict", [None, False, True])
-def test_schema_of_a_tool_is_refused_where_strict_promises_it(strict: bool | None) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
-    }
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
-    if not strict:
-        assert checked("chat", tools=[tool], tool_choice="required").model == "m"
-        return
-    error = refused("chat", tools=[tool])
-    assert error.code == "unsupported_schema_keyword"
-    assert error.param == "tools[0].function.parameters.properties.a.uniqueItems"
 
 
 def test_notes_of_a_schema_pass() -> None:

@@ -12,12 +12,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
-    ChatMessage,
 )
-from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
 from serve.api import answer_shapes
-from serve.api.legacy_functions import _in_older_form, legacy_stream
 
 F = {"name": "f", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -39,6 +36,9 @@ CHUNKS = [
 ]
 
 
+PLAIN = SimpleNamespace(_include_reasoning_tokens_details=False)
+
+
 async def stream(events):
     for event in events:
         yield event
@@ -56,16 +56,16 @@ async def test_an_answer_has_the_form_of_its_request():
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function", "function": F}],
     }
-    answers = _in_older_form(answer)
-    told = await answers(None, ChatCompletionRequest.model_validate({**tools, "functions": [F]}))
+    answers = answer_shapes._chat(answer)
+    told = await answers(PLAIN, ChatCompletionRequest.model_validate({**tools, "functions": [F]}))
     (said,) = told.model_dump()["choices"]
     assert said["message"]["function_call"] == CALL["function"] and "tool_calls" not in said["message"]
     assert said["finish_reason"] == "function_call"
-    assert await answers(None, ChatCompletionRequest.model_validate(tools)) is whole
+    assert await answers(PLAIN, ChatCompletionRequest.model_validate(tools)) is whole
 
 
 async def test_a_stream_of_the_older_kind():
-    events = [event async for event in legacy_stream(stream(CHUNKS))]
+    events = [event async for event in answer_shapes.legacy_stream(stream(CHUNKS))]
     assert events[-1] == "data: [DONE]\n\n" and not any("tool_calls" in event for event in events)
     choices = [json.loads(event[6:])["choices"][0] for event in events[:-1]]
     pieces = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
@@ -88,25 +88,14 @@ async def test_a_stream_of_anthropics_form_ends_with_the_engines_error(shaped):
     assert events[-1] == error and not any(event.startswith("event: error") for event in events)
 
 
-def test_beside_a_call_that_says_nothing_the_content_is_null():
-    create = answer_shapes._null_beside_calls(lambda **fields: ChatMessage(role="assistant", **fields))
-    for content, calls, told in (("", [CALL], None), ("x", [CALL], "x"), ("", [], "")):
-        assert create(content=content, tool_calls=calls).model_dump()["content"] == told
+@pytest.mark.parametrize(("parser", "budget"), [(False, None), (True, 9)])
+async def test_budget_for_thinking_is_for_models_that_reason(parser, budget):
+    async def answer(self, request, raw_request):
+        return request.thinking_token_budget
 
-
-def test_call_without_arguments_has_an_empty_object():
-    create = answer_shapes._null_beside_calls(lambda **fields: ChatMessage(role="assistant", **fields))
-    for written, told in (("", "{}"), ("null", "{}"), ('{"a":1}', '{"a":1}')):
-        call = {**CALL, "function": {"name": "f", "arguments": written}}
-        assert create(content=None, tool_calls=[call]).tool_calls[0].function.arguments == told
-
-
-@pytest.mark.parametrize(("choice", "enforced"), [("auto", False), (None, False), ("required", True), (object(), True)])
-def test_demanded_call_has_its_schema_enforced(choice, enforced):
-    resolve = answer_shapes._enforces_demanded_calls(lambda tools, tool_choice, level: level)
-    assert resolve([], choice, ToolStrictLevel.AUTO) is (
-        ToolStrictLevel.PARAMETER if enforced else ToolStrictLevel.AUTO
-    )
+    request = ChatCompletionRequest(messages=[], thinking_token_budget=9)
+    answers = answer_shapes._chat(answer)
+    assert await answers(SimpleNamespace(_include_reasoning_tokens_details=parser), request) == budget
 
 
 def test_id_of_a_whole_answer(monkeypatch):
@@ -117,10 +106,10 @@ def test_id_of_a_whole_answer(monkeypatch):
     assert (told.id, told.stop_reason) == ("msg_9", "tool_use")
 
 
-@pytest.mark.parametrize(("cut", "told"), [('{"a": 1, "city": "Par', {"a": 1, "city": "Par"}), ("", {}), ("[", {})])
-def test_a_cut_call_of_anthropics_form_has_what_was_written_of_its_input(cut, told):
+@pytest.mark.parametrize(("cut", "read"), [('{"a": 1, "city": "Par', {}), ("", {}), ('{"a": 1}', {"a": 1})])
+def test_cut_call_of_anthropics_form_has_an_empty_input(cut, read):
     call = {**CALL, "function": {"name": "f", "arguments": cut}}
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [call]}, "finish_reason": "length"}
     convert = answer_shapes._closes_cut_calls(AnthropicServingMessages.messages_full_converter)
     made = convert(SimpleNamespace(), ChatCompletionResponse(id="chatcmpl-9", model="m", choices=[choice], usage={}))
-    assert (made.stop_reason, made.content[0].input) == ("max_tokens", told)
+    assert (made.stop_reason, made.content[0].input) == ("max_tokens", read)

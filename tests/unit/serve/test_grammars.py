@@ -1,8 +1,7 @@
-"""Forms are compiled by the backend that follows them, off the loop, within their time, and refused with words."""
+"""Forms are checked and compiled by the backend that follows them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -13,6 +12,7 @@ import pytest
 import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.structured_output import backend_guidance
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
@@ -36,21 +36,19 @@ def tag(schema: dict[str, Any]) -> str:
     )
 
 
-@pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's check, with the patches applied until the test ends."""
-    plain = backend_guidance.validate_guidance_grammar
+@pytest.fixture(autouse=True)
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in (
         (backend_guidance, ("validate_guidance_grammar", "serialize_guidance_grammar")),
         (AsyncLLM, ("generate",)),
         (GuidanceBackend, ("compile_grammar", "allocate_token_bitmask")),
-        (GuidanceGrammar, ("fill_bitmask", "accept_tokens")),
-        (grammars.abstract_parser, ("_xgrammar_supports",)),
+        (GuidanceGrammar, ("fill_bitmask",)),
+        (grammars.abstract_parser, ("_xgrammar_supports", "resolve_tool_strictness")),
+        (grammars.structural_tag_registry, ("resolve_tool_strictness",)),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
     grammars.apply()
-    return plain
 
 
 def backend(known: int = 352) -> Any:
@@ -69,7 +67,7 @@ def first_tokens(of: Any, kind: StructuredOutputOptions, spec: str) -> set[str]:
 
 
 @pytest.mark.parametrize("known", [320, 325, 352, 384])
-def test_backend_follows_every_kind_with_masks_of_the_models_length(check: Any, known: int) -> None:
+def test_backend_follows_every_kind_with_masks_of_the_models_length(known: int) -> None:
     of = backend(known)
     assert {"-", "0"} <= first_tokens(of, JSON, '{"type": "integer"}') <= {*"-0123456789"}
     assert first_tokens(of, StructuredOutputOptions.REGEX, "[ab]") == {"a", "b"}
@@ -78,36 +76,35 @@ def test_backend_follows_every_kind_with_masks_of_the_models_length(check: Any, 
     assert first_tokens(of, TAG, tag({"type": "integer"})) == {"<"}
 
 
-def test_masks_are_not_page_locked(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_not_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not backend().allocate_token_bitmask(1).is_pinned()
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, CYCLE])
-def test_compile_schema_without_any_value_raises(check: Any, schema: dict[str, Any]) -> None:
+def test_compile_schema_without_any_value_raises(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no first token"):
         backend().compile_grammar(JSON, json.dumps(schema))
 
 
-def test_answer_whose_grammar_reached_its_limits_is_refused(check: Any) -> None:
-    of = backend()
-    grammar = of.compile_grammar(StructuredOutputOptions.REGEX, "(a?){1000}a{1000}")
-    mask, (letter,) = of.allocate_token_bitmask(1), of.tokenizer.encode("a", add_special_tokens=False)
-    accepted = []
-    for _ in range(8):
-        accepted.append(grammar.accept_tokens("r", [letter]))
-        grammar.fill_bitmask(mask, 0)
-    assert not accepted[-1]
+@pytest.mark.parametrize(
+    ("more", "other"), [({}, False), ({"allOf": [{}, {}]}, True), ({"additionalProperties": {}}, True)]
+)
+def test_objects_have_the_properties_that_the_schema_names(more: dict[str, Any], other: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+    grammar = backend().compile_grammar(JSON, json.dumps(schema))
+    tokens = tokenizer().encode('{"b', add_special_tokens=False)
+    assert (grammar.validate_tokens(tokens) == tokens) is other
 
 
 def params(**form: Any) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(**form))
 
 
-def test_check_of_a_tag_leaves_out_costly_keywords(check: Any) -> None:
+def test_tag_is_compiled_without_costly_keywords() -> None:
     asked = params(structural_tag=tag(NAMES))
     began_s = time.thread_time()
-    grammars.check_form(asked, check)
+    backend_guidance.validate_guidance_grammar(asked)
     assert json.loads(asked.structured_outputs.structural_tag)["format"]["content"]["json_schema"] == {
         "type": "object",
         "properties": {"a": {"type": "string"}},
@@ -117,9 +114,17 @@ def test_check_of_a_tag_leaves_out_costly_keywords(check: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [{"json": {"type": "x"}}, {"regex": "a(?=b)"}, {"json": {"enum": []}}])
-def test_check_of_a_form_that_nothing_compiles_raises(check: Any, form: dict[str, Any]) -> None:
+def test_form_that_nothing_compiles_is_refused(form: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError):
-        grammars.check_form(params(**form), check)
+        backend_guidance.validate_guidance_grammar(params(**form))
+
+
+@pytest.mark.parametrize(("choice", "enforced"), [("auto", False), ("required", True), ({"name": "f"}, True)])
+def test_demanded_call_has_its_schema_enforced(choice: Any, enforced: bool) -> None:
+    resolve = grammars._enforced(lambda tools, tool_choice, level: level)
+    assert resolve([], choice, ToolStrictLevel.AUTO) is (
+        ToolStrictLevel.PARAMETER if enforced else ToolStrictLevel.AUTO
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,48 +138,14 @@ def test_check_of_a_form_that_nothing_compiles_raises(check: Any, form: dict[str
     ],
 )
 def test_form_beside_strict_tools_goes_to_xgrammar_only_if_enforced(form: dict[str, Any], fits: bool) -> None:
-    assert grammars.fits_beside_tools(StructuredOutputsParams(**form)) is fits
+    assert grammars.abstract_parser._xgrammar_supports(StructuredOutputsParams(**form)) is fits
 
 
-def output(tokens: list[int], reason: str | None) -> Any:
-    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason=reason)])
-
-
-async def outputs_of(outputs: list[Any], check: Any) -> list[Any]:
+@pytest.mark.parametrize("tokens", [[], [1, 2]])
+async def test_generate_refuses_a_form_that_failed(tokens: list[int]) -> None:
     async def generate(self: Any, prompt: Any, sampling_params: Any) -> AsyncGenerator[Any, None]:
-        for one in outputs:
-            yield one
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason="error")])
 
-    return [one async for one in grammars._checked(generate, check)(None, "", params(regex="a"))]
-
-
-@pytest.mark.parametrize(
-    ("outputs", "words"),
-    [
-        ([output([], "error")], grammars.IMPOSSIBLE),
-        ([output([1, 2], "error")], grammars.UNFOLLOWED),
-        ([output([1], None), output([], "error")], grammars.UNFOLLOWED),
-    ],
-)
-async def test_generate_refuses_a_form_that_failed(outputs: list[Any], words: str) -> None:
-    with pytest.raises(VLLMValidationError) as caught:
-        await outputs_of(outputs, lambda asked: None)
-    assert str(caught.value).startswith(words)
-
-
-async def test_generate_checks_a_form_off_the_loop_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "CHECK_S", 0.05)
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
-
-    beside = asyncio.ensure_future(count())
-    with pytest.raises(VLLMValidationError) as caught:
-        await outputs_of([output([1], None)], lambda asked: time.sleep(0.2))
-    beside.cancel()
-    assert str(caught.value).startswith(grammars.TOO_LONG) and turns > 10
-    assert await outputs_of([output([1], "stop")], lambda asked: None)
+    with pytest.raises(VLLMValidationError):
+        async for _ in grammars._refused(generate)(None, "", params(regex="a")):
+            pass

@@ -14,7 +14,6 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
-from vllm.sampling_params import SamplingParams
 
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
@@ -153,11 +152,6 @@ MESSAGES: dict[str, Body] = {
         ]
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SamplingParams, "_verify_greedy_sampling", lambda self: None)
 
 
 def read(path: bytes, body: Body) -> Body:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import xgrammar
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
@@ -17,23 +15,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample import bad_words
 
 from serve.vllm import request_bounds
-
-# One token for each character, and one of 50 spaces.
-_VOCABULARY = [chr(code) for code in range(32, 127)] + [" " * 50, "\n", "</s>"]
-
-
-@pytest.mark.parametrize("odd", [{"patternProperties": {"^a$": {}}}, {"propertyNames": {"pattern": "^a$"}}])
-def test_bound_whitespace_ends_a_run_that_two_rules_may_take(odd: dict[str, Any]) -> None:
-    bounded = type("Bounded", (xgrammar.GrammarCompiler,), {})
-    request_bounds.bound_whitespace(bounded)
-    info = xgrammar.TokenizerInfo(_VOCABULARY, stop_token_ids=[len(_VOCABULARY) - 1])
-    compiled = bounded(info, max_threads=1).compile_json_schema(json.dumps({"type": "object", **odd}))
-
-    def accepts(text: str) -> bool:
-        return xgrammar.GrammarMatcher(compiled).accept_string(text)
-
-    assert accepts('{"a":1,\n' + " " * 8 + '"a" : 2}')
-    assert not accepts('{"a":1,' + " " * (2 * request_bounds.WHITESPACE + 1))
 
 
 class Slow:
