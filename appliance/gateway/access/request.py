@@ -23,19 +23,18 @@ class Request:
     """One request. Times by the monotonic clock.
 
     received_s: when its head came, of inference its body (complete_s). sent_s: when an engine got it last;
-    left_after_s: how long that engine had computed when the client left or its key was revoked, else 0. row: of the
-    table, by which it was placed. replica, model_version: where it is or was last; the version as the engine names it,
-    once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. asked: what it may
-    cost; estimated_tokens: charged to its key's allowance; under_way: counted against its key's quota while it is open;
+    abandoned: the client left, or its key was revoked, while that engine computed. row: of the table, by which it was
+    placed. replica, model_version: where it is or was last; the version as the engine names it, once it answers.
+    stream_events: events relayed. trace: its W3C traceparent, empty without one. asked: what it may cost;
+    estimated_tokens: charged to its key's allowance; under_way: counted against its key's quota while it is open;
     tokens: its cost as the engine told it; counted: as open, weight: as how many, streams: as a stream. rate_headers:
-    about its key's allowance; more_headers: what its head asks for (http/wire.py); ignored: name the parts of it that
-    an engine does not get. head_only: its answer has no body. refused_model: the model it named, once known to exist.
-    session: the login of the page that it came by, empty for a key. spans: its `RequestSpans` (observe/tracing.py),
-    only if traces are exported.
+    about its key's allowance; more_headers: of its API; ignored: name the parts of it that an engine does not get.
+    head_only: its answer has no body. refused_model: the model it named, once known to exist. session: the login of the
+    page that it came by, empty for a key. spans: its `RequestSpans` (observe/tracing.py), only if traces are exported.
     """
 
-    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None, version: str = "1.1"):
-        self.method, self.version, self.headers = method, version, headers or {}
+    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes] | None = None) -> None:
+        self.method, self.headers = method, headers or {}
         self.set_target(target)
         length = self.headers.get(b"content-length")
         self.content_length = None if length is None else int(length)
@@ -44,7 +43,7 @@ class Request:
         self.caller: Caller | None = None
         self.use: KeyUse | None = None
         self.request_id = self.trace = b""
-        self.received_s = self.complete_s = self.sent_s = self.first_byte_s = self.left_after_s = 0.0
+        self.received_s = self.complete_s = self.sent_s = self.first_byte_s = 0.0
         self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
         self.status = 0
         self.model = self.row = self.model_version = self.replica = ""
@@ -53,7 +52,7 @@ class Request:
         self.rate_headers: Pairs = ()
         self.more_headers: Pairs = ()
         self.ignored: Pairs = ()
-        self.head_only = self.counted = self.streams = False
+        self.head_only = self.counted = self.streams = self.abandoned = False
         self.weight = 1
         self.asked: TokenRequest = NO_TOKENS
         self.tokens = Tokens()

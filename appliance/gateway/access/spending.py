@@ -184,8 +184,7 @@ class Spending:
         caller, use, tokens, expected = request.caller, request.use, request.tokens, request.asked
         if caller is None or not request.model:
             return
-        left = request.left_after_s > 0
-        if left or (not tokens.total and request.status == 200 and request.first_byte_s):
+        if request.abandoned or (not tokens.total and request.status == 200 and request.first_byte_s):
             # No engine reports the cost: the client left, its key was revoked, or the engine died in mid-stream. Charge
             # the prompt and the events that were delivered.
             tokens.prompt = tokens.prompt or expected.prompt_tokens

@@ -27,9 +27,6 @@ class Limits:
 
     max_connections: Count = 8192
     head_bytes: Count = 32 * 1024
-    header_count: Count = 100
-    target_bytes: Count = 8 * 1024
-    pipelined_requests: Count = 16
     inference_body_bytes: Count = 8 * MIB
     control_body_bytes: Count = 8 * MIB
     upload_body_bytes: Count = 512 * MIB
@@ -56,10 +53,6 @@ class Limits:
     body_bytes_per_s: Count = 32 * 1024
     body_grace_s: Seconds = 30.0
     write_stall_s: Seconds = 60.0
-    # Over a whole answer a client may hold the gateway up for an initial period and for as long as this rate needs, so
-    # that every download ends.
-    answer_bytes_per_s: Count = 8 * 1024
-    answer_grace_s: Seconds = 60.0
     upstream_silence_s: Seconds = 600.0
     controller_wait_s: Seconds = 5.0
 

@@ -192,11 +192,6 @@ def engine_failed(status: int = 502) -> HttpError:
     return server_error(status, f"The engine serving this model {what}. The request can be sent again.", code)
 
 
-def engine_dead(error: HttpError) -> bool:
-    """Whether this is vLLM's EngineDeadError, as its HTTP handlers and its stream generators spell it."""
-    return error.status >= 500 and "EngineCore" in error.message
-
-
 def engines_died_of_it() -> HttpError:
     """Clients that retry by themselves are told not to: each time would cost engines again."""
     message = (

@@ -26,14 +26,13 @@ class Kind(enum.Enum):
     CONTROL = "control"
     HEALTH = "health"
     METRICS = "metrics"
-    PREFLIGHT = "preflight"
     PAGE = "page"
     LOGIN = "login"
     UNKNOWN = "unknown"
 
 
 # All others need a key, or a login of the page.
-KEYLESS = frozenset({Kind.HEALTH, Kind.PREFLIGHT, Kind.PAGE, Kind.LOGIN})
+KEYLESS = frozenset({Kind.HEALTH, Kind.PAGE, Kind.LOGIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,6 @@ def _control(
     return _other(Kind.CONTROL, methods, url, scopes, name, upload=upload, page=page)
 
 
-# A browser's question before a page's request; any URL, since the request itself is checked when it comes.
-PREFLIGHT = _other(Kind.PREFLIGHT, "OPTIONS", "", _NOBODY, "preflight")
 # The route of a request until its own is known.
 UNKNOWN = _other(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
 # Browsers are sent to the page from here; for programs it is an unknown URL.

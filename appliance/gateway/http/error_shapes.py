@@ -15,7 +15,7 @@ from http import HTTPStatus
 import orjson
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.core.errors import HttpError, engine_dead, engine_failed
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import RESPONSES, is_anthropic
 from appliance.gateway.http import wire
 
@@ -32,7 +32,6 @@ _TYPES = {
 
 def shaped(error: HttpError, request: Request | None, request_id: bytes) -> tuple[int, bytes]:
     """Status and body. request: None if its head could not be read."""
-    error = engine_failed() if engine_dead(error) else error  # a dying engine speaks of its own stack traces
     if request is None or not is_anthropic(request.path):
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status

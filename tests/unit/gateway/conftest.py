@@ -174,7 +174,6 @@ class Box:
         names = replicas or tuple(states)
         self.models[model] = {
             "version": "v1",
-            "state": "ready" if names else "waking",
             "task": task,
             "hold_s": hold_s,
             "trouble": trouble,
@@ -248,8 +247,7 @@ async def start_box() -> AsyncIterator[Start]:
         box = Box(gateway, await gateway.listen(config.host, 0), folder)
         box.state.on_change = box.changes.append
         box.keys = {
-            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "name": id, "scopes": scopes}
-            for key, (id, scopes) in KEYS.items()
+            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()
         }
         box.apply()
         boxes.append(box)

@@ -48,7 +48,7 @@ async def test_series_by_model_version_and_key_class(box: Box) -> None:
 def test_tokens_are_counted_by_direction_and_those_of_the_cache_apart() -> None:
     metrics = Metrics()
     for prompt, found, completion in ((10, 0, 3), (12, 8, 4)):
-        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request = Request(b"POST", b"/v1/chat/completions")
         request.model, request.model_version, request.status = "m", "v1", 200
         request.tokens.prompt, request.tokens.found, request.tokens.completion = prompt, found, completion
         metrics.finished(request, 1.0)
@@ -127,7 +127,7 @@ def test_joined_puts_the_samples_of_one_name_together() -> None:
 def test_series_beyond_the_bound_replace_the_oldest() -> None:
     metrics = Metrics()
     for version in range(3 * MOST_SERIES):
-        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request = Request(b"POST", b"/v1/chat/completions")
         request.model, request.model_version = "m", f"v{version}"
         metrics.finished(request, 1.0)
     newest = {f"v{version}" for version in range(2 * MOST_SERIES, 3 * MOST_SERIES)}
@@ -144,9 +144,9 @@ def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
     metrics, scopes = Metrics(), (frozenset({"inference"}), frozenset({"admin"}))
     combined = [(model, version, whose) for model in "ab" for version in ("v1", "v2") for whose in scopes]
     for model, version, whose in (*combined, *reversed(combined)):
-        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request = Request(b"POST", b"/v1/chat/completions")
         request.model, request.model_version, request.status = model, version, 200
-        request.caller = Caller("key", "key", whose)
+        request.caller = Caller("key", whose)
         metrics.first_byte(request, 1.0)
         metrics.finished(request, 1.0)
     told = values(generate_latest(metrics.registry))

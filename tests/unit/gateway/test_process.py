@@ -75,7 +75,6 @@ class Running:
                 "models": {
                     "m": {
                         "version": "v1",
-                        "state": "ready",
                         "task": "generate",
                         "hold_s": 30,
                         "replicas": [
@@ -84,9 +83,7 @@ class Running:
                         ],
                     }
                 },
-                "keys": {digest: {"id": "k", "name": "k", "scopes": ["inference", "fine_tuning", "admin"]}}
-                if keys
-                else {},
+                "keys": {digest: {"id": "k", "scopes": ["inference", "fine_tuning", "admin"]}} if keys else {},
             }
         )
         await self.bus.report(generation=self.generation)

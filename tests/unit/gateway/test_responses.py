@@ -173,7 +173,7 @@ async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_b
 
 
 async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Start) -> None:
-    box = await start_box(limits={"response_copies_bytes": 700})
+    box = await start_box(limits={"response_copies_bytes": 100})
     await box.engine("e0", answer_response)
     box.serve("m", "e0")
     said = [json.loads((await box.ask("POST", URL, {"model": "m", "input": "x"})).body)["store"] for _ in range(3)]

@@ -521,7 +521,7 @@ def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
     route = resolve(b"POST", b"/v1/embeddings")
 
     def asks(given: Any) -> Request:
-        request = Request(b"POST", b"/v1/embeddings", {}, "1.1")
+        request = Request(b"POST", b"/v1/embeddings")
         request.caller, request.use = caller, spending.use_of(caller)
         checked = check_body(route, orjson.dumps({"model": "m", "input": given}), limits)
         spending.opened(request, checked, limits)
