@@ -33,7 +33,7 @@ from appliance.gateway.payload.request_check import Checked, with_fields, with_m
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
-from appliance.gateway.state.exchange import ClientGone, Exchange
+from appliance.gateway.state.exchange import Exchange
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -87,7 +87,7 @@ class Inference:
         self.relayed = self.continues = False
         self.waiting_since_s = self.seen_awake_s = 0.0
         if not self.work.batch:
-            state.metrics.arrived(self.model, checked.prompt_tokens, request.received_s)
+            state.metrics.rows[self.model].arrived(checked.prompt_tokens, request.received_s)
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
@@ -209,23 +209,17 @@ class Inference:
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
         alone = choice.load.inflight == 1
-        try:
-            async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
-                named = response.headers.get("x-appliance-model-version")
-                if named is not None and not self._may_be_adapter():
-                    # The engine knows the version of its first token; the table may lag behind a swap.
-                    request.model_version = named
-                if response.status >= 400:
-                    raise await self._refusal(response, session)
-                if response.content_type == "text/event-stream":
-                    await self._relay_stream(response, choice, session, alone)
-                else:
-                    await self._relay_whole(response, choice)
-        except (asyncio.CancelledError, ClientGone):
-            ended = self.exchange.ended
-            # Unless the box itself ended it: what an engine computed is to be paid for.
-            request.abandoned = ended is None or ended.status < 500
-            raise
+        async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
+            named = response.headers.get("x-appliance-model-version")
+            if named is not None and not self._may_be_adapter():
+                # The engine knows the version of its first token; the table may lag behind a swap.
+                request.model_version = named
+            if response.status >= 400:
+                raise await self._refusal(response, session)
+            if response.content_type == "text/event-stream":
+                await self._relay_stream(response, choice, session, alone)
+            else:
+                await self._relay_whole(response, choice)
 
     def _body_for(self, choice: Choice) -> bytes:
         """The body with the name by which this row's engines know the model."""
@@ -320,9 +314,9 @@ class Inference:
             return
         state.metrics.first_byte(request, now_s)
         if self.checked.stream:
-            state.metrics.first_token(choice.model, now_s - request.received_s)
+            state.metrics.rows[choice.model].first_token(now_s - request.received_s)
             if alone and choice.load.inflight == 1:
-                state.metrics.prefilled(choice.model, self.checked.prompt_tokens, now_s - request.sent_s)
+                state.metrics.rows[choice.model].prefilled(self.checked.prompt_tokens, now_s - request.sent_s)
 
     async def _send_ending(self) -> None:
         """All tokens of a stream were sent before its engine died: only its ending is missing."""
@@ -354,7 +348,7 @@ class Inference:
         body, status, headers = await read_up_to(response.content, _ERROR_BYTES), response.status, response.headers
         if wire.UNREACHED.decode() in headers:  # the node of this engine is gone
             return AttemptFailed(Failure.UNREACHED)
-        error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.request.route_name, "input"))
+        error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.request.route.name, "input"))
         if status in (401, 403):
             return AttemptFailed(Failure.REFUSED)
         if status == 404:
@@ -388,7 +382,6 @@ class Inference:
         if why is Failure.UNREACHED:
             return
         if why is Failure.SILENT:
-            request.abandoned = not choice.replica.avoid
             raise failure.error
         self.waiting_since_s = 0.0
         self.failures += 1

@@ -6,12 +6,13 @@ tells whether a stream has ended as its route's streams do. All other bytes pass
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import orjson
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.answers.usage import FINISHED, with_fingerprint, without_usage_event
+from appliance.gateway.answers.usage import FINISHED, without_usage
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
@@ -20,6 +21,9 @@ from appliance.gateway.http import error_shapes
 ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'
 _USAGE: Final = b'"usage"'
+_LAST_EVENT: Final = re.compile(
+    rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.(?:completed|incomplete|failed)))$", re.MULTILINE
+)
 # More bytes than the object with an answer's usage has.
 _USAGE_BYTES: Final = 1024
 
@@ -33,8 +37,9 @@ class RelayedStream:
         self._request = request
         self._hides_usage = hides_usage
         # Answers of /v1/responses repeat the request, whose tools may have any text: their transcript reads the usage.
-        self._reads_usage = request.route_name not in (RESPONSES, INPUT_TOKENS)
+        self._reads_usage = request.route.name not in (RESPONSES, INPUT_TOKENS)
         self._tail = self._partial = b""
+        self._ended = False
 
     def take(self, body: bytes, *, last: bool = False) -> bytes:
         """The bytes for the client: whole events only, until the last."""
@@ -45,9 +50,9 @@ class RelayedStream:
             return b""
         body, self._partial = body[:end], body[end:]
         self.read_usage(body)
-        if self._hides_usage:
-            body = without_usage_event(body) if _USAGE in body else body
-            body = with_fingerprint(body, self._request.model_version) if FINISHED in body else body
+        self._ended = self._ended or _LAST_EVENT.search(body) is not None
+        if self._hides_usage and (_USAGE in body or FINISHED in body):
+            body = without_usage(body, self._request.model_version)
         # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
         self._request.stream_events += body.count(_EVENT)
         return self._with_errors(body) if ERROR_EVENT in body else body
@@ -62,8 +67,7 @@ class RelayedStream:
     def ended_well(self) -> bool:
         """Whether all of it was there. An HTTP message that ends without its stream's own ending is a truncation that
         no client would notice."""
-        ending = self._request.route.stream_end
-        return ending is None or self.has_error or self._tail.endswith(ending)
+        return self._ended or self.has_error
 
     def _with_errors(self, body: bytes) -> bytes:
         lines = body.split(b"\n")

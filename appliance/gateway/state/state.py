@@ -177,15 +177,14 @@ class State:
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
-        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine told
+        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:
-            self.spending.account(request, now_s)
+            self.spending.account(request)
         elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
             self.spending.refused(request)
         if request.spans is not None:
             request.spans.end()
-        if self.access_log.enabled:
-            self.access_log.add(request, now_s)
+        self.access_log.add(request, now_s)
 
 
 def _is_refusal(request: Request) -> bool:
