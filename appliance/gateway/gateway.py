@@ -7,7 +7,9 @@ import logging
 import ssl
 import time
 from collections.abc import Mapping
+from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
 from appliance.gateway.control.controller import Controller
@@ -36,7 +38,17 @@ class Gateway:
         self.config = config
         self.state = State(config)
         self.controller = Controller(self.state)
-        self._app = App(self.state, self.controller)
+        self._app: Any = App(self.state, self.controller)
+        if config.cors_origins:
+            # Credentials (cookies) are never allowed: a key says who asks, and a page must have been given one.
+            self._app = CORSMiddleware(
+                self._app,
+                allow_origins=config.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+                max_age=7200,
+            )
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -90,7 +102,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if lost := copies.left():
+        if lost := len(copies):
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.close()
         state.access_log.close()
@@ -126,7 +138,7 @@ class Gateway:
         more, start held requests."""
         state = self.state
         changed_keys = state.keys != table.keys or state.sessions != table.sessions
-        state.keys, state.sessions, state.expired = dict(table.keys), dict(table.sessions), dict(table.expired)
+        state.keys, state.sessions = dict(table.keys), dict(table.sessions)
         state.session_ids = frozenset(session.id for session in table.sessions.values())
         state.spending.apply(table.keys.values())
         state.router.apply(table.models)
@@ -140,12 +152,9 @@ class Gateway:
             log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             self._end_revoked()
-        self._end_forbidden()
         self._end_batch()
+        self._end_waits()
         state.place_held()
-        for name in state.holds.models():
-            if state.next_try_s(name) is not None:
-                state.end_held(name, Refusal.TROUBLE)
         state.on_change(True)
 
     def _end_revoked(self) -> None:
@@ -161,6 +170,8 @@ class Gateway:
         if request.caller is None:
             return None
         caller = callers.get(request.caller.id)
+        if caller is not None and caller.has_expired(time.time()):
+            return errors.key_ended(caller.expires_s)
         if caller is None or (not request.session and caller.secret != request.caller.secret):
             # What asks for a new secret is answered: the asker's own may be the old one.
             asks_for_one = request.route is ROTATION and exchange.body_complete
@@ -170,14 +181,18 @@ class Gateway:
         request.caller = caller
         return None
 
-    def _end_forbidden(self) -> None:
-        """Held requests for a model that their key may not call any more, or that is gone."""
-        for ticket in list(self.state.holds):
-            try:
-                self.state.callable_model(ticket.model, ticket.item.request.caller)
-            except HttpError as error:
-                self.state.holds.remove(ticket)
-                ticket.item.refuse_hold(error)
+    def _end_waits(self) -> None:
+        """Of held requests, end those for a model that their key may not call any more, that is gone, or whose engines
+        do not start."""
+        state = self.state
+        for exchange in state.exchanges:
+            if (ticket := exchange.ticket) is not None:
+                try:
+                    state.callable_model(ticket.model, exchange.request.caller)
+                    if state.next_try_s(ticket.model) is not None:
+                        raise state.not_ready(ticket.model, Refusal.TROUBLE)
+                except HttpError as error:
+                    state.holds.refuse(ticket, error)
 
     def _end_batch(self) -> None:
         """Requests of class batch on replicas that drain: whoever sent them sends them again."""

@@ -74,13 +74,12 @@ def fields(row: dict[str, Any]) -> Any:
         *([("verdict", f"{decision['verdict']}: {decision['reason']}")] if decision else []),
     )
     table = output.table(
-        ("VERSION", ">REQUESTS", ">ERRORS", ">REFUSED", ">FIRST BYTE P95", ">DURATION P95", ">HELD-OUT LOSS"),
+        ("VERSION", ">REQUESTS", ">ERRORS", ">FIRST BYTE P95", ">DURATION P95", ">HELD-OUT LOSS"),
         (
             (
                 version,
                 f"{v['requests']:,}",
                 f"{v['errors']:,}",
-                formats.or_dash(v.get("refused")),
                 formats.duration(v["first_byte_p95_s"]),
                 formats.duration(v["duration_p95_s"]),
                 formats.loss(v["valid_loss"]),

@@ -125,7 +125,8 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
     for login in page_sessions.list_live(db, now_s):
         logins.setdefault(login.key_id, {})[login.sha256] = {"id": login.id, "until_s": login.until_s}
     made: dict[str, list[str]] = {}
-    ended = {row.sha256: {"expired_s": row.expires_s} for row in keys.list_ended(db, now_s - EXPIRED_TOLD_S)}
+    rows = keys.list_ended(db, now_s - EXPIRED_TOLD_S)
+    ended: dict[str, dict[str, Any]] = {row.sha256: {"id": row.id, "expires_s": row.expires_s} for row in rows}
     return ended | {row.sha256: _key(db, row, now_s, logins.get(row.id), made) for row in keys.list_live(db)}
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
-_SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
 _SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens", "prompt_tokens")
 _LATEST_MODEL = ("last_request_s",)
 _WORST_MODEL = ("ttft_p95_s", "tpot_p95_s", "computed_part")
@@ -18,11 +17,9 @@ _MAX_NOTES = 32
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """Requests at one replica. waiting_tokens: prompt and output tokens not yet processed, as far as known."""
+    """Requests at one replica."""
 
     inflight: int = 0
-    streams: int = 0
-    waiting_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +85,10 @@ class Times:
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
     """Counts for one version since a canary began. owners: times of those that succeeded, by owner; asked: by owner,
-    how many requests and how many of them failed; refused: how many besides it refused and the other version
-    answered."""
+    how many requests and how many of them failed."""
 
     owners: Mapping[str, Times] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    refused: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def refusals(self) -> VersionLoad:
-        """What it refused beside what it did not, as errors."""
-        return VersionLoad(
-            asked={
-                owner: (self.asked.get(owner, (0, 0))[0] + self.refused.get(owner, 0), self.refused.get(owner, 0))
-                for owner in {**self.asked, **self.refused}
-            }
-        )
 
     def without(self, owner: str) -> VersionLoad:
         """The load of all other owners, without times."""
@@ -248,16 +233,16 @@ def _canaries(given: Any) -> dict[tuple[str, float], dict[str, VersionLoad]]:
         raise ValueError(f"canaries: expected counts by model and version ({error!r})") from error
 
 
-def _version(row: Mapping[str, Any]) -> VersionLoad:
-    owners = {
+def _version(by_owner: Mapping[str, Any]) -> VersionLoad:
+    times = {
         str(owner): Times(
-            *({int(key): int(number) for key, number in times[name].items()} for name in ("first_byte", "duration"))
+            *({int(key): int(number) for key, number in row[name].items()} for name in ("first_byte", "duration"))
         )
-        for owner, times in row["owners"].items()
+        for owner, row in by_owner.items()
+        if row["duration"]
     }
-    asked = {str(owner): (int(requests), int(errors)) for owner, (requests, errors) in row["asked"].items()}
-    refused = {str(owner): int(number) for owner, number in row["refused"].items()}
-    return VersionLoad(owners, asked, refused)
+    asked = {str(owner): (int(row["requests"]), int(row["errors"])) for owner, row in by_owner.items()}
+    return VersionLoad(times, asked)
 
 
 def total(
@@ -269,7 +254,7 @@ def total(
     replicas: dict[str, dict[str, Any]] = {}
     for report in reports:
         for name, row in report.replicas.items():
-            _add(replicas.setdefault(name, {}), row, _SUMMED_REPLICA)
+            _add(replicas.setdefault(name, {}), row, ("inflight",))
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
     for report in reports:
         for key, versions in report.canaries.items():
@@ -319,7 +304,6 @@ def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
             for owner in a.asked.keys() | b.asked.keys()
             for mine, its in [(a.asked.get(owner, (0, 0)), b.asked.get(owner, (0, 0)))]
         },
-        Counter(a.refused) + Counter(b.refused),
     )
 
 

@@ -229,12 +229,11 @@ class Canaries:
         return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
 
     def compared(self, row: CanaryRow) -> dict[str, Any]:
-        """For each version {"requests", "errors", "refused", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
+        """For each version {"requests", "errors", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
         return {
             side.version: {
                 "requests": side.load.requests,
                 "errors": side.load.errors,
-                "refused": side.load.refusals.errors,
                 "first_byte_p95_s": p95_s(side.load.times.first_byte),
                 "duration_p95_s": p95_s(side.load.times.duration),
                 "valid_loss": side.valid_loss,

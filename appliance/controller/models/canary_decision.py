@@ -2,8 +2,8 @@
 
 Errors are tested at every check, by Fisher's exact test (R. A. Fisher, 1922) with a threshold far below the usual 5 %,
 because there are many checks. Each test is made twice: over all owners, and over all but the owner who asked the canary
-most. Requests that the canary refused and the other version answered are tested in the same way. Times are judged once
-the canary was watched long enough, so that an engine's first slow requests do not decide.
+most. A refused request is an error too: one at fault itself comes to both versions alike. Times are judged once the
+canary was watched long enough, so that an engine's first slow requests do not decide.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def decide(
     found = (
         worse_loss(canary, stable)
         or more_errors(canary, stable, terms.share)
-        or refusals(canary, stable, terms.share, over=left_s <= 0)
         or too_early(canary, stable, terms.min_requests, left_s, waits_for_others)
         or slower(canary, stable, waits_for_others)
         or Decision(
@@ -182,24 +181,6 @@ def too_few(side: Side, least: int, waits_for_others: bool) -> str:
         f"{side.version} answered {requests} requests, {requests - others} of one owner, of whom no more count than of "
         f"all others: {counted} of {least}"
     )
-
-
-def refusals(canary: Side, stable: Side, share: float, *, over: bool) -> Decision | None:
-    """Judges the requests that only the canary refused. The owner with the most of them decides nothing while others
-    ask it: whether a form is refused may depend on an engine's other work. over: it was watched long enough; only then
-    is an owner heard who is the only one to ask it."""
-    new, old = canary.load.refusals, stable.load
-    most = max(new.asked, key=lambda owner: new.asked[owner][1], default="")
-    others = new.without(most)
-    for mine, its, decides in ((others, old.without(most), True), (new, old, not others.requests)):
-        requests, _ = as_shared(mine, its, share)
-        if chance_of_errors(mine.errors, mine.requests, 0, requests) >= ERROR_CHANCE or not (over or mine is others):
-            continue
-        text = f"{canary.version} refused {mine.errors} of {mine.requests} requests, which {stable.version} answered"
-        if decides:
-            return Decision("roll back", text)
-        return OfOne("wait", f"{text}, hardly any of others than one owner")
-    return None
 
 
 def as_shared(new: VersionLoad, old: VersionLoad, share: float) -> tuple[int, int]:

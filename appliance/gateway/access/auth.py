@@ -49,7 +49,9 @@ def login_digest(request: Request) -> str:
     the page does not use and for a request of another page."""
     headers, route = request.headers, request.route
     if not route.page:
-        raise errors.forbidden("A login of the page does not do for this URL: it takes an API key.")
+        raise HttpError(
+            403, "A login of the page is not enough for this URL: use an API key.", code="insufficient_permissions"
+        )
     check_same_origin(request)
     name, _, half = headers[PAGE_HEADER].partition(b".")
     cookie = _cookie(headers.get(b"cookie", b""), name)
@@ -72,7 +74,7 @@ def check_same_origin(request: Request) -> None:
     else:
         by_the_page = request.method in _READS
     if not by_the_page:
-        raise errors.forbidden("A login of the page does only for what the page itself asks.", "cross_site_request")
+        raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
 
 
 def _cookie(given: bytes, name: bytes) -> bytes:
@@ -101,10 +103,8 @@ def check_scopes(route: Route, caller: Caller) -> None:
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Raises HttpError 400, 413, 415 or 417 for a body that can be refused unread."""
+    """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
     headers, route = request.headers, request.route
-    if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
-        raise HttpError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
     length, limit = request.content_length, body_limit(route, limits)
     if (length or request.chunked) and request.method not in _WITH_BODY:
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.

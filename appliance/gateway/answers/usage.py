@@ -1,4 +1,4 @@
-"""Reads token usage from the bytes of answers and sums it for the controller. Pure.
+"""Reads token usage from the bytes of answers. Pure.
 
 Every engine answer ends with its usage. Chat and completion streams report it only on request, so the gateway requests
 it, and removes the event for a client that did not.
@@ -7,8 +7,7 @@ it, and removes the event for a client that did not.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -53,26 +52,16 @@ class Tokens:
         return self.prompt + self.completion
 
 
-def without_usage_event(body: bytes) -> bytes:
-    """Return whole events, without the usage-only one."""
-    at = body.find(_NO_CHOICES)
-    if at < 0:
-        return body
-    start, end = body.rfind(b"data: ", 0, at), body.find(b"\n\n", at) + 2
-    return b"%b%b" % (body[:start], body[end:]) if start >= 0 and end >= 2 else body
-
-
-def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
-    """Return whole events; add to those that end a choice the `system_fingerprint`, which an engine writes into a
-    requested usage event instead."""
-    at = body.find(FINISHED)
-    while at >= 0:
-        end = body.find(b"}\n\n", at)
-        if end < 0:
-            break
-        body = b'%b,"system_fingerprint":%b%b' % (body[:end], orjson.dumps(fingerprint), body[end:])
-        at = body.find(FINISHED, body.find(b"\n\n", end))
-    return body
+def without_usage(body: bytes, fingerprint: str) -> bytes:
+    """Whole events for a client that did not ask for usage: without the event that has only usage. An engine writes its
+    `system_fingerprint` there if it is asked for usage, else into the events that end a choice, as here."""
+    kept = []
+    for event in body.split(b"\n\n"):
+        if FINISHED in event and event.endswith(b"}"):
+            event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(fingerprint))
+        if _NO_CHOICES not in event:
+            kept.append(event)
+    return b"\n\n".join(kept)
 
 
 class TokenRequest(NamedTuple):
@@ -81,32 +70,3 @@ class TokenRequest(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     sequences: int
-
-
-NO_TOKENS: Final = TokenRequest(0, 0, 1)
-
-
-_SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
-
-
-class Meter:
-    """Sums by key, model and version since the last `take`."""
-
-    def __init__(self) -> None:
-        self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-
-    def add(self, key: str, model: str, version: str, tokens: Tokens, failed: bool) -> None:
-        used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
-        self._sums[key, model, version].update(requests=1, errors=int(failed), **used)
-
-    def refuse(self, key: str, model: str) -> None:
-        """model: empty if not known to exist."""
-        self._sums[key, model, ""]["refused"] += 1
-
-    def take(self) -> list[dict[str, Any]]:
-        """The sums as rows of the bus's "usage" message; empty when nothing happened."""
-        sums, self._sums = self._sums, defaultdict(Counter)
-        return [
-            {"key": key, "model": model, "version": version, **{name: row[name] for name in _SUMS}}
-            for (key, model, version), row in sums.items()
-        ]

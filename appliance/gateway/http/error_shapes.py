@@ -15,7 +15,7 @@ from http import HTTPStatus
 import orjson
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.core.errors import HttpError, engine_dead, engine_failed
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import RESPONSES, is_anthropic
 from appliance.gateway.http import wire
 
@@ -32,7 +32,6 @@ _TYPES = {
 
 def shaped(error: HttpError, request: Request | None, request_id: bytes) -> tuple[int, bytes]:
     """Status and body. request: None if its head could not be read."""
-    error = engine_failed() if engine_dead(error) else error  # a dying engine speaks of its own stack traces
     if request is None or not is_anthropic(request.path):
         return error.status, error.body()
     status = 529 if error.status == 503 else error.status
@@ -53,7 +52,7 @@ def error_response(error: HttpError, request_id: bytes) -> bytes:
 def event(error: HttpError, request: Request, sent: int) -> bytes:
     """The error as an event of a stream that has had `sent` events."""
     _, body = shaped(error, request, request.request_id)
-    if request.route_name == RESPONSES:
+    if request.route.name == RESPONSES:
         inner = orjson.loads(body)["error"]
         fields = {"code": inner["code"] or inner["type"], "message": inner["message"], "param": inner["param"]}
         body = orjson.dumps({"type": "error", "sequence_number": sent, **fields, "error": inner})

@@ -2,19 +2,15 @@
 
 An engine's request head contains nothing copied from the client;
 the controller gets the client's headers except our own, hop-by-hop and framing headers.
-
-Cross-origin requests after https://fetch.spec.whatwg.org/#http-cors-protocol. Credentials (cookies) are never allowed:
-a key says who asks, and a page must have been given one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from appliance.gateway.access.request import Headers, Pairs, Request
+from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import Kind, is_anthropic
+from appliance.gateway.core.routes import Kind
 
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
@@ -31,8 +27,6 @@ _NOT_UPSTREAM = re.compile(
 )
 _NOT_DOWNSTREAM = re.compile(rb"%b|%b|date|server|set-cookie" % (_OF_A_HOP, _OURS))
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
-# Names of headers in a list; what a browser asks for is said back, since clients in pages send many of their own.
-_NAMES = re.compile(rb"[A-Za-z0-9-]{1,64}(?: ?, ?[A-Za-z0-9-]{1,64}){0,63}\Z")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -84,36 +78,6 @@ def _who(request_id: bytes, key_id: str, scopes: str, token: bytes) -> list[tupl
 def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """Select the controller's response headers for the client."""
     return _passing(headers, _NOT_DOWNSTREAM)
-
-
-def answer_headers(request: Request, origins: Sequence[str]) -> Pairs:
-    """Headers of whatever answers this request, whose id is known. origins: of pages that may read answers."""
-    headers = _cross_origin(request.headers, origins)
-    return [*headers, (b"request-id", request.request_id)] if is_anthropic(request.path) else headers
-
-
-def is_preflight(request: Request, origins: Sequence[str]) -> bool:
-    """Whether a browser asks, before it sends a page's request, if it may. It has no key then."""
-    asks = request.method == b"OPTIONS" and b"access-control-request-method" in request.headers
-    return asks and bool(_cross_origin(request.headers, origins))
-
-
-def preflight_headers(request: Request) -> Pairs:
-    """Headers of the answer to a preflight, beside `answer_headers`. The request itself is checked when it comes."""
-    asked = request.headers.get(b"access-control-request-headers", b"").strip()
-    methods = b"GET, HEAD, POST, PUT, PATCH, DELETE"
-    headers = [(b"access-control-allow-methods", methods), (b"access-control-max-age", b"7200")]
-    return [*headers, (b"access-control-allow-headers", asked)] if _NAMES.match(asked) else headers
-
-
-def _cross_origin(headers: Headers, origins: Sequence[str]) -> list[tuple[bytes, bytes]]:
-    origin = headers.get(b"origin")
-    if origin is None or ("*" not in origins and origin.decode("latin-1") not in origins):
-        return []
-    reads = (b"access-control-expose-headers", b"*")
-    if "*" in origins:
-        return [(b"access-control-allow-origin", b"*"), reads]
-    return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), reads]
 
 
 def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:

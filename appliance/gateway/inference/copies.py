@@ -1,8 +1,8 @@
 """Sends copies of answered responses and chat completions to the controller, which stores them.
 
 The client's answer does not wait for its copy. Copies go in batches, the next once the controller has acknowledged the
-last; while it is away they wait here, up to `response_copies_bytes`. An answer beyond that is not stored, and its
-object says so. The controller stores a copy that arrives twice once.
+last; while it is away they wait here, up to `response_copies_bytes`. An answer that begins after that is not stored,
+and its object says so. The controller stores a copy that arrives twice once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Copies:
         self._bytes = 0
         self._came = asyncio.Event()
 
-    def has_room(self, nbytes: int) -> bool:
-        return self._bytes + nbytes <= self._state.limits.response_copies_bytes
+    def has_room(self) -> bool:
+        return self._bytes < self._state.limits.response_copies_bytes
 
     def add(self, copy: bytes) -> None:
         self._waiting.append(copy)
@@ -46,7 +46,7 @@ class Copies:
         self.delivering = True
         self._came.set()
 
-    def left(self) -> int:
+    def __len__(self) -> int:
         return len(self._waiting)
 
     async def send_forever(self) -> None:
@@ -55,7 +55,7 @@ class Copies:
         while True:
             await self._came.wait()
             batch = self._batch()
-            status = await self._sent(batch)
+            status = await self._send(batch)
             refusals = refusals + 1 if status is not None and status >= 300 else 0
             if status is None or (status >= 500 and refusals <= MAX_REFUSALS):
                 if self.delivering:
@@ -82,7 +82,7 @@ class Copies:
             batch.append(copy)
         return batch
 
-    async def _sent(self, batch: list[bytes]) -> int | None:
+    async def _send(self, batch: list[bytes]) -> int | None:
         """The controller's status; None if it did not answer."""
         state = self._state
         headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}

@@ -1,7 +1,8 @@
-"""Sends requests to engines over their Unix sockets, with aiohttp."""
+"""Sends requests to engines over their Unix sockets, with aiohttp, and says in which way one got no answer."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
@@ -14,16 +15,26 @@ from appliance.gateway.core.errors import HttpError
 _HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=2)
 
 
-class AttemptFailed(Exception):
-    """error: what the client gets if it is not tried again. sent: the engine may have had it. died: the engine did, or
-    the path to it broke. blame: others avoid the replica for a moment."""
+class Failure(enum.Enum):
+    """Why an engine gave no answer; the text is what the log says."""
 
-    def __init__(self, error: HttpError, *, sent: bool = True, died: bool = False, blame: bool = True) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.sent = sent
-        self.died = died
-        self.blame = blame
+    UNREACHED = "cannot reach the engine"
+    """It got no byte of the request."""
+    DIED = "the engine broke off"
+    BROKEN = "the engine's answer is not whole"
+    """It is no HTTP, or ends without its ending; others may still use the engine."""
+    SILENT = "the engine was silent for too long"
+    MOVED = "the engine serves another model by now"
+    REFUSED = "the engine refused the request"
+    """For good: it is not sent again."""
+
+
+class AttemptFailed(Exception):
+    """error: what the client gets if the request is not sent again."""
+
+    def __init__(self, why: Failure, error: HttpError | None = None) -> None:
+        super().__init__(why.value)
+        self.why, self.error = why, error or errors.engine_failed()
 
 
 @asynccontextmanager
@@ -38,13 +49,13 @@ async def answer_of(
         async with session.post(f"http://engine{path}", data=body, headers=headers, timeout=timeout) as response:
             yield response
     except aiohttp.ClientConnectorError as error:
-        raise AttemptFailed(errors.engine_failed(), sent=False) from error
+        raise AttemptFailed(Failure.UNREACHED) from error
     except aiohttp.SocketTimeoutError as error:
-        raise AttemptFailed(errors.engine_failed(504), blame=False) from error
-    except aiohttp.ClientResponseError as error:  # its head or its chunks are no HTTP; others may still use it
-        raise AttemptFailed(errors.engine_failed(), blame=False) from error
+        raise AttemptFailed(Failure.SILENT, errors.engine_failed(504)) from error
+    except aiohttp.ClientResponseError as error:
+        raise AttemptFailed(Failure.BROKEN) from error
     except (aiohttp.ClientError, OSError) as error:
-        raise AttemptFailed(errors.engine_failed(), died=True) from error
+        raise AttemptFailed(Failure.DIED) from error
 
 
 async def is_alive(session: aiohttp.ClientSession) -> bool:

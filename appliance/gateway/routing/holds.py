@@ -1,20 +1,20 @@
 """Holds requests while no replica can take them: bounded in number and bytes, in fair order of their owners. Pure.
 
-A request waits in the queue of its model's engines, which adapters and versions on these engines share. The caller owns
-the held requests, gives them places and ends them; this file decides which may wait and which is next.
+A request waits in the queue of its model's engines, which adapters and versions on these engines share. This file
+decides which may wait and which is next; whoever waits awaits its ticket's future.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
+from asyncio import Future
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
+from appliance.gateway.core.config import HoldLimits
 from appliance.gateway.routing.fair_queue import FairQueue
-
-T = TypeVar("T")
+from appliance.gateway.routing.router import Choice, Work
 
 
 class Refusal(enum.Enum):
@@ -27,70 +27,65 @@ class Refusal(enum.Enum):
     TROUBLE = "its engines do not start"
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """requests: over all models. body_bytes: sum of the bodies held."""
-
-    requests: int
-    requests_per_model: int
-    body_bytes: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Ticket(Generic[T]):
-    """A request that may be held. host: the model whose engines it waits for; rows: of the table that may take it, in
-    its order of preference. tokens: its weight in the queue."""
+class Ticket:
+    """A request that waits. host: the model whose engines it waits for; rows: of the table that may take it, in its
+    order of preference. avoided: replicas that take it only if no other can. place: its replica, or why it gets none.
+    """
 
-    item: T
     model: str
     host: str
     rows: tuple[str, ...]
-    owner: str
-    tokens: int
+    work: Work
     body_bytes: int
+    avoided: Collection[str]
+    place: Future[Choice]
 
 
-class Holds(Generic[T]):
+class Holds:
     """The queues by host. Invariant: count and body_bytes are sums over all queues; no queue is empty."""
 
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
+    def __init__(self, limits: HoldLimits) -> None:
+        self.limits = limits
         self.count = 0
         self.body_bytes = 0
-        self._queues: dict[str, FairQueue[Ticket[T]]] = {}
-        self._rows: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+        self._queues: dict[str, FairQueue[Ticket]] = {}
         self._models: Counter[str] = Counter()
 
-    def add(self, ticket: Ticket[T]) -> Refusal | None:
+    def add(self, ticket: Ticket) -> Refusal | None:
         """Queue a request, or return why not."""
-        if self.count >= self.bounds.requests:
+        if self.count >= self.limits.requests:
             return Refusal.REQUESTS
-        if self._models[ticket.model] >= self.bounds.requests_per_model:
+        if self._models[ticket.model] >= self.limits.requests_per_model:
             return Refusal.MODEL_REQUESTS
-        if self.body_bytes + ticket.body_bytes > self.bounds.body_bytes:
+        if self.body_bytes + ticket.body_bytes > self.limits.body_bytes:
             return Refusal.BYTES
-        self._queues.setdefault(ticket.host, FairQueue()).add(ticket.owner, ticket, ticket.tokens)
+        self._queues.setdefault(ticket.host, FairQueue()).add(ticket.work.owner, ticket, ticket.work.tokens)
         self._count(ticket, 1)
         return None
 
-    def take(self, ticket: Ticket[T]) -> None:
-        """Remove a queued request because it got a place."""
-        self._queues[ticket.host].take(ticket.owner, ticket)
+    def take(self, ticket: Ticket, choice: Choice) -> None:
+        """Give a queued request its place."""
+        self._queues[ticket.host].take(ticket.work.owner, ticket)
         self._count(ticket, -1)
+        ticket.place.set_result(choice)
 
-    def remove(self, ticket: Ticket[T]) -> bool:
+    def refuse(self, ticket: Ticket, error: Exception) -> None:
+        """End the wait of a queued request."""
+        if self.remove(ticket):
+            ticket.place.set_exception(error)
+
+    def remove(self, ticket: Ticket) -> bool:
         """Remove a request that waits no longer; False if it is not queued."""
         queue = self._queues.get(ticket.host)
-        if queue is None or not queue.discard(ticket.owner, ticket):
+        if queue is None or not queue.discard(ticket.work.owner, ticket):
             return False
         self._count(ticket, -1)
         return True
 
-    def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket[T] | None:
+    def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
         """The request that is next for a place on these engines; it stays queued. full: rows without a place."""
-        if host not in self._queues or len(full) >= len(self._rows[host]):
-            return None
-        return next((ticket for ticket in self._queues[host] if ticket.rows not in full), None)
+        return next((ticket for ticket in self._queues.get(host, ()) if ticket.rows not in full), None)
 
     def held(self, model: str) -> int:
         return self._models[model]
@@ -103,18 +98,14 @@ class Holds(Generic[T]):
         """Models whose engines requests wait for."""
         return list(self._queues)
 
-    def __iter__(self) -> Iterator[Ticket[T]]:
+    def __iter__(self) -> Iterator[Ticket]:
         return iter([ticket for queue in self._queues.values() for ticket in queue])
 
-    def _count(self, ticket: Ticket[T], change: int) -> None:
+    def _count(self, ticket: Ticket, change: int) -> None:
         self.count += change
         self.body_bytes += change * ticket.body_bytes
         self._models[ticket.model] += change
         if not self._models[ticket.model]:
             del self._models[ticket.model]
-        rows = self._rows[ticket.host]
-        rows[ticket.rows] += change
-        if not rows[ticket.rows]:
-            del rows[ticket.rows]
         if not self._queues[ticket.host]:
-            del self._queues[ticket.host], self._rows[ticket.host]
+            del self._queues[ticket.host]

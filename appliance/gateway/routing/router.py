@@ -13,8 +13,8 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,8 +26,8 @@ from scheduler.core.routing_rules import PENDING_TO_TOTAL
 AFFINITY_FACTOR = 1.25
 AFFINITY_SLACK_TOKENS = 4096
 
-SUSPECT_FIRST_S = 0.25
-SUSPECT_MAX_S = 4.0
+PAUSE_FIRST_S = 0.25
+PAUSE_MAX_S = 4.0
 
 BATCH_BEHIND: Final = 1 << 50
 """Added to the priority of class batch: more milliseconds than a machine is up."""
@@ -35,14 +35,13 @@ BATCH_BEHIND: Final = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks of a replica. tokens: prompt and completion, estimated; pending: of them the prompt's.
+    """What a request asks of a replica. tokens: prompt and completion, estimated; prompt_tokens: of them the prompt's.
     sequences: how many of the engine's slots it takes at once, 0 for one that is only counted. beginning: a hash that
     requests with the same beginning share. batch: work without a client that waits."""
 
     owner: str = ""
     tokens: int = 1
-    pending: int = 0
-    stream: bool = False
+    prompt_tokens: int = 0
     sequences: int = 1
     beginning: int = 0
     batch: bool = False
@@ -52,16 +51,16 @@ class Work:
 class Load:
     """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens; pending:
     prompt tokens of requests without a first token, as far as visible: until the end where nothing is streamed.
-    sequences: slots taken, batch_sequences: of them by class batch. owners: tokens by owner."""
+    sequences: slots taken, batch_sequences: of them by class batch. owners: tokens by owner. failures: in a row;
+    paused_until_s: it gets no requests before."""
 
     inflight: int = 0
-    streams: int = 0
     tokens: int = 0
     pending: int = 0
     sequences: int = 0
     batch_sequences: int = 0
     failures: int = 0
-    suspect_until_s: float = 0.0
+    paused_until_s: float = 0.0
     owners: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -69,9 +68,8 @@ class Load:
         return self.pending + self.tokens // PENDING_TO_TOTAL
 
     def add(self, work: Work, sign: int = 1) -> None:
-        """sign: -1 for work that has ended; `pending` is the caller's."""
+        """sign: -1 for work that has ended."""
         self.inflight += sign
-        self.streams += sign * work.stream
         self.tokens += sign * work.tokens
         self.sequences += sign * work.sequences
         self.batch_sequences += sign * work.sequences * work.batch
@@ -87,6 +85,7 @@ class Choice:
     model: the row it was placed by, the canary's if the canary took it. priority: its place in the engine's own queue,
     where the smallest is next: a request stands there as if it had come a millisecond later for each token that its
     owner already has on the replica, so that one owner's many do not keep others from an engine whose memory is full.
+    pending: its prompt tokens until its first token.
     """
 
     model: str
@@ -109,62 +108,52 @@ class Router:
         self.max_inflight = max_inflight
         self.models: dict[str, Model] = {}
         self.loads: dict[str, Load] = {}
-        # By replica: how the rows of all models describe it.
-        self._rows: dict[str, set[Replica]] = {}
+        self._open: set[str] = set()
 
     def apply(self, models: Iterable[Model]) -> None:
-        """Replace the table. A replica that changed in it is no longer suspect."""
+        """Replace the table."""
         self.models = {model.name: model for model in models}
-        rows: defaultdict[str, set[Replica]] = defaultdict(set)
-        for model in self.models.values():
-            for replica in model.replicas:
-                rows[replica.id].add(replica)
-        for name, described in rows.items():
-            load = self.loads.setdefault(name, Load())
-            if self._rows.get(name) != described:
-                load.failures, load.suspect_until_s = 0, 0.0
-        self._rows = dict(rows)
-        self.loads = {name: load for name, load in self.loads.items() if name in rows or load.inflight}
+        replicas = [replica for model in self.models.values() for replica in model.replicas]
+        self._open = {replica.id for replica in replicas if replica.state == OPEN}
+        kept = {name: load for name, load in self.loads.items() if load.inflight}
+        self.loads = kept | {replica.id: self.loads.get(replica.id) or Load() for replica in replicas}
 
-    def choose(self, name: str, work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
-        """Place a request; None if no replica of the model can take it now. Raises KeyError: unknown model.
+    def choose(self, rows: Sequence[str], work: Work, now_s: float, avoid: Collection[str] = ()) -> Choice | None:
+        """Place a request on a replica of the first of these rows that has room; None if none can take it now.
 
         avoid: replicas that take it only if no other can."""
-        model = self.models[name]
-        usable: list[tuple[Replica, Load]] = []
-        for avoided in (False, True):
-            for replica in model.replicas:
-                if replica.state != OPEN or (replica.avoid or replica.id in avoid) != avoided:
-                    continue
-                load = self.loads[replica.id]
-                if load.suspect_until_s <= now_s and self._has_room(model, load, work):
-                    usable.append((replica, load))
-            if usable:
-                break
-        if not usable:
-            return None
+        for model in (self.models[row] for row in rows if row in self.models):
+            usable = [
+                (replica.avoid or replica.id in avoid, replica, load)
+                for replica in model.replicas
+                if replica.state == OPEN
+                and (load := self.loads[replica.id]).paused_until_s <= now_s
+                and self._has_room(model, load, work)
+            ]
+            least = min((avoided for avoided, _, _ in usable), default=None)
+            if least is not None:
+                return self._place(model, [(r, load) for avoided, r, load in usable if avoided == least], work, now_s)
+        return None
+
+    def _place(self, model: Model, usable: list[tuple[Replica, Load]], work: Work, now_s: float) -> Choice:
         replica, load = min(usable, key=lambda pair: pair[1].weight)
         preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, work.beginning))
         if preferred_load.weight <= load.weight * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
             replica, load = preferred, preferred_load
         priority = int(now_s * 1000) + load.owners[work.owner] + BATCH_BEHIND * work.batch
         load.add(work)
-        load.pending += work.pending
-        return Choice(name, replica, work, load, priority, work.pending)
+        load.pending += work.prompt_tokens
+        return Choice(model.name, replica, work, load, priority, work.prompt_tokens)
 
     def _has_room(self, model: Model, load: Load, work: Work) -> bool:
         """A quarter more than an engine's slots keeps it busy; all others wait here, where owners are in fair order.
         Class batch has half of the slots, and none of what is beyond them."""
-        slots = model.slots
+        slots = model.slots or self.max_inflight
         if not work.sequences:
             return True
-        if slots is None:
-            slots = most = self.max_inflight
-        else:
-            most = slots + slots // 4
         if work.batch:
             return load.sequences < slots and load.batch_sequences < max(1, slots // 2)
-        return load.sequences < most
+        return load.sequences < (slots if model.slots is None else slots + slots // 4)
 
     def canary_for(self, name: str, caller: str, conversation: int) -> str | None:
         """The row of the model's canary if this conversation is in its share. Raises KeyError: unknown model.
@@ -182,40 +171,23 @@ class Router:
 
     def end(self, choice: Choice) -> bool:
         """Remove a request from its replica. True if a draining replica has just become idle."""
-        load = choice.load
-        load.add(choice.work, -1)
+        choice.load.add(choice.work, -1)
         self.started(choice)
-        if load.inflight:
-            return False
-        rows = self._rows.get(choice.replica.id)
-        if rows is None:
-            self.loads.pop(choice.replica.id, None)
-            return True
-        return all(row.state != OPEN for row in rows)
+        return not choice.load.inflight and not self.is_open(choice)
 
     def is_open(self, choice: Choice) -> bool:
-        """Whether the replica still takes requests of that row."""
-        model = self.models.get(choice.model)
-        return model is not None and any(
-            replica.id == choice.replica.id and replica.state == OPEN for replica in model.replicas
-        )
+        """Whether the replica still takes requests."""
+        return choice.replica.id in self._open
 
     def fail(self, choice: Choice, now_s: float) -> None:
-        """The replica did not answer: avoid it for a moment, longer after each repetition."""
+        """The replica did not answer: send it nothing for a moment, longer after each repetition."""
         load = choice.load
-        load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
+        load.paused_until_s = now_s + min(PAUSE_FIRST_S * 2**load.failures, PAUSE_MAX_S)
         load.failures = min(load.failures + 1, 16)
 
     def succeed(self, choice: Choice) -> None:
         """The replica answered: forget earlier failures."""
         choice.load.failures = 0
-
-    def report(self) -> Mapping[str, dict[str, int]]:
-        """Outstanding work by replica id, as the bus reports it."""
-        return {
-            key: {"inflight": load.inflight, "streams": load.streams, "waiting_tokens": load.tokens}
-            for key, load in self.loads.items()
-        }
 
 
 def _score(name: str, beginning: int) -> int:

@@ -75,7 +75,6 @@ class Model(Struct, frozen=True):
 
     name: Text = ""
     version: Text = ""
-    state: Text = "cold"
     task: Literal["generate", "embed"] = "generate"
     hold_s: Seconds = math.inf
     replicas: tuple[Replica, ...] = ()
@@ -102,12 +101,12 @@ class Caller(Struct, frozen=True):
     owner: of the key; all keys of a person have the same. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota
     renews, None while quota is left; spent_quota: which one that is, in words; quota: tokens of the smaller of its
-    quotas, None without one. expires_s: Unix time from which the key is refused, None: it lasts. sessions: its logins
+    quotas, None without one. expires_s: Unix time from which the key is refused, None: it lasts; of one that is over, a
+    row with nothing else says when it ended. sessions: its logins
     by the SHA-256 of their tokens. secret: SHA-256 of its key, which has another one after a rotation.
     """
 
     id: Id
-    name: str = ""
     scopes: frozenset[Scope] = frozenset()
     owner: str = ""
     models: frozenset[str] | None = None
@@ -123,6 +122,10 @@ class Caller(Struct, frozen=True):
     @property
     def scopes_header(self) -> bytes:
         return ",".join(sorted(self.scopes)).encode()
+
+    def has_expired(self, now_s: float) -> bool:
+        """now_s: Unix time."""
+        return self.expires_s is not None and self.expires_s <= now_s
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; if not, the answer is the same as for a nonexistent model."""
@@ -146,14 +149,13 @@ class Session:
 @dataclass(slots=True)
 class Table:
     """One generation of the routing table. keys: by the SHA-256 of the key, in hex. refused: errors of rows left out.
-    sessions: by the SHA-256 of a login's token. expired: by the SHA-256 of a key, since when in Unix time."""
+    sessions: by the SHA-256 of a login's token."""
 
     generation: int
     models: list[Model] = field(default_factory=list)
     keys: dict[str, Caller] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     sessions: dict[str, Session] = field(default_factory=dict)
-    expired: dict[str, float] = field(default_factory=dict)
 
 
 class Degraded(Struct, tag_field="type", tag="degraded"):
@@ -171,16 +173,9 @@ class _TableMessage(Struct, tag_field="type", tag="table"):
     audiences: list[frozenset[str]] = []
 
 
-class _EndedKey(Struct):
-    """What a key's row has in place of all else once its time is over."""
-
-    expired_s: float | None = None
-
-
 _MESSAGES: Final = msgspec.json.Decoder(_TableMessage | Degraded)
 _MODELS: Final = msgspec.json.Decoder(Model)
 _KEYS: Final = msgspec.json.Decoder(Caller)
-_ENDED_KEYS: Final = msgspec.json.Decoder(_EndedKey)
 
 
 def read_message(line: bytes) -> Table | Degraded:
@@ -216,10 +211,6 @@ def _model(name: str, row: Raw, audiences: list[frozenset[str]]) -> Model:
 def _add_key(table: Table, digest: str, row: Raw) -> None:
     if not re.match(_SHA256, digest):
         raise ValidationError("expected the SHA-256 of a key in lower-case hex")
-    expired_s = _ENDED_KEYS.decode(row).expired_s
-    if expired_s is not None:
-        table.expired[digest] = expired_s
-        return
     key = _KEYS.decode(row)
     table.keys[digest] = caller = msgspec.structs.replace(key, owner=key.owner or key.id, secret=digest)
     for token, login in key.sessions.items():

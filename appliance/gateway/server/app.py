@@ -25,7 +25,7 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, PREFLIGHT, Kind, plain_target, resolve
+from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind, is_anthropic, plain_target, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.inference.inference import Inference
 from appliance.gateway.observe.exposition import CONTENT_TYPE
@@ -70,8 +70,6 @@ class App:
             await _failed(exchange, errors.server_error(500, "The gateway failed.", "internal_error"))
         finally:
             state.exchanges.discard(exchange)
-            if exchange.connection.exchange is exchange:  # else the next one's on the same connection
-                exchange.connection.exchange = None
             if not exchange.finished:
                 request.status = request.status or 499
                 state.metrics.events["client_disconnected"] += 1
@@ -82,12 +80,12 @@ class App:
         request.received_s = time.monotonic()
         request.request_id = wire.accepted_request_id(request.headers) or state.new_request_id()
         request.set_target(plain_target(request.target))
-        request.more_headers = wire.answer_headers(request, state.config.cors_origins)
+        if is_anthropic(request.path):
+            request.more_headers = [(b"request-id", request.request_id)]
         if request.method == b"HEAD":
             request.method = b"GET"
             request.head_only = True
-        preflight = wire.is_preflight(request, state.config.cors_origins)
-        request.route = route = PREFLIGHT if preflight else resolve(request.method, request.path)
+        request.route = route = resolve(request.method, request.path)
         self._admit(exchange)
         if b"traceparent" in request.headers:
             request.trace = wire.accepted_trace(request.headers)
@@ -107,9 +105,6 @@ class App:
             await exchange.whole(200, CONTENT_TYPE, own + theirs)
         elif route.kind is Kind.PAGE:
             await self._page(exchange)
-        elif route.kind is Kind.PREFLIGHT:
-            await exchange.begin(204, wire.preflight_headers(request))
-            await exchange.finish()
         else:
             await self._health(exchange)
 
@@ -136,15 +131,13 @@ class App:
         check_head(request, state.limits)
 
     def _of_key(self, digest: str) -> Caller:
-        state, now_s = self._state, time.time()
-        caller = state.keys.get(digest)
-        if caller is not None and (caller.expires_s is None or caller.expires_s > now_s):
+        caller = self._state.keys.get(digest)
+        if caller is not None and not caller.has_expired(time.time()):
             return caller
-        state.metrics.events["bad_key"] += 1
-        since_s = state.expired.get(digest) if caller is None else caller.expires_s
-        if since_s:
+        self._state.metrics.events["bad_key"] += 1
+        if caller is not None and caller.expires_s is not None:
             whom = "Ask whoever runs this box for another one."
-            raise errors.invalid_key(f"This API key expired at {minute(since_s)}. {whom}")
+            raise errors.invalid_key(f"This API key expired at {minute(caller.expires_s)}. {whom}")
         raise errors.invalid_key()
 
     def _of_login(self, request: Request, digest: str) -> Caller:
@@ -168,7 +161,7 @@ class App:
         assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
-        state.spending.admit(request, state.limits)
+        state.spending.admit(request)
         data = parsed_body(body)
         state.callable_model(data["model"], request.caller)
         request.refused_model = data["model"].partition("@")[0]
@@ -177,6 +170,9 @@ class App:
         transcript = checked.transcript
         if transcript is not None:
             transcript.stores = transcript.stores and state.config.stores_responses
+            if transcript.stores and not self._controller.copies.has_room():
+                transcript.stores = False
+                state.metrics.events["responses_not_stored"] += 1
             state.take_body(request, len(transcript.input))  # which is in memory twice until the answer arrives
             if transcript.background:
                 state.spending.opened(request, checked, state.limits)

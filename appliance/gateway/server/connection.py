@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.error_shapes import error_response
-from appliance.gateway.state.exchange import LINGER_S, Exchange
+from appliance.gateway.state.exchange import LINGER_S
 from appliance.gateway.state.state import State
 
 # With two of them two parsers could disagree.
@@ -27,18 +27,17 @@ _ONCE: Final = frozenset(
 
 
 class Connection(HttpToolsProtocol):
-    """exchange: the request being answered, while there is one; `App` sets it. running: its cycle; `cycle` is uvicorn's
-    name for the last one parsed."""
+    """running: the cycle of the request being answered, or answered last; `cycle` is uvicorn's name for the last one
+    parsed. refusal: why its bytes are not read any more."""
 
     def __init__(self, config: Config, server_state: ServerState, state: State) -> None:
         super().__init__(config, server_state, {})
         self.state = state
-        self.exchange: Exchange | None = None
         self.running: Any = None
+        self.refusal: HttpError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._refusal: HttpError | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = self._unparsed_bytes = 0
+        self._unparsed_bytes = 0
         self._in_head, self._offers_upgrade = True, False
 
     # -- life
@@ -65,16 +64,13 @@ class Connection(HttpToolsProtocol):
         """A client that closes its half counts as gone: an engine would compute for one that may not read."""
         self._close()
 
-    def timeout_keep_alive_handler(self) -> None:
-        self._close()
-
     def _close(self) -> None:
-        """Ends the connection once the client has read what is on its way, or after a while."""
+        """End the connection once the client has read what is on its way, or after a while."""
         self.transport.close()
         self.loop.call_later(self.state.limits.write_stall_s, self.transport.abort)
 
     def abort(self) -> None:
-        """Ends the connection at once, so that what was cut off cannot be taken for a whole answer."""
+        """End the connection at once, so that what was cut off cannot be taken for a whole answer."""
         if self.running is not None:
             self.running.disconnected = True
         self.transport.abort()
@@ -109,13 +105,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}."))
         else:
             # Neither a name without end, nor a trailer or an extension of a chunk.
-            if self._unparsed_bytes > self.state.limits.head_bytes + len(data):
+            if self._unparsed_bytes > self.state.limits.head_bytes:
                 status = 431 if self._in_head else 400
                 self._refuse(errors.protocol_error("The request has too many bytes besides its body.", status))
 
     def _without_offer(self, rest: bytes) -> bytes:
         """A request that offers another protocol, as bytes for a new parser: its head without the offer, which a server
-        may ignore (RFC 9110, 7.8), and what followed it."""
+        may ignore (RFC 9110, 7.8), and what followed it. httptools reads no body after an offer, which Java's client
+        and `curl --http2` send with each request."""
         line = b"%b %b HTTP/%b" % (self.scope["method"].encode(), self.url, self.scope["http_version"].encode())
         lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self._offers_upgrade = False
@@ -128,45 +125,36 @@ class Connection(HttpToolsProtocol):
         if self.state.stopping:
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
 
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        if len(self.url) > self.state.limits.target_bytes:
-            raise errors.protocol_error("The request URL is too long.", 414)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        limits = self.state.limits
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > limits.head_bytes or len(self.headers) >= limits.header_count:
-            raise errors.protocol_error("The request has too many or too large headers.", 431)
-        if not self._in_head:
-            return  # a trailer: counted, and dropped
-        name = name.lower()
-        if name in _ONCE and any(name == other for other, _ in self.headers):
-            raise errors.protocol_error(f"The header {name.decode('latin-1')} was sent twice.")
-        super().on_header(name, value)
+        if self._in_head:  # a trailer is dropped
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed_bytes = False, 0
         self._head_came()
-        version, headers = self.parser.get_http_version(), dict(self.headers)
+        version, names, limits = self.parser.get_http_version(), [name for name, _ in self.headers], self.state.limits
+        self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > limits.head_bytes:
+            raise errors.protocol_error("The URL and the headers of the request are too long.", 431)
+        if len(names) != len(set(names)):
+            for name in _ONCE:
+                if names.count(name) > 1:
+                    raise errors.protocol_error(f"The header {name.decode()} was sent twice.")
+        if self.scope["method"] == "CONNECT":
+            raise errors.protocol_error("CONNECT is not supported.")
         if self.parser.should_upgrade():
-            self.scope["method"], self.scope["http_version"] = self.parser.get_method().decode(), version
-            if self.scope["method"] == "CONNECT":
-                raise errors.protocol_error("CONNECT is not supported.")
             self._offers_upgrade = True
             return
-        coding = headers.get(b"transfer-encoding")
+        coding = dict(self.headers).get(b"transfer-encoding")
         if version not in ("1.0", "1.1"):
             raise errors.protocol_error(f"HTTP/{version} is not supported, use HTTP/1.1.", 505)
         if version == "1.0" and coding is not None:
             raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")
-        if version == "1.1" and b"host" not in headers:
+        if version == "1.1" and b"host" not in names:
             raise errors.protocol_error("The request has no Host header.")
-        if len(self.pipeline) >= self.state.limits.pipelined_requests:
-            raise errors.protocol_error("Too many requests were sent before the first was answered.")
         if coding is not None and coding.lower() != b"chunked":
             raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
         self.scope["target"] = self.url  # type: ignore[typeddict-unknown-key]
@@ -187,30 +175,14 @@ class Connection(HttpToolsProtocol):
     # -- refusals
 
     def _refuse(self, error: HttpError) -> None:
-        """Answers an error to bytes that are no request, and closes. If a request before them is being answered, that
-        one ends first; if its own body is bad, it cannot go on."""
-        self.parser = None  # type: ignore[assignment]
-        last, error.close = self.cycle, True
-        if last is not None and last is not self.running and last.more_body:
-            self.pipeline.popleft()  # the one whose body is bad
+        """Answer an error to bytes that are no request, and close. Behind a request that is being answered nothing more
+        is read; if its own body is bad, the error is its answer (`Exchange.pieces`)."""
+        self.parser, self.refusal, error.close = None, error, True  # type: ignore[assignment]
         if self.running is not None and not self.running.response_complete:
-            if last is not self.running or not last.more_body:
-                self._refusal = error
-                return
-            if self.exchange is not None:
-                self.exchange.end(error)
-                return
-            if self._task is not None:  # it has not begun
-                self._task.cancel()
-        self._answer_refused(error)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._refusal is not None and self.running.response_complete and not self.transport.is_closing():
-            self._answer_refused(self._refusal)
-
-    def _answer_refused(self, error: HttpError) -> None:
-        self.state.metrics.requests["unknown", error.status] += 1
+            self.running.keep_alive = False
+            self.cycle.message_event.set()
+            return
+        self.state.metrics.requests.labels("unknown", error.status).inc()
         self.transport.write(error_response(error, self.state.new_request_id()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():

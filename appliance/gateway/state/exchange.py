@@ -16,7 +16,8 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import error_shapes, wire
-from appliance.gateway.routing.router import Choice
+from appliance.gateway.routing.holds import Ticket
+from appliance.gateway.routing.router import Choice, Work
 
 if TYPE_CHECKING:
     from appliance.gateway.state.state import State
@@ -35,44 +36,40 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """head_sent: the status is out. sse: as a stream of events, which an error can join. ended: why it was ended from
-    outside. row, prompt_tokens, waiting_tokens: what the load report counts it as, row is empty for what is no demand.
-    choice: the replica that has it, or had it last."""
+    """head_sent: the status is out. sse: as a stream of events, which an error can join. body_complete: all of the
+    request's body was read. ended: why it was ended from outside. work: what an inference request asks of a replica;
+    choice: the one that has it; ticket: its place in the queue while it is held."""
 
     def __init__(self, state: State, scope: Any, receive: Any, send: Any) -> None:
         self.state = state
         self.connection: Any = scope["connection"]
-        self.connection.exchange = self
         headers: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
-        self.request = Request(scope["method"].encode(), scope["target"], headers, scope["http_version"])
+        self.request = Request(scope["method"].encode(), scope["target"], headers)
         self.address: str = scope["client"][0] if scope["client"] else ""
-        self.head_sent = self.sse = self.finished = self._unframed = False
+        self.head_sent = self.sse = self.finished = False
         self.ended: HttpError | None = None
-        self.row, self.prompt_tokens, self.waiting_tokens = "", 0, 0
+        self.work: Work | None = None
         self.choice: Choice | None = None
+        self.ticket: Ticket | None = None
+        self.body_complete = not (self.request.chunked or self.request.content_length)
         self._receive, self._send = receive, send
         self._task = asyncio.current_task()
-        self._body_came = not (self.request.chunked or self.request.content_length)
-        self._stalled_s, self._between_events = 0.0, b""
+        self._between_events = b""
 
     def end(self, error: HttpError) -> None:
-        """The key was revoked, the box stops, the request's bytes are bad: answer this error in place of what runs."""
+        """Answer this error in place of what runs: the key was revoked, or the box stops."""
         if self.ended is None and self._task is not None:
             self.ended = error
             self._task.cancel()
-
-    @property
-    def body_complete(self) -> bool:
-        return self._body_came
 
     # -- the body
 
     async def pieces(self, limit: int) -> AsyncIterator[bytes]:
         """The body. Raises HttpError 413 and 408, ClientGone."""
         limits, request, waited_s = self.state.limits, self.request, 0.0
-        while not self._body_came:
+        while not self.body_complete:
             began_s = time.monotonic()
             left_s = limits.body_grace_s + request.body_bytes / limits.body_bytes_per_s - waited_s
             try:
@@ -85,11 +82,13 @@ class Exchange:
             waited_s += time.monotonic() - began_s
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            data, self._body_came = message["body"], not message["more_body"]
+            if message["more_body"] and self.connection.refusal is not None:
+                raise self.connection.refusal
+            data, self.body_complete = message["body"], not message["more_body"]
             request.body_bytes += len(data)
             if request.body_bytes > limit:
                 raise errors.body_too_large(limit)
-            if self._body_came and not self.connection.pipeline:
+            if self.body_complete and not self.connection.pipeline:
                 self.connection.flow.resume_reading()  # uvicorn has paused after much of it, and a leaver is not seen
             if data:
                 yield data
@@ -109,9 +108,6 @@ class Exchange:
         extra = [(b"x-request-id", self.request.request_id), *headers, *self.request.answer_headers]
         if self.state.stopping:
             extra.append((b"connection", b"close"))
-        self._unframed = self.request.version == "1.0" and all(name != b"content-length" for name, _ in headers)
-        if self._unframed:  # its connection's end is the body's, for HTTP/1.0 has no chunks
-            self.connection.running.chunked_encoding, self.connection.running.expected_content_length = False, 1 << 62
         await self._out({"type": "http.response.start", "status": status, "headers": extra})
         self.head_sent, self.request.status = True, status
 
@@ -133,8 +129,6 @@ class Exchange:
             self.request.sent_bytes += len(data)
 
     async def finish(self, data: bytes = b"") -> None:
-        if self._unframed:
-            self.connection.running.expected_content_length = len(data)
         await self._out({"type": "http.response.body", "body": data, "more_body": False})
         self.request.sent_bytes += len(data)
         self.finished = True
@@ -161,41 +155,37 @@ class Exchange:
         else:
             status, body = error_shapes.shaped(error, request, request.request_id)
             headers = [(b"content-type", b"application/json"), *wire.error_headers(error)]
-            unread = not self._body_came and (request.chunked or (request.content_length or 0) > _DISCARD_BYTES)
+            unread = not self.body_complete and (request.chunked or (request.content_length or 0) > _DISCARD_BYTES)
             if error.close or unread:
                 headers.append((b"connection", b"close"))
             await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))])
             await self.write(body)
             await self._linger()
-            self.connection.running.keep_alive &= self._body_came
+            self.connection.running.keep_alive &= self.body_complete
             await self.finish()
 
     async def _linger(self) -> None:
         """Reads the rest of a body that is not wanted, briefly, unless its sender still waits for a 100 Continue."""
-        if self._body_came or b"expect" in self.request.headers:
+        if self.body_complete or b"expect" in self.request.headers:
             return
         read = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while not self._body_came and read < _LINGER_BYTES:
+                while not self.body_complete and read < _LINGER_BYTES:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         return
-                    read, self._body_came = read + len(message["body"]), not message["more_body"]
+                    read, self.body_complete = read + len(message["body"]), not message["more_body"]
 
     async def _out(self, message: Any) -> None:
         """Raises ClientGone if the client takes nothing for too long."""
-        flow = self.connection.flow
-        if not flow.write_paused:
+        if not self.connection.flow.write_paused:
             await self._send(message)
             return
-        limits, began_s = self.state.limits, time.monotonic()
-        allowed_s = limits.answer_grace_s + self.request.sent_bytes / limits.answer_bytes_per_s - self._stalled_s
         try:
-            async with asyncio.timeout(min(limits.write_stall_s, allowed_s)):
+            async with asyncio.timeout(self.state.limits.write_stall_s):
                 await self._send(message)
         except TimeoutError:
             self.state.metrics.events["client_stalled"] += 1
             self.connection.abort()
             raise ClientGone from None
-        self._stalled_s += time.monotonic() - began_s

@@ -41,10 +41,13 @@ def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any
     metrics, holds = state.metrics, state.holds
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
-        if name := exchange.row:
-            inflight[name] += 1
-            waiting[name] += exchange.waiting_tokens
-            prompts[name] += exchange.prompt_tokens
+        request, work, choice = exchange.request, exchange.work, exchange.choice
+        if work is None or work.batch:
+            continue
+        inflight[request.row] += 1
+        prompts[request.row] += work.prompt_tokens
+        if request.streams:
+            waiting[request.row] += work.prompt_tokens if choice is None else choice.pending
     whole = not reported
     names = {*inflight, *holds.models()}
     names |= {name for name, row in metrics.rows.items() if whole or row.active_s > now_s - _REPORTED_FOR_S}
@@ -68,7 +71,7 @@ def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any
         "generation": state.generation,
         "gateway": state.config.name,
         "started_s": state.started_s,
-        "replicas": state.router.report(),
+        "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
         "whole": whole,
         "models": rows,
         "canaries": state.comparison.report(),
@@ -99,7 +102,7 @@ async def metrics_text(state: State, *, controller_up: bool) -> bytes:
 
 async def series_text(state: State, *more: Metric) -> str:
     """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
-    of_now = [*state.metrics.counts(), *gauges(state), *more]
+    of_now = [state.metrics.counted_events(), *gauges(state), *more]
     # In a thread, as it may take 0.3 s; what is read of the state is read here.
     return await asyncio.to_thread(_text, of_now, state.metrics.registry, state.config)
 

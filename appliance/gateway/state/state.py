@@ -5,12 +5,12 @@ Everything runs on one event loop thread, so nothing here is locked.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.server import ServerState
 
@@ -25,7 +25,7 @@ from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.exposition import WorkerSnapshots
 from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.canary_comparison import Comparison
-from appliance.gateway.routing.holds import Bounds, Holds, Refusal
+from appliance.gateway.routing.holds import Holds, Refusal
 from appliance.gateway.routing.router import Choice, Router
 from appliance.gateway.routing.table import Caller, Model, Session
 from runtime.background_tasks import BackgroundTasks
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from appliance.gateway.http.certificates import Certificate
     from appliance.gateway.observe.tracing import Tracing
 
-# Placing thousands of held requests at once would stall every open stream meanwhile.
-_PLACED_AT_ONCE: Final = 128
+log = logging.getLogger("appliance.gateway")
 
 
 class State:
-    """One process's worth. `on_change(urgent)` is called when a load report is due.
+    """What one process knows. `on_change(urgent)` is called when a load report is due.
 
     limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
     buffered_bytes: of request bodies in memory. token: proves to the controller that a
@@ -51,21 +50,18 @@ class State:
         self.limits: Limits = config.limits
         self.on_change: Callable[[bool], None] = lambda urgent: None
         self.server = ServerState()
-        # Of `Exchange`, and of `Inference` in `holds`: both stand above this.
-        self.exchanges: set[Any] = set()
+        self.exchanges: set[Any] = set()  # of `Exchange`, which stands above this
         self.metrics = Metrics()
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
-        holds = config.holds
-        self.holds: Holds[Any] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
+        self.holds = Holds(config.holds)
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
         self.sessions: dict[str, Session] = {}
-        self.expired: dict[str, float] = {}
         self.session_ids: frozenset[str] = frozenset()
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
@@ -78,7 +74,6 @@ class State:
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
-        self._placing = False  # `place_held` is about to run
         self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
         self._id_serial = 0
 
@@ -111,18 +106,6 @@ class State:
             request.use.owner.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
 
-    def answer_room(self) -> int:
-        """Largest plain answer, in bytes, that may be kept in memory now."""
-        limits = self.limits
-        return max(0, min(limits.buffered_response_bytes, limits.buffered_body_bytes - self.buffered_bytes))
-
-    def keep_answer(self, request: Request, nbytes: int) -> None:
-        """Account for a plain answer until it is sent."""
-        self.buffered_bytes += nbytes
-        request.buffered_bytes += nbytes
-        if request.use is not None:
-            request.use.owner.body_bytes += nbytes
-
     # -- models, and who waits for them
 
     def callable_model(self, name: str, caller: Caller) -> Model:
@@ -154,62 +137,54 @@ class State:
     def changed(self) -> None:
         self.on_change(False)
 
+    def not_ready(self, name: str, refusal: Refusal) -> HttpError:
+        """The error for a request that may not wait (any longer) for a replica of this model."""
+        self.metrics.events["hold_refused"] += 1
+        log.info("held no longer: %s", refusal.value, extra={"model": name})
+        model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
+        if model is None or model.trouble is None:
+            message = f"The model `{name}` is not ready: {refusal.value}. Please retry."
+            return errors.unavailable(message, "model_not_ready", retry_s)
+        return errors.not_serving(name, model.trouble.reason, self.next_try_s(name) or retry_s)
+
     def held(self, model: str) -> None:
         """A request began to wait. Report it at once, because the controller wakes a sleeping model for it."""
+        self.metrics.events["held"] += 1
         self.on_change(self.holds.held(model) == 1)
-        self.place_held_soon()
+        self.place_held()
 
     def ended(self, choice: Choice) -> None:
         """A request left its replica, whose place others may wait for, by whatever name they call it."""
         self.on_change(self.router.end(choice))
-        self.place_held_soon()
-
-    def place_held_soon(self) -> None:
-        if self.holds.count and not self._placing:
-            self._placing = True
-            asyncio.get_running_loop().call_soon(self.place_held)
+        self.place_held()
 
     def place_held(self) -> None:
         """Give waiting requests the places that replicas have for them."""
-        self._placing = False
-        left, now_s = _PLACED_AT_ONCE, time.monotonic()
+        now_s = time.monotonic()
         for host in self.holds.hosts():
             full: set[tuple[str, ...]] = set()
             while (ticket := self.holds.next(host, full)) is not None:
-                if not left:
-                    self.place_held_soon()
-                    return
-                choice = ticket.item.choose(now_s)
+                choice = self.router.choose(ticket.rows, ticket.work, now_s, ticket.avoided)
                 if choice is None:
                     full.add(ticket.rows)
-                    continue
-                self.holds.take(ticket)
-                ticket.item.place.set_result(choice)
-                left -= 1
-
-    def end_held(self, model: str, refusal: Refusal) -> None:
-        """No request waits for this model any longer."""
-        for ticket in self.holds:
-            if ticket.model == model:
-                self.holds.remove(ticket)
-                ticket.item.refuse_hold(refusal)
+                else:
+                    self.holds.take(ticket, choice)
 
     # -- what is said of a request once it is over
 
     def finished(self, request: Request, now_s: float) -> None:
-        """A response is complete (or its client is gone)."""
+        """Account for a request whose response is complete, or whose client is gone."""
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
-        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine told
+        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:
-            self.spending.account(request, now_s)
+            self.spending.account(request)
         elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
             self.spending.refused(request)
         if request.spans is not None:
             request.spans.end()
-        if self.access_log.enabled:
-            self.access_log.add(request, now_s)
+        self.access_log.add(request, now_s)
 
 
 def _is_refusal(request: Request) -> bool:

@@ -39,9 +39,7 @@ class GatewayEnd:
         return json.loads(await asyncio.wait_for(self._reader.readline(), 60))
 
     async def report(self, generation: int, replicas: dict[str, int] | None = None, **models: dict[str, Any]) -> None:
-        rows = {
-            name: {"inflight": count, "streams": 0, "waiting_tokens": 10} for name, count in (replicas or {}).items()
-        }
+        rows = {name: {"inflight": count} for name, count in (replicas or {}).items()}
         await self.send(
             {"type": "load", "gateway": self.name, "generation": generation, "replicas": rows, "models": models}
         )
@@ -152,7 +150,7 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     await reported(bus, "r1", 5)
     await reported(bus, "r2", 1)
     load = bus.load()
-    assert load.replicas["r1"] == ReplicaLoad(inflight=5, streams=0, waiting_tokens=20)
+    assert load.replicas["r1"] == ReplicaLoad(inflight=5)
     assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, ttft_p95_s=0.2, tpot_p95_s=0.03)
     assert bus.connected() == ["g1", "g2"]
     assert bus.load() is load, "added up once: it is asked for each name that can be called"
@@ -444,7 +442,7 @@ def test_a_report_is_checked_and_unknown_numbers_are_left_out():
             "gateway": "g",
             "generation": 3,
             "future": 1,
-            "replicas": {"r": {"inflight": 1, "streams": True, "note": "x"}},
+            "replicas": {"r": {"inflight": 1, "note": "x"}},
         }
     )
     assert report.replicas == {"r": {"inflight": 1}}
@@ -476,7 +474,7 @@ async def test_what_a_message_sets_off_here_breaks_no_connection(tmp_path: Path)
     await reported(bus, "r1", 2)
     assert taken == [1, 2] and background.degraded() == []
     await gateway.send({"type": "usage", "rows": []})  # but a message that is none of ours does
-    await gateway.table()
+    assert [(await gateway.table())["type"] for _ in range(4)] == ["table", "counted", "counted", "counted"]
     assert await asyncio.wait_for(gateway._reader.read(), 60) == b"" and background.degraded() == []
     await gateway.close()
     await bus.stop()

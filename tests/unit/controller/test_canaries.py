@@ -166,8 +166,9 @@ async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto
 async def test_how_long_one_owner_alone_finds_it_bad_outlasts_a_start_of_the_controller(served: Control):
     """Each start began ten watch periods anew, and other settings did so too."""
     await ask(served, "PUT", version="v2", auto=True)
-    of_one = VersionLoad(asked={"a": (30, 0), "b": (30, 0)}, refused={"m": 50})
-    counted(served, v2=of_one, v1=VersionLoad(asked={"a": (90, 0), "b": (90, 0), "m": (90, 0)}))
+    late, usual = ({"m": Times({bucket(0.1): 50}, {bucket(whole_s): 50})} for whole_s in (9.0, 1.0))
+    of_one = VersionLoad(late, {"a": (30, 0), "b": (30, 0), "m": (50, 0)})
+    counted(served, v2=of_one, v1=VersionLoad(usual, {"a": (90, 0), "b": (90, 0), "m": (90, 0)}))
     assert (await look_later(served, 601)).state == "running"
     for number in range(1, 4):
         before = served.app.state.canaries

@@ -125,26 +125,6 @@ def test_one_owner_of_several_decides_nothing_by_the_times_of_his_answers() -> N
     assert verdict({owner: few for owner in "abcd"})[0] == "promote", "all together"
 
 
-def test_a_version_that_refuses_what_the_other_answers_is_rolled_back_but_by_nobody_alone() -> None:
-    """One that answered 400 to everything waited for ever: what is refused counted for no version."""
-
-    def verdict(now_s: float, refused: dict[str, int], **asked: tuple[int, int]) -> tuple[str, str]:
-        new = Side("v2", VersionLoad(asked=asked, refused=refused))
-        old = Side("v1", VersionLoad(asked={"a": (90, 0), "b": (90, 0), "m": (90, 0)}))
-        found = decide(new, old, TERMS, now_s, of_one_since_s=OVER_S)
-        return found.verdict, found.reason
-
-    assert verdict(101.0, {"a": 9, "b": 9}) == ("roll back", "v2 refused 9 of 9 requests, which v1 answered")
-    assert verdict(101.0, {"m": 50}, a=(20, 0), b=(20, 0))[0] == "wait"
-    told = verdict(OVER_S, {"m": 50}, a=(30, 0), b=(30, 0))
-    assert told[0] == "wait" and "refused 50 of 110" in told[1] and "by hand" in told[1], "nor promoted without a word"
-    told = verdict(TEN_TIMES_S, {"m": 50}, a=(30, 0), b=(30, 0))
-    assert told[0] == "roll back" and "for 10 times as long" in told[1], "nor kept waiting for ever"
-    assert verdict(OVER_S, {"m": 1, "a": 1}, m=(90, 0), a=(90, 0))[0] == "promote", "one here or there is chance"
-    assert verdict(101.0, {"m": 50})[1] == "v2 answered 0 of 50 requests", "others have not asked yet"
-    assert verdict(OVER_S, {"m": 50})[0] == "roll back", "nobody else asked it"
-
-
 def test_nobody_hides_what_fails_for_others() -> None:
     """With 5,000 short requests of one owner, which knows what is answered by the canary, a version that failed four of
     ten was promoted."""

@@ -301,7 +301,10 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     since_s = time.time() - 1
     keys.update(control.db, made["id"], expires_s=since_s)
     await ends.look()
-    assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {"expired_s": since_s}
+    assert keys.is_revoked(control.db, made["id"]) and control.gateway_keys[digest] == {
+        "id": made["id"],
+        "expires_s": since_s,
+    }
     row = jobs.get(control.db, job_id)
     assert (row.wanted, row.reason) == ("pause", pauses.KEY_REVOKED)
     how = time.strftime("expired at %Y-%m-%d %H:%M UTC", time.gmtime(since_s))

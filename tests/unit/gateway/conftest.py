@@ -151,6 +151,10 @@ class Box:
     def state(self) -> State:
         return self.gateway.state
 
+    def answered(self) -> float:
+        """Number of answers so far."""
+        return sum(sample.value for family in self.state.metrics.requests.collect() for sample in family.samples)
+
     async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
         self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()
         return self.engines[name]
@@ -174,7 +178,6 @@ class Box:
         names = replicas or tuple(states)
         self.models[model] = {
             "version": "v1",
-            "state": "ready" if names else "waking",
             "task": task,
             "hold_s": hold_s,
             "trouble": trouble,
@@ -248,8 +251,7 @@ async def start_box() -> AsyncIterator[Start]:
         box = Box(gateway, await gateway.listen(config.host, 0), folder)
         box.state.on_change = box.changes.append
         box.keys = {
-            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "name": id, "scopes": scopes}
-            for key, (id, scopes) in KEYS.items()
+            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()
         }
         box.apply()
         boxes.append(box)

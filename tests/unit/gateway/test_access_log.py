@@ -14,7 +14,7 @@ def test_any_path_and_any_method_make_a_line(tmp_path: Path) -> None:
     log = AccessLog(str(tmp_path / "access.log"))
     paths = [b'/v1/"},{"status":200,"x":"', b"/\xff\xfe\\", b"/" + b"a" * 9000]
     for path in paths * 2:
-        request = Request(b"GET", path, {}, "1.1")
+        request = Request(b"GET", path)
         request.request_id, request.status, request.received_s = b"req_1", 404, time.monotonic()
         request.trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
         log.add(request, time.monotonic())
@@ -29,7 +29,7 @@ def test_names_that_people_gave_keys_stand_in_no_line(tmp_path: Path) -> None:
     """Who was forgotten stood there for as long as logs are kept, by each change of a key that was asked for so."""
     log, key = AccessLog(str(tmp_path / "access.log")), b"/admin/v1/keys/key_" + b"a1" * 12
     for path in (b"/admin/v1/keys/ann", b"/v1/keys/key_ann", key, b"/v1/files/keys"):
-        log.add(Request(b"GET", path, {}, "1.1"), 1.0)
+        log.add(Request(b"GET", path), 1.0)
     log.close()
     lines = [json.loads(line)["path"] for line in (tmp_path / "access.log").read_text().splitlines()]
     masked = ["/admin/v1/keys/*", "/v1/keys/*"]
@@ -39,7 +39,7 @@ def test_names_that_people_gave_keys_stand_in_no_line(tmp_path: Path) -> None:
 def test_log_on_a_full_disk_drops_lines_and_raises_nothing() -> None:
     log = AccessLog("/dev/full")
     for _ in range(3):
-        log.add(Request(b"GET", b"/", {}, "1.1"), 1.0)
+        log.add(Request(b"GET", b"/"), 1.0)
     log.close()
 
 

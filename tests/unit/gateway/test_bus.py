@@ -15,7 +15,7 @@ import pytest
 from msgspec import ValidationError
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.bus import BusClient
+from appliance.gateway.bus import COUNTED, BusClient
 from appliance.gateway.observe.row_load import RECENT_S
 from appliance.gateway.state.reports import load_report
 from tests.unit.gateway.tables import parse_table
@@ -86,7 +86,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     report = await bus.report(generation=77)
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert report["models"] == {}, "a table may have thousands of names, and a report comes four times a second"
-    box.state.metrics.arrived("n", 3, 0.0)
+    box.state.metrics.rows["n"].arrived(3, 0.0)
     assert load_report(box.state)["models"] == {
         "n": {
             "inflight": 0,
@@ -105,7 +105,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
         }
     }
     assert report["started_s"] == box.state.started_s
-    assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
+    assert report["replicas"] == {"e0": {"inflight": 0}}
 
 
 async def test_reports_after_the_first_have_only_models_with_requests_in_the_last_minute(
@@ -115,12 +115,12 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
     box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
     box.apply()
     for number in range(1000):
-        metrics.arrived(f"n{number}", 3, now_s - 1000.0)
+        metrics.rows[f"n{number}"].arrived(3, now_s - 1000.0)
     first = load_report(box.state, told)
     assert first["whole"] and len(first["models"]) == 1000
     again = load_report(box.state, told)
     assert not again["whole"] and again["models"] == {}
-    metrics.arrived("n7", 3, now_s)
+    metrics.rows["n7"].arrived(3, now_s)
     said = load_report(box.state, told)["models"]
     assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
     row = box.models.pop("n8")
@@ -130,11 +130,11 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
     box.models["n8"] = row
     box.apply()
     assert load_report(box.state, told)["models"].keys() == {"n7"}, "it counts from nothing"
-    metrics.arrived("n8", 3, now_s)
+    metrics.rows["n8"].arrived(3, now_s)
     assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
     assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
 
-    request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+    request = Request(b"POST", b"/v1/chat/completions")
     request.model, request.row, request.received_s = "n9", "n9", now_s - 0.5
     metrics.first_byte(request, now_s)
     metrics.finished(request, now_s)
@@ -148,7 +148,7 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
 async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBus) -> None:
     await bus.push(table := box.table())
     await bus.report(generation=table["generation"])
-    box.state.metrics.arrived("m", 3, 0.0)
+    box.state.metrics.rows["m"].arrived(3, 0.0)
     box.state.on_change(True)
     report = await bus.report()
     assert report["models"]["m"]["arrived_requests"] == 1
@@ -185,12 +185,11 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
 
 async def test_a_revoked_key_ends_with_the_table_that_lacks_it(box: Box, bus: DummyBus) -> None:
     first, digest = box.table(), hashlib.sha256(b"sk-other").hexdigest()
-    for row, status in (({"id": "r", "scopes": ["inference"]}, 200), ({"expired_s": 1_787_224_000.0}, 401)):
+    for row, status in (({"id": "r", "scopes": ["inference"]}, 200), ({"id": "r", "expires_s": 1_787_224_000.0}, 401)):
         generation = box.state.generation + 1
         await bus.push({**first, "generation": generation, "keys": {**first["keys"], digest: row}})
         await bus.report(generation=generation)
         assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-other")).status == status
-    assert box.state.expired == {digest: 1_787_224_000.0}
 
 
 async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
@@ -247,6 +246,26 @@ async def test_controller_goes_and_comes_back(box: Box, bus: DummyBus) -> None:
     await asyncio.wait_for(bus.connected.wait(), 60)
     await bus.push({**box.table(), "generation": 500})
     await bus.report(generation=500)
+
+
+async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) -> None:
+    async def usage() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60):
+            while (message := await bus.reports.get())["type"] != "usage":
+                pass
+        return message["rows"]
+
+    await box.ask("POST", "/v1/chat/completions", chat())
+    first = await usage()
+    await bus.stop()
+    await box.ask("POST", "/v1/chat/completions", chat("nobody"))
+    await bus.start()
+    box.state.on_change(True)
+    await asyncio.wait_for(bus.connected.wait(), 60)
+    assert await usage() == first and first[0]["requests"] == 1
+    await bus.push(COUNTED)
+    await bus.push(box.table())
+    assert [row["refused"] for row in await usage()] == [1]
 
 
 async def test_line_that_is_not_json_costs_the_connection_not_the_table(box: Box, bus: DummyBus) -> None:

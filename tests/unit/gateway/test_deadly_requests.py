@@ -136,7 +136,7 @@ async def test_engines_of_a_node_that_is_gone_did_not_die_of_the_request(start_b
 
 
 async def test_a_request_goes_on_where_it_has_not_broken_off(start_box: Start, monkeypatch) -> None:
-    monkeypatch.setattr("appliance.gateway.routing.router.SUSPECT_FIRST_S", 0.0)
+    monkeypatch.setattr("appliance.gateway.routing.router.PAUSE_FIRST_S", 0.0)
     box = await start_box()
 
     async def breaks_off(request: UpstreamRequest, reply: Reply) -> None:

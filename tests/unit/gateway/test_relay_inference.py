@@ -29,9 +29,8 @@ async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
     assert not {"x-engine-secret", "set-cookie", "server"} & set(response.headers)
     seen = box.engines["e0"].requests[0]
     assert seen.body == salted(sent)
-    ours = {"x-request-id", "x-appliance-owner", "x-vllm-priority"}
+    ours = {"x-request-id", "x-vllm-priority"}
     assert set(seen.headers) == {"host", "content-type", "content-length"} | ours
-    assert seen.headers["x-appliance-owner"].encode() in salted(sent), "by which owners take turns in its queue"
 
 
 async def test_stream_is_byte_exact_over_odd_chunk_borders(box: Box) -> None:
@@ -171,15 +170,6 @@ async def test_expect_continue(box: Box) -> None:
     assert (await wire.response()).status == 200
 
 
-async def test_http_1_0_gets_no_chunks(box: Box) -> None:
-    data = request_bytes("POST", "/v1/chat/completions", chat(stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
-    wire = await box.connect()
-    await wire.send(data)
-    status, headers, _ = await wire.head()
-    assert status == 200 and "transfer-encoding" not in headers and headers["connection"] == "close"
-    assert await wire.eof() == b"".join(chat_events("hel", "lo"))
-
-
 async def test_own_request_ids_and_the_clients_if_harmless(box: Box) -> None:
     for given, taken in (("abc-1.2_3", True), ("x" * 65, False), ("a b", False), ("a{b}", False), ("-a", False)):
         response = await box.ask("POST", "/v1/chat/completions", chat(), headers=f"X-Request-Id: {given}\r\n")
@@ -216,7 +206,6 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     await box.until(lambda: bool(box.engines["e0"].requests))
     report = load_report(box.state)
     assert report["replicas"]["e0"]["inflight"] == 1
-    assert report["replicas"]["e0"]["waiting_tokens"] > 100
     assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["held"] == 0
     assert report["models"]["m"]["arrived_requests"] == 1
     assert 0 < report["models"]["m"]["arrived_prompt_tokens"] < 100, "of the prompt alone"
@@ -225,7 +214,7 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     go_on.set()
     assert (await wire.response()).status == 200
     report = load_report(box.state)
-    assert report["replicas"]["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
+    assert report["replicas"]["e0"] == {"inflight": 0}
     assert report["models"]["m"]["ttft_p95_s"] > 0
     assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
     assert box.state.buffered_bytes == 0

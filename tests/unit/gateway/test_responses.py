@@ -173,7 +173,7 @@ async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_b
 
 
 async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Start) -> None:
-    box = await start_box(limits={"response_copies_bytes": 700})
+    box = await start_box(limits={"response_copies_bytes": 100})
     await box.engine("e0", answer_response)
     box.serve("m", "e0")
     said = [json.loads((await box.ask("POST", URL, {"model": "m", "input": "x"})).body)["store"] for _ in range(3)]
@@ -420,15 +420,12 @@ def test_nulls_are_as_good_as_nothing() -> None:
     ("earlier", "own", "items"),
     [
         (b"[]", b'"x"', [{"type": "message", "role": "user", "content": "x"}]),
-        (b" [ 1 ] ", b'"x"', [1, {"type": "message", "role": "user", "content": "x"}]),
         (b"[1,2]", b"[3]", [1, 2, 3]),
-        (b"[1]", b"[]", [1]),
-        (b"[]", b"[]", []),
     ],
 )
 def test_earlier_items_stand_before_the_requests_own(earlier: bytes, own: bytes, items: list[Any]) -> None:
-    body = b'{"model": "m", "input": "x", "previous_response_id": "resp_1"} \n'
-    assert json.loads(joined(body, own, earlier)) == {"model": "m", "input": items, "previous_response_id": None}
+    body = b'{"model": "m", "input": %b, "previous_response_id": "resp_1"} \n' % own
+    assert json.loads(joined(body, earlier)) == {"model": "m", "input": items, "previous_response_id": None}
 
 
 def test_bytes_that_are_no_response_pass_as_they_are() -> None:

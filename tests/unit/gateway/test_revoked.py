@@ -219,7 +219,7 @@ async def test_a_key_is_refused_from_its_end_on_in_words_and_told_from_one_that_
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY))
     assert (await wire.response()).status == 200
-    for ended in (row | {"expires_s": 1_795_000_000.0 - 90 * 86_400}, {"expired_s": 1_787_224_000.0}):
+    for ended in (row | {"expires_s": 1_795_000_000.0 - 90 * 86_400}, {"id": "key_gone", "expires_s": 1_787_224_000.0}):
         box.keys[digest] = ended
         box.apply()
         wire = await box.connect()

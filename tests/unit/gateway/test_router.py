@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from appliance.gateway.routing.router import (
     AFFINITY_SLACK_TOKENS,
     BATCH_BEHIND,
     Choice,
+    Load,
     Router,
     Work,
 )
@@ -20,7 +20,7 @@ from appliance.gateway.routing.table import Model, Replica
 
 def _model(name: str = "m", **states: str) -> Model:
     replicas = tuple(Replica(key, f"/s/{key}", "v1", state) for key, state in states.items())
-    return Model(name, "v1", "ready", "generate", 60.0, replicas)
+    return Model(name, "v1", "generate", 60.0, replicas)
 
 
 def _router(*models: Model, max_inflight: int = 100) -> Router:
@@ -29,111 +29,112 @@ def _router(*models: Model, max_inflight: int = 100) -> Router:
     return router
 
 
-def test_draining_suspect_and_full_replicas_get_nothing() -> None:
+def test_draining_paused_and_full_replicas_get_nothing() -> None:
     router = _router(_model(a="open", b="draining"), max_inflight=2)
-    first = router.choose("m", Work(), 0.0)
-    second = router.choose("m", Work(), 0.0)
+    first = router.choose(["m"], Work(), 0.0)
+    second = router.choose(["m"], Work(), 0.0)
     assert first is not None and second is not None and {first.replica.id, second.replica.id} == {"a"}
-    assert router.choose("m", Work(), 0.0) is None
+    assert router.choose(["m"], Work(), 0.0) is None
     router.end(first)
     router.fail(second, 10.0)
-    assert router.choose("m", Work(), 10.1) is None
-    assert router.choose("m", Work(), 10.3) is not None
+    assert router.choose(["m"], Work(), 10.1) is None
+    assert router.choose(["m"], Work(), 10.3) is not None
 
 
 def test_a_replica_without_a_sign_of_life_takes_requests_only_where_it_is_the_last() -> None:
     silent, other = (Replica(key, f"/s/{key}", "v1", "open", key == "a") for key in "ab")
-    router = _router(Model("m", "v1", "ready", "generate", 60.0, (silent, other)), max_inflight=3)
-    chosen = [router.choose("m", Work(tokens=10_000 * n), 0.0) for n in range(1, 4)]
+    router = _router(Model("m", "v1", "generate", 60.0, (silent, other)), max_inflight=3)
+    chosen = [router.choose(["m"], Work(tokens=10_000 * n), 0.0) for n in range(1, 4)]
     assert [choice.replica.id for choice in chosen if choice] == ["b"] * 3, "however loaded the other is"
-    last = router.choose("m", Work(), 0.0)
+    last = router.choose(["m"], Work(), 0.0)
     assert last is not None and last.replica.id == "a"
 
 
-def test_unknown_model_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        _router().choose("m", Work(), 0.0)
+def test_choose_takes_the_first_row_with_room_and_skips_unknown_ones() -> None:
+    router = _router(_model(a="open"), _model("m@v2", b="open"), max_inflight=1)
+    rows = [router.choose(["gone", "m@v2", "m"], Work(), 0.0) for _ in range(3)]
+    assert [choice and choice.model for choice in rows] == ["m@v2", "m", None]
 
 
-def test_failures_back_off_and_success_or_a_changed_row_forgives() -> None:
+def test_failures_back_off_and_a_replica_that_left_the_table_starts_anew() -> None:
     router = _router(_model(a="open"))
     waits = []
     now = 0.0
     for _ in range(8):
-        choice = router.choose("m", Work(), now)
+        choice = router.choose(["m"], Work(), now)
         assert choice is not None
         router.fail(choice, now)
         router.end(choice)
-        waits.append(choice.load.suspect_until_s - now)
-        now = choice.load.suspect_until_s
+        waits.append(choice.load.paused_until_s - now)
+        now = choice.load.paused_until_s
     assert waits == sorted(waits) and waits[0] == 0.25 and waits[-1] == 4.0
     router.apply([_model(a="open")])
-    assert router.loads["a"].failures == 8, "the same row says nothing new about the replica"
-    router.apply([_model(a="draining")])
+    assert router.loads["a"].failures == 8
+    router.apply([_model()])
     router.apply([_model(a="open")])
     assert router.loads["a"].failures == 0
 
 
 def test_zero_of_a_draining_or_removed_replica_is_told() -> None:
     router = _router(_model(a="open"))
-    one, two = (router.choose("m", Work(), 0.0) for _ in range(2))
+    one, two = (router.choose(["m"], Work(), 0.0) for _ in range(2))
     assert one is not None and two is not None
     router.apply([_model(a="draining")])
     assert router.end(one) is False
     assert router.end(two) is True
     router.apply([_model(a="open")])
-    three = router.choose("m", Work(), 0.0)
+    three = router.choose(["m"], Work(), 0.0)
     assert three is not None
     router.apply([])
-    assert router.report() == {"a": {"inflight": 1, "streams": 0, "waiting_tokens": 1}}
+    assert router.loads["a"].inflight == 1
     assert router.end(three) is True
-    assert router.report() == {}
+    assert router.loads["a"].inflight == 0
 
 
 def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do() -> None:
     router = _router(_model("base", a="open"), _model("adapter", a="draining"))
-    choice = router.choose("base", Work(tokens=10, stream=True), 0.0)
-    assert choice is not None and router.choose("adapter", Work(), 0.0) is None
-    assert router.report()["a"] == {"inflight": 1, "streams": 1, "waiting_tokens": 10}
+    choice = router.choose(["base"], Work(tokens=10), 0.0)
+    assert choice is not None and router.choose(["adapter"], Work(), 0.0) is None
+    assert (router.loads["a"].inflight, router.loads["a"].tokens) == (1, 10)
     assert router.end(choice) is False
 
 
 def test_affinity_yields_to_clear_imbalance() -> None:
     router, most = _router(_model(a="open", b="open")), AFFINITY_SLACK_TOKENS
-    home = router.choose("m", Work(tokens=100, pending=100, beginning=42), 0.0)
+    home = router.choose(["m"], Work(tokens=100, prompt_tokens=100, beginning=42), 0.0)
     assert home is not None
-    same = router.choose("m", Work(tokens=most, pending=most, beginning=42), 0.0)
+    same = router.choose(["m"], Work(tokens=most, prompt_tokens=most, beginning=42), 0.0)
     assert same is not None and same.replica.id == home.replica.id
-    away = router.choose("m", Work(tokens=100, pending=most, beginning=42), 0.0)
+    away = router.choose(["m"], Work(tokens=100, prompt_tokens=most, beginning=42), 0.0)
     assert away is not None and away.replica.id != home.replica.id
 
 
 def test_choose_takes_a_quarter_more_than_an_engines_slots() -> None:
     router = _router(msgspec.structs.replace(_model(a="open"), slots=8))
-    assert all(router.choose("m", Work(), 0.0) for _ in range(9))
-    assert router.choose("m", Work(sequences=8), 0.0), "who has many sequences needs one free slot"
-    assert router.choose("m", Work(), 0.0) is None
-    assert router.choose("m", Work(sequences=0), 0.0), "what takes no slot is not counted"
+    assert all(router.choose(["m"], Work(), 0.0) for _ in range(9))
+    assert router.choose(["m"], Work(sequences=8), 0.0), "who has many sequences needs one free slot"
+    assert router.choose(["m"], Work(), 0.0) is None
+    assert router.choose(["m"], Work(sequences=0), 0.0), "what takes no slot is not counted"
 
 
 def test_choose_gives_batch_half_of_the_slots_that_people_leave() -> None:
     router = _router(msgspec.structs.replace(_model(a="open"), slots=8))
-    batch = [router.choose("m", Work(batch=True), 0.0) for _ in range(5)]
+    batch = [router.choose(["m"], Work(batch=True), 0.0) for _ in range(5)]
     assert batch[4] is None and all(batch[:4])
-    people = [router.choose("m", Work(), 0.0) for _ in range(7)]
+    people = [router.choose(["m"], Work(), 0.0) for _ in range(7)]
     assert people[6] is None and all(people[:6]), "ten sequences together"
     assert batch[0] is not None and people[0] is not None
     router.end(batch[0])
-    assert router.choose("m", Work(batch=True), 0.0) is None, "none beyond the slots"
+    assert router.choose(["m"], Work(batch=True), 0.0) is None, "none beyond the slots"
     router.end(people[0])
-    assert router.choose("m", Work(batch=True), 0.0) is None
+    assert router.choose(["m"], Work(batch=True), 0.0) is None
 
 
 def test_priority_puts_an_owner_behind_what_it_has_on_the_replica_and_batch_behind_all() -> None:
     router = _router(_model(a="open"))
 
     def priority(work: Work, now_s: float) -> int:
-        choice = router.choose("m", work, now_s)
+        choice = router.choose(["m"], work, now_s)
         assert choice is not None
         return choice.priority
 
@@ -145,31 +146,31 @@ def test_priority_puts_an_owner_behind_what_it_has_on_the_replica_and_batch_behi
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5000), st.booleans()), max_size=60))
-def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int, bool]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5000)), max_size=60))
+def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int]]) -> None:
     router = _router(_model(a="open", b="open", c="open"))
     placed: list[Choice] = []
-    for prefix, tokens, stream in requests:
+    for prefix, tokens in requests:
         before = [load.weight for load in router.loads.values()]
-        choice = router.choose("m", Work("", tokens, tokens, stream, beginning=prefix), 0.0)
+        choice = router.choose(["m"], Work("", tokens, tokens, beginning=prefix), 0.0)
         assert choice is not None
         # Whoever was chosen stood within the bound of the least loaded before this request.
         assert choice.load.weight - tokens - tokens // 16 - 1 <= min(before) * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS
         placed.append(choice)
     for choice in placed:
         router.end(choice)
-    assert all(row == {"inflight": 0, "streams": 0, "waiting_tokens": 0} for row in router.report().values())
+    assert all(load == Load() for load in router.loads.values())
 
 
 def test_new_prompts_go_past_engines_that_compute_one_to_those_that_only_generate() -> None:
     router = _router(_model(a="open", b="open"))
-    generates = router.choose("m", Work("", 30_000, 1000, True), 0.0)
+    generates = router.choose(["m"], Work("", 30_000, 1000), 0.0)
     assert generates is not None
     router.started(generates)  # its first token came; 29,000 are to come
     other = next(n for n in range(99) if _home(n) != generates.replica.id)
-    computes = router.choose("m", Work("", 20_100, 20_000, True, beginning=other), 0.0)
+    computes = router.choose(["m"], Work("", 20_100, 20_000, beginning=other), 0.0)
     assert computes is not None and computes.replica.id != generates.replica.id
-    third = router.choose("m", Work("", 600, 500, True, beginning=other), 0.0)
+    third = router.choose(["m"], Work("", 600, 500, beginning=other), 0.0)
     assert third is not None and third.replica.id == generates.replica.id
     for choice in (generates, computes, third):
         router.end(choice)
@@ -178,6 +179,6 @@ def test_new_prompts_go_past_engines_that_compute_one_to_those_that_only_generat
 
 def _home(beginning: int) -> str:
     """Where this beginning is at home while nothing is loaded."""
-    choice = _router(_model(a="open", b="open")).choose("m", Work(beginning=beginning), 0.0)
+    choice = _router(_model(a="open", b="open")).choose(["m"], Work(beginning=beginning), 0.0)
     assert choice is not None
     return choice.replica.id

@@ -108,7 +108,7 @@ async def test_a_version_without_a_chat_template_is_marked_until_its_settings_ha
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Load(
-        {"r1": ReplicaLoad(waiting_tokens=4000)},
+        {"r1": ReplicaLoad(4)},
         {
             "starter": ModelLoad(
                 1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0, prompt_tokens=60

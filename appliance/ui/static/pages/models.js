@@ -139,7 +139,6 @@ function Canary({ one, canary, onChange }) {
       [t("models.version"), ([version]) => html`<b>${version}</b>`],
       [t("engine.requests"), ([, side]) => number(side.requests), "right"],
       [t("canary.errors"), ([, side]) => number(side.errors), "right"],
-      [t("canary.refused"), ([, side]) => number(side.refused), "right"],
       [t("canary.first"), ([, side]) => duration(side.first_byte_p95_s), "right"],
       [t("canary.whole"), ([, side]) => duration(side.duration_p95_s), "right"],
       [t("job.valid_loss"), ([, side]) => measure(side.valid_loss), "right"],
