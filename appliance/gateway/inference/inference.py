@@ -104,7 +104,7 @@ class Inference:
         if not self.work.batch:
             exchange.row, exchange.prompt_tokens = self.row, checked.prompt_tokens
             exchange.waiting_tokens = checked.prompt_tokens if checked.stream else 0
-            state.metrics.arrived(self.model, checked.prompt_tokens, self.request.received_s)
+            state.metrics.rows[self.model].arrived(checked.prompt_tokens, self.request.received_s)
 
     async def answer(self) -> None:
         """Raises HttpError where it has no answer."""
@@ -304,9 +304,9 @@ class Inference:
             return
         state.metrics.first_byte(request, now_s)
         if self.checked.stream:
-            state.metrics.first_token(choice.model, now_s - request.received_s)
+            state.metrics.rows[choice.model].first_token(now_s - request.received_s)
             if alone and choice.load.inflight == 1:
-                state.metrics.prefilled(choice.model, self.checked.prompt_tokens, now_s - request.sent_s)
+                state.metrics.rows[choice.model].prefilled(self.checked.prompt_tokens, now_s - request.sent_s)
 
     async def _relay_stream(
         self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession, alone: bool

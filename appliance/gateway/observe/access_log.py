@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import re
 import time
@@ -12,8 +12,6 @@ import orjson
 
 from appliance.gateway.access.request import Request
 from runtime.logs import timestamp
-
-log = logging.getLogger("appliance.gateway")
 
 # Names that people give keys (often their own) and pipelines: a person who is forgotten leaves none here. Ids of keys
 # stay.
@@ -25,11 +23,6 @@ class AccessLog:
 
     def __init__(self, path: str | None) -> None:
         self._file = -1 if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._failed = False
-
-    @property
-    def enabled(self) -> bool:
-        return self._file >= 0
 
     def add(self, request: Request, now_s: float) -> None:
         """Write a request's line when its response ends, at `now_s` by the monotonic clock.
@@ -37,6 +30,8 @@ class AccessLog:
         ttft_s, duration_s: from the complete request to the first body byte and to the end. Fields without a value are
         null.
         """
+        if self._file < 0:
+            return
         received_s, first_byte_s, caller = request.received_s or now_s, request.first_byte_s, request.caller
         fields = {
             "time": timestamp(time.time()),
@@ -59,12 +54,8 @@ class AccessLog:
             "out_bytes": request.sent_bytes,
             "trace_id": request.trace_id or None,
         }
-        try:
+        with contextlib.suppress(OSError):
             os.write(self._file, orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE))
-        except OSError as error:
-            if not self._failed:
-                log.warning("access log: cannot write, lines are dropped: %s", error.strerror)
-            self._failed = True
 
     def close(self) -> None:
         if self._file >= 0:

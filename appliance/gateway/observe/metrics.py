@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
@@ -18,8 +17,7 @@ SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 ADDED_SECONDS: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MOST_SERIES: Final = 128
-"""Triples of model, version and key class per process; beyond this the oldest is dropped. Writing them takes 2 ms
-each."""
+"""Triples of model, version and key class per process; beyond this the oldest is dropped. Rendering one takes 2 ms."""
 
 SeriesKey = tuple[str, str, str]
 _LABELS: Final = ("model", "version", "key_class")
@@ -27,31 +25,20 @@ _LABELS: Final = ("model", "version", "key_class")
 disable_created_metrics()
 
 
-class _Series(NamedTuple):
-    """Counters of one triple: looking them up by their labels costs more than counting."""
-
-    ttft: Histogram
-    duration: Histogram
-    prompt: prometheus_client.Counter
-    completion: prometheus_client.Counter
-    cached: prometheus_client.Counter
-
-
 class Metrics:
     """All counts of one process. Times in seconds.
 
-    events: things that happened to requests, by kind. requests: by route and status. series: by model, version and key
-    class, the oldest first. rows: load by row of the routing table.
+    events: things that happened to requests, by kind. series: triples of model, version and key class with samples,
+    the oldest first. rows: load by row of the routing table.
     """
 
     def __init__(self) -> None:
         self.events: defaultdict[str, int] = defaultdict(int)
-        self.requests: Counter[tuple[str, int]] = Counter()
         self.rows: defaultdict[str, RowLoad] = defaultdict(RowLoad)
-        self.series: dict[SeriesKey, _Series] = {}
+        self.series: dict[SeriesKey, None] = {}
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
-        self._bytes = counter("response_bytes", "Body bytes relayed to clients.")
+        self.requests = counter("requests", "Requests answered, by route and status.", "route", "status")
         self.added = histogram("added", "From complete request to its sending upstream, unheld.", ADDED_SECONDS)
         self.held_for = histogram("held", "Time held requests waited for a replica.", SECONDS)
         text = "Inference requests ended, by model, version, key class and status."
@@ -66,45 +53,30 @@ class Metrics:
         text = "Streams: mean time from one token to the next."
         self.per_token = histogram("time_per_output_token", text, SECONDS, *_LABELS)
 
-    def _counter(self, name: str, text: str, *labels: str) -> prometheus_client.Counter:
-        return prometheus_client.Counter(f"appliance_gateway_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"appliance_gateway_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         name = f"appliance_gateway_{name}_seconds"
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
-    # -- what happens to requests
-
-    def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
-        """Count a request admitted for this row of the table."""
-        self.rows[row].arrived(prompt_tokens, now_s)
-
-    def first_token(self, row: str, seconds: float) -> None:
-        """Count a stream by the time from its complete request to its first token."""
-        self.rows[row].first_token(seconds)
-
-    def prefilled(self, row: str, prompt_tokens: int, seconds: float) -> None:
-        """Record the time to the first byte of a stream that was alone on its replica."""
-        self.rows[row].prefilled(prompt_tokens, seconds)
-
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
-        self._series(request)[1].ttft.observe(seconds)
+        self.ttft.labels(*self._series(request)).observe(seconds)
         self.rows[request.row].first_byte(seconds, now_s)
 
     def finished(self, request: Request, now_s: float) -> None:
         """Count a finished response, whichever side ended it."""
-        self.requests[request.route_name, request.status] += 1
-        self._bytes.inc(request.sent_bytes)
+        self.requests.labels(request.route.name, request.status).inc()
         if not request.model:
             return
-        (key, series), tokens, token_s = self._series(request), request.tokens, None
+        key, tokens, token_s = self._series(request), request.tokens, None
         self.answered.labels(*key, request.status).inc()
-        series.duration.observe(now_s - request.received_s)
-        series.prompt.inc(tokens.prompt)
-        series.completion.inc(tokens.completion)
-        series.cached.inc(tokens.found)
+        self.duration.labels(*key).observe(now_s - request.received_s)
+        self.tokens.labels(*key, "input").inc(tokens.prompt)
+        self.tokens.labels(*key, "output").inc(tokens.completion)
+        self.cached.labels(*key).inc(tokens.found)
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or request.stream_events
         if request.stream_events and written > 1:
@@ -112,24 +84,23 @@ class Metrics:
             self.per_token.labels(*key).observe(token_s)
         self.rows[request.row].finished(request, token_s, now_s)
 
+    def counted_events(self) -> CounterMetricFamily:
+        """`events` as a metric; call it on the loop."""
+        family = CounterMetricFamily("appliance_gateway_events", "Things that happened to requests.", labels=["event"])
+        for event, count in sorted(self.events.items()):
+            family.add_metric([event], count)
+        return family
+
     # -- bounds
 
-    def _series(self, request: Request) -> tuple[SeriesKey, _Series]:
-        """Return the labels of this request's series and the series; drop the oldest if there are too many."""
+    def _series(self, request: Request) -> SeriesKey:
+        """The labels of this request's series; makes room for new ones."""
         scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
         key = request.model, request.model_version, key_class(scopes)
-        series = self.series.get(key)
-        if series is None:
-            if len(self.series) >= MOST_SERIES:
-                self._drop(next(iter(self.series)))
-            series = self.series[key] = _Series(
-                self.ttft.labels(*key),
-                self.duration.labels(*key),
-                self.tokens.labels(*key, "input"),
-                self.tokens.labels(*key, "output"),
-                self.cached.labels(*key),
-            )
-        return key, series
+        if key not in self.series and len(self.series) >= MOST_SERIES:
+            self._drop(next(iter(self.series)))
+        self.series[key] = None
+        return key
 
     def _drop(self, key: SeriesKey) -> None:
         del self.series[key]
@@ -144,20 +115,6 @@ class Metrics:
             self._drop(key)
         for name in self.rows.keys() - kept:
             del self.rows[name]
-
-    # -- a scrape
-
-    def counts(self) -> Iterator[Metric]:
-        """The series that are read on the loop; those of the registry may be read in any thread."""
-        text = "Requests answered, by route and status."
-        requests = CounterMetricFamily("appliance_gateway_requests", text, labels=["route", "status"])
-        for (route, status), count in sorted(self.requests.items()):
-            requests.add_metric([route, str(status)], count)
-        text = "Things that happened to requests, by kind."
-        events = CounterMetricFamily("appliance_gateway_events", text, labels=["event"])
-        for event, count in sorted(self.events.items()):
-            events.add_metric([event], count)
-        yield from (requests, events)
 
 
 def key_class(scopes: frozenset[str]) -> str:

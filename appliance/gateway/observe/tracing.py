@@ -9,7 +9,6 @@ A thread of the SDK sends spans in batches; an unreachable collector loses spans
 
 from __future__ import annotations
 
-import threading
 import time
 
 from opentelemetry import trace
@@ -17,22 +16,14 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import MESSAGES, RESPONSES
-from runtime.network.heads_alone import HeadsAlone
 
 EXPORT_TIMEOUT_S = 3.0
+_W3C = TraceContextTextMapPropagator()
 _FAILED = Status(StatusCode.ERROR)
 # Operations by the name of a route; the others have no name in the conventions.
 _OPERATIONS = {
@@ -48,26 +39,20 @@ class Tracing:
     """One per worker. endpoint: base URL of the collector, to which `/v1/traces` is added."""
 
     def __init__(self, endpoint: str, worker: str) -> None:
-        self._provider = TracerProvider(
-            resource=Resource.create({"service.name": "appliance-gateway", "service.instance.id": worker})
-        )
-        exporter = OTLPSpanExporter(
-            endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S, session=HeadsAlone()
-        )
+        resource = Resource.create({"service.name": "appliance-gateway", "service.instance.id": worker})
+        self._provider = TracerProvider(resource=resource)
+        exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("appliance.gateway")
 
     def begin(self, request: Request) -> None:
         """Attach spans to the request and set its `traceparent` to their trace."""
-        spans = RequestSpans(self._tracer, request)
-        request.spans = spans
-        request.trace = _traceparent(spans.span)
+        request.spans = RequestSpans(self._tracer, request)
+        request.trace = _traceparent(request.spans.span)
 
     def close(self) -> None:
-        """Send remaining spans; blocks for at most EXPORT_TIMEOUT_S, whatever the collector does."""
-        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        sending.start()
-        sending.join(EXPORT_TIMEOUT_S)
+        """Send remaining spans; blocks for about EXPORT_TIMEOUT_S at most."""
+        self._provider.shutdown()
 
 
 class RequestSpans:
@@ -78,10 +63,10 @@ class RequestSpans:
         waited_s = time.monotonic() - request.received_s
         self.span: Span = tracer.start_span(
             "request",
-            context=set_span_in_context(NonRecordingSpan(_client(request.trace))) if request.trace else None,
+            context=_W3C.extract({"traceparent": request.trace.decode()}),
             kind=SpanKind.SERVER,
             start_time=time.time_ns() - int(waited_s * 1e9),
-            attributes={"http.route": request.route_name, "request_id": request.request_id.decode()},
+            attributes={"http.route": request.route.name, "request_id": request.request_id.decode()},
         )
         self._context = set_span_in_context(self.span)
         self._hold: Span | None = None
@@ -99,13 +84,9 @@ class RequestSpans:
 
     def attempt(self) -> bytes:
         """Record that the request goes to a replica now. Returns the `traceparent` for the engine."""
+        self._attempts = number = self._attempts + 1
         request = self._request
-        self._attempts += 1
-        ids: dict[str, str | int] = {
-            "replica": request.replica,
-            "version": request.model_version,
-            "attempt": self._attempts,
-        }
+        ids: dict[str, str | int] = {"replica": request.replica, "version": request.model_version, "attempt": number}
         self._attempt = self._tracer.start_span("attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids)
         return _traceparent(self._attempt)
 
@@ -117,12 +98,11 @@ class RequestSpans:
             self._attempt = None
 
     def end(self) -> None:
-        request = self._request
-        request.spans = None  # it knows them and they know it
+        self._request.spans = None  # they refer to each other
         self.unhold()
         self.attempt_ended(failed=False)
-        self.span.set_attributes(_attributes(request))
-        if request.status >= 500:
+        self.span.set_attributes(_attributes(self._request))
+        if self._request.status >= 500:
             self.span.set_status(_FAILED)
         self.span.end()
 
@@ -145,9 +125,8 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
         "gen_ai.usage.cache_read.input_tokens": tokens.found,
         "gen_ai.usage.output_tokens": tokens.completion,
     }
-    operation = _OPERATIONS.get(request.route_name)
-    if operation is not None:
-        attributes["gen_ai.operation.name"] = operation
+    if request.route.name in _OPERATIONS:
+        attributes["gen_ai.operation.name"] = _OPERATIONS[request.route.name]
     if request.stream_events:
         attributes["gen_ai.response.time_to_first_chunk"] = request.first_byte_s - request.received_s
     if request.status >= 400:
@@ -155,12 +134,7 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
     return attributes
 
 
-def _client(traceparent: bytes) -> SpanContext:
-    """The context of a `traceparent` that was checked (wire.accepted_trace)."""
-    _, trace_id, span_id, flags = traceparent.decode().split("-")
-    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
-
-
 def _traceparent(span: Span) -> bytes:
-    context = span.get_span_context()
-    return b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, set_span_in_context(span))
+    return carrier["traceparent"].encode()

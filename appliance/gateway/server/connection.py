@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
             self._answer_refused(self._refusal)
 
     def _answer_refused(self, error: HttpError) -> None:
-        self.state.metrics.requests["unknown", error.status] += 1
+        self.state.metrics.requests.labels("unknown", error.status).inc()
         self.transport.write(error_response(error, self.state.new_request_id()))
         # Closed with unread bytes, the connection is reset, which can destroy the answer on its way.
         if self.transport.can_write_eof():

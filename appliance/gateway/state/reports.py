@@ -99,7 +99,7 @@ async def metrics_text(state: State, *, controller_up: bool) -> bytes:
 
 async def series_text(state: State, *more: Metric) -> str:
     """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
-    of_now = [*state.metrics.counts(), *gauges(state), *more]
+    of_now = [state.metrics.counted_events(), *gauges(state), *more]
     # In a thread, as it may take 0.3 s; what is read of the state is read here.
     return await asyncio.to_thread(_text, of_now, state.metrics.registry, state.config)
 

@@ -208,8 +208,7 @@ class State:
             self.spending.refused(request)
         if request.spans is not None:
             request.spans.end()
-        if self.access_log.enabled:
-            self.access_log.add(request, now_s)
+        self.access_log.add(request, now_s)
 
 
 def _is_refusal(request: Request) -> bool:

@@ -86,7 +86,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     report = await bus.report(generation=77)
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert report["models"] == {}, "a table may have thousands of names, and a report comes four times a second"
-    box.state.metrics.arrived("n", 3, 0.0)
+    box.state.metrics.rows["n"].arrived(3, 0.0)
     assert load_report(box.state)["models"] == {
         "n": {
             "inflight": 0,
@@ -115,12 +115,12 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
     box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
     box.apply()
     for number in range(1000):
-        metrics.arrived(f"n{number}", 3, now_s - 1000.0)
+        metrics.rows[f"n{number}"].arrived(3, now_s - 1000.0)
     first = load_report(box.state, told)
     assert first["whole"] and len(first["models"]) == 1000
     again = load_report(box.state, told)
     assert not again["whole"] and again["models"] == {}
-    metrics.arrived("n7", 3, now_s)
+    metrics.rows["n7"].arrived(3, now_s)
     said = load_report(box.state, told)["models"]
     assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
     row = box.models.pop("n8")
@@ -130,7 +130,7 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
     box.models["n8"] = row
     box.apply()
     assert load_report(box.state, told)["models"].keys() == {"n7"}, "it counts from nothing"
-    metrics.arrived("n8", 3, now_s)
+    metrics.rows["n8"].arrived(3, now_s)
     assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
     assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
 
@@ -148,7 +148,7 @@ async def test_reports_after_the_first_have_only_models_with_requests_in_the_las
 async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBus) -> None:
     await bus.push(table := box.table())
     await bus.report(generation=table["generation"])
-    box.state.metrics.arrived("m", 3, 0.0)
+    box.state.metrics.rows["m"].arrived(3, 0.0)
     box.state.on_change(True)
     report = await bus.report()
     assert report["models"]["m"]["arrived_requests"] == 1

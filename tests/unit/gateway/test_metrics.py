@@ -94,7 +94,7 @@ async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> N
 async def test_workers_make_one_answer(tmp_path: Path) -> None:
     states = [State(GatewayConfig("", str(tmp_path / "bus"), name=f"gateway-{n}", workers=2)) for n in range(2)]
     for state, count in zip(states, (2, 5), strict=True):
-        state.metrics.requests["a", 200] = count
+        state.metrics.requests.labels("a", 200).inc(count)
     first, second = states
     assert second.snapshots is not None
     second.snapshots.write(await series_text(second), time.monotonic())

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 
 import pytest
 
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.observe import tracing
 from tests.front.collector import Collector, attributes, running_collector
 
 from .conftest import Box, Start, chat, request_bytes
@@ -104,69 +99,3 @@ async def test_without_an_endpoint_the_clients_trace_is_passed_on(box: Box) -> N
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
     with pytest.raises(ConfigInvalid, match="otlp_endpoint: 'collector:4318' given, expected"):
         GatewayConfig.from_mapping({"controller_socket": "/c", "bus_socket": "/b", "otlp_endpoint": "collector:4318"})
-
-
-class Odd:
-    """A collector that answers each request with `head` and `more` without end, `pause_s` in between."""
-
-    def __init__(self, head: bytes, more: bytes, pause_s: float) -> None:
-        self.server = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.server.getsockname()[1]}"
-        self.asked: list[bytes] = []
-        self.sent = 0
-        self.gone = threading.Event()
-        self._answer = head.replace(b"URL", self.url.encode()), more, pause_s
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        head, more, pause_s = self._answer
-        while True:
-            try:
-                client, _ = self.server.accept()
-                with client:
-                    self.asked.append(client.recv(65536).split(b"\r\n")[0])
-                    client.sendall(head)
-                    while more and self.sent < 64 << 20:
-                        client.sendall(more)
-                        self.sent += len(more)
-                        self.gone.wait(pause_s)
-            except OSError:
-                if self.gone.is_set():
-                    return
-
-
-@contextmanager
-def odd_collector(head: bytes, more: bytes = b"", pause_s: float = 0.0) -> Iterator[Odd]:
-    made = Odd(head, more, pause_s)
-    try:
-        yield made
-    finally:
-        made.gone.set()
-        made.server.close()
-
-
-def told(url: str) -> None:
-    """One span for this collector."""
-    made = tracing.Tracing(url, "w")
-    made._tracer.start_span("request").end()
-    made.close()
-
-
-def test_of_a_collectors_answer_no_more_than_its_head_is_read() -> None:
-    with odd_collector(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * (1 << 20)) as collector:
-        told(collector.url)
-        assert collector.asked == [b"POST /v1/traces HTTP/1.1"] and collector.sent < 32 << 20
-
-
-def test_a_collector_whose_head_drips_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 0.3)
-    with odd_collector(b"HTTP/1.1 200 OK\r\nx: ", b"x", 0.05) as collector:
-        began_s = time.monotonic()
-        told(collector.url)
-        assert time.monotonic() - began_s < 60
-
-
-def test_spans_go_to_no_address_that_a_collector_names() -> None:
-    with odd_collector(b"HTTP/1.1 307 T\r\nlocation: URL/elsewhere\r\ncontent-length: 0\r\n\r\n") as collector:
-        told(collector.url)
-        assert set(collector.asked) == {b"POST /v1/traces HTTP/1.1"}
