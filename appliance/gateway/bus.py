@@ -101,7 +101,7 @@ class BusClient:
             writer.transport.abort()
             return
         writer.write(orjson.dumps(load_report(self._gateway.state, self._reported), option=orjson.OPT_APPEND_NEWLINE))
-        rows = self._gateway.state.spending.meter.take()
+        rows = self._gateway.state.spending.take_sums()
         if rows:
             message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}
             writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))

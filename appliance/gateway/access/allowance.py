@@ -8,10 +8,8 @@ _MINUTE_S: Final = 60.0
 
 
 class Bucket:
-    """`limit` per minute, refilled evenly, a minute's worth at once; `level` may be negative after a request that cost
-    more than estimated. Times by the monotonic clock."""
-
-    __slots__ = ("limit", "level", "_at_s")
+    """A token bucket: `limit` per minute, refilled evenly, a minute's worth at once; `level` may be negative after a
+    request that cost more than estimated. Times by the monotonic clock."""
 
     def __init__(self, limit: int, now_s: float) -> None:
         self.limit = limit
@@ -36,8 +34,6 @@ class Refused(NamedTuple):
 class Allowance:
     """One key's buckets; None means no limit. A request takes its estimated tokens, and its cost corrects them later.
     limits: of requests and of tokens."""
-
-    __slots__ = ("limits", "_buckets")
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None, now_s: float) -> None:
         self.limits = (requests_per_minute, tokens_per_minute)
@@ -71,8 +67,8 @@ class Allowance:
 
 
 class OwnerUse:
-    """What all keys of one owner have open at this gateway: requests (including streams) and the bytes of their bodies;
-    and the bucket of requests that the controller answers. Ten keys do not allow ten times as much."""
+    """Open work of all keys of one owner: requests (streams among them) and bytes of bodies; and the bucket of requests
+    that the controller answers. Ten keys do not allow ten times as much."""
 
     requests: int = 0
     streams: int = 0
@@ -81,7 +77,7 @@ class OwnerUse:
 
 
 class KeyUse:
-    """The buckets of one key's own limits, what its owner has open, and how many tokens its open requests may take."""
+    """One key's buckets, its owner's open work, and the tokens that its open requests may take."""
 
     def __init__(self, owner: OwnerUse) -> None:
         self.owner = owner

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from appliance.gateway.access.allowance import KeyUse
-from appliance.gateway.answers.usage import NO_TOKENS, TokenRequest, Tokens
+from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.routes import UNKNOWN, Route
 from appliance.gateway.routing.table import Caller
 
@@ -14,22 +14,16 @@ Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
 
-def path_of(target: bytes) -> bytes:
-    """A target without its query."""
-    return target.partition(b"?")[0]
-
-
 class Request:
     """One request. Times by the monotonic clock.
 
-    received_s: when its head came, of inference its body (complete_s). sent_s: when an engine got it last;
-    left_after_s: how long that engine had computed when the client left or its key was revoked, else 0. row: of the
+    received_s: when its head came, of inference its body (complete_s). sent_s: when an engine got it last. row: of the
     table, by which it was placed. replica, model_version: where it is or was last; the version as the engine names it,
-    once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. asked: what it may
-    cost; estimated_tokens: charged to its key's allowance; under_way: counted against its key's quota while it is open;
-    tokens: its cost as the engine told it; counted: as open, weight: as how many, streams: as a stream. rate_headers:
-    about its key's allowance; more_headers: what its head asks for (http/wire.py); ignored: name the parts of it that
-    an engine does not get. head_only: its answer has no body. refused_model: the model it named, once known to exist.
+    once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. prompt_tokens:
+    estimated; charged: tokens taken from its key's allowance and counted against its quota while it is open; tokens:
+    its cost as the engine reported it. counted: as open, weight: as how many, streams: as a stream. rate_headers: about
+    its key's allowance; more_headers: what its head asks for (http/wire.py); ignored: name the parts of it that an
+    engine does not get. head_only: its answer has no body. refused_model: the model it named, once known to exist.
     session: the login of the page that it came by, empty for a key. spans: its `RequestSpans` (observe/tracing.py),
     only if traces are exported.
     """
@@ -44,31 +38,26 @@ class Request:
         self.caller: Caller | None = None
         self.use: KeyUse | None = None
         self.request_id = self.trace = b""
-        self.received_s = self.complete_s = self.sent_s = self.first_byte_s = self.left_after_s = 0.0
+        self.received_s = self.complete_s = self.sent_s = self.first_byte_s = 0.0
         self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
-        self.status = 0
-        self.model = self.row = self.model_version = self.replica = ""
-        self.refused_model = self.session = ""
-        self.estimated_tokens = self.under_way = 0
+        self.status = self.prompt_tokens = self.charged = 0
+        self.model = self.row = self.model_version = self.replica = self.refused_model = self.session = ""
         self.rate_headers: Pairs = ()
         self.more_headers: Pairs = ()
         self.ignored: Pairs = ()
         self.head_only = self.counted = self.streams = False
         self.weight = 1
-        self.asked: TokenRequest = NO_TOKENS
         self.tokens = Tokens()
         self.spans: Any = None
 
     def set_target(self, target: bytes) -> None:
         """target: path and query."""
         self.target = target
-        self.path = path_of(target)
+        self.path = target.partition(b"?")[0]
 
     @property
     def answer_headers(self) -> Pairs:
         """Headers of any answer to it, refused or not."""
-        if not self.more_headers and not self.ignored:
-            return self.rate_headers
         return [*self.rate_headers, *self.more_headers, *self.ignored]
 
     @property
@@ -87,7 +76,3 @@ class Request:
             "replica": self.replica,
             "trace_id": self.trace_id,
         }
-
-    @property
-    def route_name(self) -> str:
-        return self.route.name

@@ -1,4 +1,4 @@
-"""Reads token usage from the bytes of answers and sums it for the controller. Pure.
+"""Reads token usage from the bytes of answers. Pure.
 
 Every engine answer ends with its usage. Chat and completion streams report it only on request, so the gateway requests
 it, and removes the event for a client that did not.
@@ -7,8 +7,7 @@ it, and removes the event for a client that did not.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -81,32 +80,3 @@ class TokenRequest(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     sequences: int
-
-
-NO_TOKENS: Final = TokenRequest(0, 0, 1)
-
-
-_SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
-
-
-class Meter:
-    """Sums by key, model and version since the last `take`."""
-
-    def __init__(self) -> None:
-        self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-
-    def add(self, key: str, model: str, version: str, tokens: Tokens, failed: bool) -> None:
-        used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
-        self._sums[key, model, version].update(requests=1, errors=int(failed), **used)
-
-    def refuse(self, key: str, model: str) -> None:
-        """model: empty if not known to exist."""
-        self._sums[key, model, ""]["refused"] += 1
-
-    def take(self) -> list[dict[str, Any]]:
-        """The sums as rows of the bus's "usage" message; empty when nothing happened."""
-        sums, self._sums = self._sums, defaultdict(Counter)
-        return [
-            {"key": key, "model": model, "version": version, **{name: row[name] for name in _SUMS}}
-            for (key, model, version), row in sums.items()
-        ]

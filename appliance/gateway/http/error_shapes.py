@@ -53,7 +53,7 @@ def error_response(error: HttpError, request_id: bytes) -> bytes:
 def event(error: HttpError, request: Request, sent: int) -> bytes:
     """The error as an event of a stream that has had `sent` events."""
     _, body = shaped(error, request, request.request_id)
-    if request.route_name == RESPONSES:
+    if request.route.name == RESPONSES:
         inner = orjson.loads(body)["error"]
         fields = {"code": inner["code"] or inner["type"], "message": inner["message"], "param": inner["param"]}
         body = orjson.dumps({"type": "error", "sequence_number": sent, **fields, "error": inner})

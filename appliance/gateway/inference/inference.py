@@ -34,7 +34,7 @@ from appliance.gateway.payload.request_check import Checked, with_fields, with_m
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
-from appliance.gateway.state.exchange import ClientGone, Exchange
+from appliance.gateway.state.exchange import Exchange
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -271,23 +271,17 @@ class Inference:
             state.metrics.added.observe(request.sent_s - request.received_s)
         alone = choice.load.inflight == 1
         session = state.engines.of(choice.replica.socket)
-        try:
-            async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
-                named = response.headers.get("x-appliance-model-version")
-                if named is not None and not self._may_be_adapter():
-                    # The engine knows the version of its first token; the table may lag behind a swap.
-                    request.model_version = named
-                if response.status >= 400:
-                    await self._refused(response, session)
-                elif response.content_type == "text/event-stream":
-                    await self._relay_stream(response, choice, session, alone)
-                else:
-                    await self._relay_whole(response, choice)
-        except (asyncio.CancelledError, ClientGone):
-            ended = self.exchange.ended
-            if ended is None or ended.status < 500:  # not by the box itself: what an engine computed is to be paid for
-                request.left_after_s = max(time.monotonic() - request.sent_s, 1e-6)
-            raise
+        async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
+            named = response.headers.get("x-appliance-model-version")
+            if named is not None and not self._may_be_adapter():
+                # The engine knows the version of its first token; the table may lag behind a swap.
+                request.model_version = named
+            if response.status >= 400:
+                await self._refused(response, session)
+            elif response.content_type == "text/event-stream":
+                await self._relay_stream(response, choice, session, alone)
+            else:
+                await self._relay_whole(response, choice)
 
     def _first_bytes(self, choice: Choice, alone: bool = False) -> None:
         """alone: nothing else was on the replica when it was sent."""
@@ -432,7 +426,7 @@ class Inference:
             self.state.metrics.events["upstream_unreached"] += 1
             self.unreached += 1
             raise AttemptFailed(errors.engine_failed(), sent=False)
-        route = self.request.route_name
+        route = self.request.route.name
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(route, "input"))
         after = headers.get("retry-after", "")
         if after.isdigit() and len(after) < 10:
@@ -493,8 +487,6 @@ class Inference:
             log.warning("the engine was silent for too long", extra=ids)
             if choice.replica.avoid:  # the engine gives no sign of life to anybody
                 state.router.fail(choice, time.monotonic())
-            else:
-                self.request.left_after_s = time.monotonic() - self.request.sent_s
             raise failure.error
         self.sent += 1
         self.avoided.add(choice.replica.id)

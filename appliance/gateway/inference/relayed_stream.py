@@ -36,7 +36,7 @@ class RelayedStream:
         self._request = request
         self._hides_usage = hides_usage
         # Answers of /v1/responses repeat the request, whose tools may have any text: their transcript reads the usage.
-        self._reads_usage = request.route_name not in (RESPONSES, INPUT_TOKENS)
+        self._reads_usage = request.route.name not in (RESPONSES, INPUT_TOKENS)
         self._tail = self._partial = self._before = b""
 
     def take(self, body: bytes, *, last: bool = False) -> bytes:

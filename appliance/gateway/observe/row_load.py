@@ -55,9 +55,9 @@ class RowLoad:
         """Count a finished request. token_s: mean time from one token to the next, of a stream."""
         self.active_s = now_s
         prompt = request.tokens.prompt
-        if prompt and request.asked.prompt_tokens:
+        if prompt and request.prompt_tokens:
             fade = 1.0 if self._estimated < _COMPUTED_TOKENS else 0.5
-            self._estimated = self._estimated * fade + request.asked.prompt_tokens
+            self._estimated = self._estimated * fade + request.prompt_tokens
             self._computed = self._computed * fade + max(prompt - request.tokens.found, 0)
         if token_s is not None:
             self._tpot.append((now_s, token_s))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.server import ServerState
 
+from appliance.gateway.access.limits import Spending
 from appliance.gateway.access.request import Request
-from appliance.gateway.access.spending import Spending
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
@@ -201,9 +201,9 @@ class State:
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
-        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine told
+        self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:
-            self.spending.account(request, now_s)
+            self.spending.account(request)
         elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
             self.spending.refused(request)
         if request.spans is not None:

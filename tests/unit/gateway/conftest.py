@@ -151,6 +151,10 @@ class Box:
     def state(self) -> State:
         return self.gateway.state
 
+    def answered(self) -> float:
+        """Number of answers so far."""
+        return sum(sample.value for family in self.state.metrics.requests.collect() for sample in family.samples)
+
     async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
         self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()
         return self.engines[name]

@@ -227,7 +227,7 @@ async def test_a_version_by_its_name(box: Box) -> None:
     answer = await box.ask("POST", "/v1/chat/completions", ask)
     assert (answer.status, answer.headers["x-appliance-model-version"]) == (200, "v1")
     assert box.engines["e0"].requests[0].json["model"] == "m", "as its engine knows it"
-    assert box.state.spending.meter.take()[0]["model"] == "m"
+    assert box.state.spending.take_sums()[0]["model"] == "m"
     missing = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@v9"})
     assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_version_not_served", "model")
     assert "`v1` is" in missing.error["message"]

@@ -157,7 +157,7 @@ async def test_tokens_are_counted_by_the_engine_and_paid_for(box: Box) -> None:
     answer = await box.ask("POST", URL + "/count_tokens", chat(system="s"), key=None, headers=key)
     assert (answer.status, json.loads(answer.body)) == (200, {"input_tokens": 7})
     assert asked == [URL + "/count_tokens"]
-    (row,) = box.state.spending.meter.take()
+    (row,) = box.state.spending.take_sums()
     assert row["key"] == "key_inference" and row["prompt_tokens"] > 0 and row["completion_tokens"] == 0
     for field in ("stream", "max_tokens"):
         told(await box.ask("POST", URL + "/count_tokens", chat(**{field: 1})), 400, "invalid_request_error")

@@ -296,11 +296,7 @@ async def test_silent_engine_times_out(start_box: Start) -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_who_asks_so_much_that_its_engine_is_silent_pays_and_the_engine_takes_others(
-    start_box: Start, hangs: bool
-) -> None:
-    """Its engine was avoided for a moment, by everybody: requests that came to that one after the other kept the only
-    engine of a model from all others, and paid nothing."""
+async def test_silent_engine_is_avoided_only_if_it_gives_no_sign_of_life(start_box: Start, hangs: bool) -> None:
     box = await start_box(limits={"upstream_silence_s": 0.05})
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -312,8 +308,6 @@ async def test_who_asks_so_much_that_its_engine_is_silent_pays_and_the_engine_ta
         box.models["m"]["replicas"][0]["avoid"] = True
         box.apply()
     assert (await box.ask("POST", "/v1/chat/completions", chat(max_tokens=300))).status == 504
-    (row,) = box.state.spending.meter.take()
-    assert (row["prompt_tokens"] > 0, row["completion_tokens"]) == ((False, 0) if hangs else (True, 0))
     assert (box.state.router.loads["e0"].failures == 1) is hangs
     if not hangs:
         box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)

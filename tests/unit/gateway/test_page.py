@@ -124,19 +124,16 @@ async def test_who_does_not_read_is_answered_no_more_however_alike_his_requests_
         conn.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         refused = request_bytes("POST", "/v1/chat/completions", {"model": "nobody" * 80, "messages": []})
 
-        def answered() -> int:
-            return sum(box.state.metrics.requests.values())
-
         while not conn.flow.write_paused:
-            before = answered()
+            before = box.answered()
             await loop.sock_sendall(sock, refused)
-            await box.until(lambda before=before: answered() > before or conn.flow.write_paused)
-        before = answered()
+            await box.until(lambda before=before: box.answered() > before or conn.flow.write_paused)
+        before = box.answered()
         for _ in range(3):
             await loop.sock_sendall(sock, refused)
             # Somebody else's request is read after it.
             assert (await box.ask("GET", "/v1/nothing")).status == 404
-        assert answered() == before + 3
+        assert box.answered() == before + 3
 
 
 async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None:
@@ -152,9 +149,9 @@ async def test_who_reads_late_is_answered_all_in_order(start_box: Start) -> None
         await wire.send(b"".join(b"GET %b HTTP/1.1\r\nHost: box\r\n\r\n" % target for target in asked))
 
     while not conn.flow.write_paused:
-        count = sum(box.state.metrics.requests.values())
+        count = box.answered()
         await ask(LARGEST[0])
-        await box.until(lambda count=count: sum(box.state.metrics.requests.values()) > count or conn.flow.write_paused)
+        await box.until(lambda count=count: box.answered() > count or conn.flow.write_paused)
     await ask(b"/ui", LARGEST[0], b"/nosuch", b"/ui")
     wire.reader._limit = 1 << 16
     for target in targets:

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.gateway.access.allowance import Bucket
 from appliance.gateway.access.auth import LOGIN_BODY_BYTES
-from appliance.gateway.access.spending import LOGINS_PER_MINUTE
+from appliance.gateway.access.limits import LOGINS_PER_MINUTE
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.ui.site import STATIC
@@ -67,7 +67,7 @@ async def test_a_chat_of_the_page_is_the_keys(start_box: Start) -> None:
     begin(box, "sk-test-inference")
     answer = await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=BY_PAGE)
     assert answer.status == 200
-    assert [row["key"] for row in box.state.spending.meter.take()] == ["key_inference"]
+    assert [row["key"] for row in box.state.spending.take_sums()] == ["key_inference"]
 
 
 # What a browser sends of its own for other pages, with the cookie, which it sends to every port of the host.

@@ -1,16 +1,15 @@
-"""Tracks what keys spend: requests and tokens per minute, quotas, what owners have open, and sums of usage."""
+"""Limits what keys and owners spend and have open at one gateway process, and sums up what was spent."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
 from appliance.gateway.access.request import Request
-from appliance.gateway.answers.usage import Meter
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
@@ -20,6 +19,7 @@ from appliance.gateway.routing.table import Caller
 LOGINS_PER_MINUTE: Final = 100
 """From one address. More than a person needs: those behind a proxy come from its address."""
 _ADDRESSES: Final = 1024
+_SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 
 
 class Spending:
@@ -27,61 +27,52 @@ class Spending:
     port. tell_others: sends them what a key has spent here (`heard`): its id, requests and tokens."""
 
     def __init__(self, events: defaultdict[str, int], workers: int) -> None:
-        self.meter = Meter()
         self.tell_others: Callable[[str, int, int], None] = lambda key, requests, tokens: None
         self._events = events
         self._workers = workers
         self._callers: dict[str, Caller] = {}
-        self._uses: dict[str, KeyUse] = {}
-        self._owners: dict[str, OwnerUse] = {}
-        # By address, the one that asked longest ago first.
+        # By key and owner: a key may get another owner, whose open requests it then shares.
+        self._uses: dict[tuple[str, str], KeyUse] = {}
+        self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
+        # By address, the latest last.
         self._logins: dict[str, Bucket] = {}
+        # By key, model and version.
+        self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
 
     def apply(self, callers: Iterable[Caller]) -> None:
-        """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
-        reference to it."""
+        """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
         self._callers = {caller.id: caller for caller in callers}
-        owners = {caller.id: caller.owner for caller in self._callers.values()}
-        self._uses = {
-            key: use for key, use in self._uses.items() if key in owners and self._owners.get(owners[key]) is use.owner
-        }
-        live = set(owners.values())
-        self._owners = {owner: use for owner, use in self._owners.items() if owner in live}
+        self._uses = {name: use for name, use in self._uses.items() if name[0] in self._callers}
 
     def use_of(self, caller: Caller) -> KeyUse:
-        use = self._uses.get(caller.id)
-        if use is None:
-            of_owner = self._owners.setdefault(caller.owner, OwnerUse())
-            use = self._uses[caller.id] = KeyUse(of_owner)
-        return use
+        name = caller.id, caller.owner
+        if name not in self._uses:
+            self._uses[name] = KeyUse(self._owners[caller.owner])
+        return self._uses[name]
 
-    # -- before the body is looked at
+    # -- before the body is read
 
     def admit(self, request: Request, limits: Limits) -> None:
-        """Raise HttpError unless the key has quota left, is within its requests per minute and its owner has few enough
-        open.
-
-        Spends the request: one with an invalid body counts too."""
+        """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota, the requests
+        per minute, or the owner's open requests."""
         caller, use = request.caller, request.use
         assert caller is not None and use is not None
-        spent_until_s = caller.spent_until_s
-        if spent_until_s is not None and time.time() < spent_until_s:
+        if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
             self._events["quota_spent"] += 1
-            raise errors.quota_spent(spent_until_s, caller.spent_quota)
+            raise errors.quota_spent(caller.spent_until_s, caller.spent_quota)
         self._check_open(use.owner, 1, limits)
-        use.allowance = self._allowance(caller, use)
         self._take(request, 1, 0)
 
     def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
         """Count a request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
         if ADMIN in caller.scopes:
             return
-        limit, now_s, bucket = limits.owner_control_requests_per_minute, time.monotonic(), use.owner.control
-        if bucket is None or bucket.limit != limit:
-            bucket = use.owner.control = Bucket(limit, now_s)
+        now_s, bucket = time.monotonic(), use.owner.control
+        if bucket is None:
+            bucket = use.owner.control = Bucket(limits.owner_control_requests_per_minute, now_s)
         if wait_s := bucket.wait_s(1, now_s):
             self._events["control_limited"] += 1
-            raise errors.rate_limited("requests to control routes", limit, wait_s)
+            raise errors.rate_limited("requests to control routes", bucket.limit, wait_s)
         bucket.level -= 1
 
     def opened_control(self, request: Request, limits: Limits) -> None:
@@ -96,8 +87,7 @@ class Spending:
     def admit_login(self, address: str) -> None:
         """Count a request to a login provider's routes, which come without a key. Raises HttpError 503."""
         now_s = time.monotonic()
-        bucket = self._logins.pop(address, Bucket(LOGINS_PER_MINUTE, now_s))
-        self._logins[address] = bucket
+        bucket = self._logins[address] = self._logins.pop(address, Bucket(LOGINS_PER_MINUTE, now_s))
         if len(self._logins) > _ADDRESSES:
             del self._logins[next(iter(self._logins))]
         if wait_s := bucket.wait_s(1, now_s):
@@ -105,10 +95,10 @@ class Spending:
             raise errors.unavailable("Too many logins at once. Please retry.", "too_many_logins", math.ceil(wait_s))
         bucket.level -= 1
 
-    # -- when it is known what it asks for
+    # -- once its content is known
 
     def opened(self, request: Request, checked: Checked, limits: Limits) -> None:
-        """Count a request that goes to an engine; `closed` must follow. Raise HttpError unless the key has enough
+        """Count a request that goes to an engine; `closed` must follow. Raise HttpError 429 unless the key has enough
         tokens and its owner few enough requests and streams."""
         caller, use = request.caller, request.use
         assert caller is not None and use is not None
@@ -117,16 +107,14 @@ class Spending:
         if checked.stream and use.owner.streams >= limits.owner_streams:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("streams", limits.owner_streams)
-        # What it costs is known only at its end: all that a key had open at once went past its quota. One alone may.
+        # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         quota = None if caller.quota is None else max(1, caller.quota // self._workers)
         if quota is not None and use.under_way and use.under_way + checked.tokens > quota:
             self._events["concurrency_limited"] += 1
             raise errors.too_much_of_a_quota(use.under_way, checked.tokens, quota)
-        if use.allowance is not None:
-            self._take(request, 0, checked.tokens)
-            request.estimated_tokens = checked.tokens
+        self._take(request, 0, checked.tokens)
         request.counted, request.streams, request.weight = True, checked.stream, checked.weight
-        request.under_way, request.asked = checked.tokens, checked.asked
+        request.charged, request.prompt_tokens = checked.tokens, checked.prompt_tokens
         use.under_way += checked.tokens
         use.owner.requests += checked.weight
         use.owner.streams += checked.stream
@@ -137,69 +125,67 @@ class Spending:
         request.counted = False
         use.owner.requests -= request.weight
         use.owner.streams -= request.streams
-        use.under_way -= request.under_way
+        use.under_way -= request.charged
 
     def _check_open(self, owner: OwnerUse, weight: int, limits: Limits) -> None:
         if owner.requests + min(weight, limits.owner_requests) > limits.owner_requests:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("requests", limits.owner_requests)
 
-    # -- a key's limits by the minute
+    # -- limits per minute
 
-    def _allowance(self, caller: Caller, use: KeyUse) -> Allowance | None:
-        limits = (caller.requests_per_minute, caller.tokens_per_minute)
-        if limits == (None, None):
-            return None
+    def _allowance(self, caller: Caller) -> Allowance:
+        use, limits = self.use_of(caller), (caller.requests_per_minute, caller.tokens_per_minute)
         if use.allowance is None or use.allowance.limits != limits:
-            return Allowance(*limits, time.monotonic())
+            use.allowance = Allowance(*limits, time.monotonic())
         return use.allowance
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
         """Raises HttpError 429."""
-        caller, use = request.caller, request.use
-        assert caller is not None and use is not None
-        if use.allowance is None:
-            return
-        now_s = time.monotonic()
-        refused = use.allowance.take(requests, tokens, now_s)
-        request.rate_headers = use.allowance.headers(now_s)
+        assert request.caller is not None
+        allowance, now_s = self._allowance(request.caller), time.monotonic()
+        refused = allowance.take(requests, tokens, now_s)
+        request.rate_headers = allowance.headers(now_s)
         if refused is not None:
             self._events["rate_limited"] += 1
             raise errors.rate_limited(*refused)
-        self.tell_others(caller.id, requests, tokens)
+        self._tell(request.caller, requests, tokens)
+
+    def _tell(self, caller: Caller, requests: int, tokens: int) -> None:
+        if caller.requests_per_minute is not None or caller.tokens_per_minute is not None:
+            self.tell_others(caller.id, requests, tokens)
 
     def heard(self, key: str, requests: int, tokens: int) -> None:
-        """Another process of this port says that a key has spent this there."""
-        caller = self._callers.get(key)
-        if caller is not None:
-            use = self.use_of(caller)
-            use.allowance = self._allowance(caller, use)
-            if use.allowance is not None:
-                use.allowance.spend(requests, tokens)
+        """Another process of this port reports what a key has spent there."""
+        if key in self._callers:
+            self._allowance(self._callers[key]).spend(requests, tokens)
 
     # -- when it is over
 
-    def account(self, request: Request, now_s: float) -> None:
+    def account(self, request: Request) -> None:
         """Charge an inference request's cost to its key's allowance and to the sums for the controller."""
-        caller, use, tokens, expected = request.caller, request.use, request.tokens, request.asked
-        if caller is None or not request.model:
-            return
-        left = request.left_after_s > 0
-        if left or (not tokens.total and request.status == 200 and request.first_byte_s):
-            # No engine reports the cost: the client left, its key was revoked, or the engine died in mid-stream. Charge
-            # the prompt and the events that were delivered.
-            tokens.prompt = tokens.prompt or expected.prompt_tokens
-            tokens.completion = max(tokens.completion, min(request.stream_events, expected.completion_tokens))
-        if request.estimated_tokens and use is not None and use.allowance is not None:
-            cost = tokens.total
-            if not cost and 400 <= request.status < 500 and request.sent_s:
-                # An engine has read it and refused it, as too long for instance.
-                cost = min(expected.prompt_tokens, request.estimated_tokens)
-            use.allowance.spend(0, cost - request.estimated_tokens)
-            self.tell_others(caller.id, 0, cost - request.estimated_tokens)
-        self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
+        caller, tokens = request.caller, request.tokens
+        assert caller is not None
+        if not tokens.completion and request.sent_s and request.status in (200, 401, 499):
+            # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
+            tokens.prompt = tokens.prompt or request.prompt_tokens
+            tokens.completion = request.stream_events
+        correction = tokens.total - request.charged
+        self._allowance(caller).spend(0, correction)
+        self._tell(caller, 0, correction)
+        used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
+        sums = self._sums[caller.id, request.model, request.model_version]
+        sums.update(requests=1, errors=int(request.status >= 500), **used)
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""
         if request.caller is not None:
-            self.meter.refuse(request.caller.id, request.refused_model)
+            self._sums[request.caller.id, request.refused_model, ""]["refused"] += 1
+
+    def take_sums(self) -> list[dict[str, Any]]:
+        """The sums since the last call, as rows of the bus's "usage" message."""
+        sums, self._sums = self._sums, defaultdict(Counter)
+        return [
+            {"key": key, "model": model, "version": version, **{name: row[name] for name in _SUMS}}
+            for (key, model, version), row in sums.items()
+        ]
