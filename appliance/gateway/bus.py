@@ -1,13 +1,15 @@
 """Connects the gateway to the bus: JSON lines over the controller's Unix socket, tables in, load reports out.
 
 While the controller is unreachable the last table stays in force. After each (re)connection the controller sends a
-whole table; the report that follows tells it which generation is applied.
+whole table; the report that follows tells it which generation is applied. Usage is sent again on each connection until
+the controller has counted it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import msgspec
 import orjson
@@ -19,8 +21,10 @@ from appliance.gateway.state.reports import load_report
 log = logging.getLogger("appliance.gateway")
 
 LINE_BYTES = 64 * 1024 * 1024
-BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+RECONNECT_S = 0.2
 HEARTBEAT_S = 5.0
+COUNTED = b'{"type":"counted"}\n'
+"""The controller's answer to a usage message."""
 
 
 class BusClient:
@@ -31,33 +35,29 @@ class BusClient:
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reported: set[str] = set()
+        # Rows that the controller has not counted yet, and whether this connection has them.
+        self._usage: list[dict[str, Any]] = []
+        self._usage_sent = False
         gateway.state.on_change = self.changed
 
     async def run(self) -> None:
         """Connect, read, reconnect; returns only when cancelled."""
-        attempt = 0
-        path = self._gateway.config.bus_socket
+        state = self._gateway.state
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
-            except OSError as error:
-                self._gateway.state.controller_away = True
-                if attempt == 0:
-                    log.info("bus: the controller is unreachable (%s), serving from the last table", error.strerror)
-            else:
-                attempt = 0
-                self._writer, self._reported = writer, set()
-                self._gateway.state.controller_away = False
-                try:
-                    await self._read(reader)
-                except (OSError, ValueError, msgspec.MsgspecError) as error:
-                    log.warning("bus: connection closed: %s", error)
-                finally:
+                path = self._gateway.config.bus_socket
+                reader, self._writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
+                self._reported, self._usage_sent, state.controller_away = set(), False, False
+                await self._read(reader)
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                if not state.controller_away:
+                    log.warning("bus: the controller is away, serving from the last table: %s", error)
+            finally:
+                state.controller_away = True
+                if self._writer is not None:
+                    self._writer.close()
                     self._writer = None
-                    self._gateway.state.controller_away = True
-                    writer.close()
-            await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
-            attempt += 1
+            await asyncio.sleep(RECONNECT_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Apply tables until the connection ends. Raises ValueError on a line that is too long or not JSON."""
@@ -70,6 +70,9 @@ class BusClient:
                 continue
             if not line:
                 return
+            if line == COUNTED:
+                self._usage = []
+                continue
             try:
                 # In a thread, because a table may have thousands of rows; until it is read the last one is in force.
                 message = await asyncio.to_thread(read_message, line)
@@ -93,15 +96,17 @@ class BusClient:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        writer = self._writer
+        writer, state = self._writer, self._gateway.state
         if writer is None or writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(load_report(self._gateway.state, self._reported), option=orjson.OPT_APPEND_NEWLINE))
-        rows = self._gateway.state.spending.take_sums()
-        if rows:
-            message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}
+        writer.write(orjson.dumps(load_report(state, self._reported), option=orjson.OPT_APPEND_NEWLINE))
+        if not self._usage:
+            self._usage, self._usage_sent = state.spending.take_sums(), False
+        if self._usage and not self._usage_sent:
+            message = {"type": "usage", "gateway": self._gateway.config.name, "rows": self._usage}
             writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+            self._usage_sent = True

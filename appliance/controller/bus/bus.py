@@ -303,8 +303,11 @@ class Bus:
     def _take(self, gateway: _Gateway, line: bytes) -> None:
         message = orjson.loads(line)
         if isinstance(message, dict) and message.get("type") == "usage" and isinstance(message.get("rows"), list):
-            if self._on_usage is not None:
-                self._tell("usage", self._on_usage, message["rows"])
+            try:
+                if self._on_usage is not None:
+                    self._tell("usage", self._on_usage, message["rows"])
+            finally:
+                gateway.writer.write(b'{"type":"counted"}\n')  # also invalid rows, or they would come without end
             return
         if not isinstance(message, dict) or message.get("type") != "load":
             raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")

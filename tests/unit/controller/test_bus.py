@@ -476,7 +476,7 @@ async def test_what_a_message_sets_off_here_breaks_no_connection(tmp_path: Path)
     await reported(bus, "r1", 2)
     assert taken == [1, 2] and background.degraded() == []
     await gateway.send({"type": "usage", "rows": []})  # but a message that is none of ours does
-    await gateway.table()
+    assert [(await gateway.table())["type"] for _ in range(4)] == ["table", "counted", "counted", "counted"]
     assert await asyncio.wait_for(gateway._reader.read(), 60) == b"" and background.degraded() == []
     await gateway.close()
     await bus.stop()

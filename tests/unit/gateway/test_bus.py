@@ -15,7 +15,7 @@ import pytest
 from msgspec import ValidationError
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.bus import BusClient
+from appliance.gateway.bus import COUNTED, BusClient
 from appliance.gateway.observe.row_load import RECENT_S
 from appliance.gateway.state.reports import load_report
 from tests.unit.gateway.tables import parse_table
@@ -247,6 +247,26 @@ async def test_controller_goes_and_comes_back(box: Box, bus: DummyBus) -> None:
     await asyncio.wait_for(bus.connected.wait(), 60)
     await bus.push({**box.table(), "generation": 500})
     await bus.report(generation=500)
+
+
+async def test_usage_is_sent_again_until_it_is_counted(box: Box, bus: DummyBus) -> None:
+    async def usage() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60):
+            while (message := await bus.reports.get())["type"] != "usage":
+                pass
+        return message["rows"]
+
+    await box.ask("POST", "/v1/chat/completions", chat())
+    first = await usage()
+    await bus.stop()
+    await box.ask("POST", "/v1/chat/completions", chat("nobody"))
+    await bus.start()
+    box.state.on_change(True)
+    await asyncio.wait_for(bus.connected.wait(), 60)
+    assert await usage() == first and first[0]["requests"] == 1
+    await bus.push(COUNTED)
+    await bus.push(box.table())
+    assert [row["refused"] for row in await usage()] == [1]
 
 
 async def test_line_that_is_not_json_costs_the_connection_not_the_table(box: Box, bus: DummyBus) -> None:
