@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from appliance.gateway.core import errors
 
@@ -40,10 +41,9 @@ KEYLESS = frozenset({Kind.HEALTH, Kind.PREFLIGHT, Kind.PAGE, Kind.LOGIN})
 class Route:
     """One row of the allowlist.
 
-    scopes: any one of them (or admin) suffices. task: required task of the model. stream_end: last bytes of a complete
-    SSE stream of this route, None without a fixed ending. engine_path: for inference. converses: it needs the model's
-    chat template. upload: bodies may be as large as a file. page: the box's own page uses it, so that a login of the
-    page does in place of a key.
+    scopes: any one of them (or admin) suffices. task: required task of the model. engine_path: for inference.
+    converses: it needs the model's chat template. upload: bodies may be as large as a file. page: the box's own page
+    uses it, so that a login of the page does in place of a key.
     """
 
     name: str
@@ -52,7 +52,6 @@ class Route:
     scopes: frozenset[str]
     urls: re.Pattern[bytes]
     task: str | None = None
-    stream_end: bytes | None = None
     engine_path: bytes = b""
     converses: bool = False
     upload: bool = False
@@ -65,46 +64,30 @@ _ADMIN = frozenset({ADMIN})
 _READ_MODELS = frozenset({INFERENCE, FINE_TUNING, READ})
 _ANY = frozenset({ADMIN, READ, METRICS, INFERENCE, FINE_TUNING})
 _NOBODY = frozenset[str]()
-_DONE = b"data: [DONE]\n\n"
 
 
-def _urls(pattern: str) -> re.Pattern[bytes]:
-    """`/a`: this URL; `/a/*`: those below it; `/a/**`: it and those below it; `/a/*/b`: those below it that end so."""
-    return re.compile(pattern.replace("/**", "(?:/.+)?").replace("/*", "/.+").encode(), re.DOTALL)
+def _route(kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str, **more: Any) -> Route:
+    """url: `/a`: this URL; `/a/*`: those below it; `/a/**`: it and those below it; `/a/*/b`: those below it that end
+    so. more: fields of `Route`."""
+    pattern = url.replace("/**", "(?:/.+)?").replace("/*", "/.+").encode()
+    return Route(name, kind, frozenset(methods.encode().split()), scopes, re.compile(pattern, re.DOTALL), **more)
 
 
-def _inference(url: str, name: str, task: str, stream_end: bytes | None, engine_path: str = "") -> Route:
-    return Route(
-        name,
-        Kind.INFERENCE,
-        frozenset({b"POST"}),
-        _INF,
-        _urls(url),
-        task,
-        stream_end,
-        engine_path=(engine_path or url).encode(),
-        converses=task == "generate" and name != "completions",
-        page=name == "chat.completions",
-    )
+def _inference(url: str, name: str, task: str = "generate", engine_path: str = "") -> Route:
+    more = {"task": task, "engine_path": (engine_path or url).encode(), "page": name == "chat.completions"}
+    converses = task == "generate" and name != "completions"
+    return _route(Kind.INFERENCE, "POST", url, _INF, name, converses=converses, **more)
 
 
-def _other(
-    kind: Kind, methods: str, url: str, scopes: frozenset[str], name: str, *, upload: bool = False, page: bool = False
-) -> Route:
-    return Route(name, kind, frozenset(methods.encode().split()), scopes, _urls(url), upload=upload, page=page)
-
-
-def _control(
-    methods: str, url: str, scopes: frozenset[str], name: str = "", *, upload: bool = False, page: bool = True
-) -> Route:
+def _control(methods: str, url: str, scopes: frozenset[str], name: str = "", page: bool = True, **more: Any) -> Route:
     name = name or url.partition("/*")[0].rpartition("/")[2]
-    return _other(Kind.CONTROL, methods, url, scopes, name, upload=upload, page=page)
+    return _route(Kind.CONTROL, methods, url, scopes, name, page=page, **more)
 
 
 # A browser's question before a page's request; any URL, since the request itself is checked when it comes.
-PREFLIGHT = _other(Kind.PREFLIGHT, "OPTIONS", "", _NOBODY, "preflight")
+PREFLIGHT = _route(Kind.PREFLIGHT, "OPTIONS", "", _NOBODY, "preflight")
 # The route of a request until its own is known.
-UNKNOWN = _other(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
+UNKNOWN = _route(Kind.UNKNOWN, "", "", _NOBODY, "unknown")
 # Browsers are sent to the page from here; for programs it is an unknown URL.
 FRONT_DOOR = b"/"
 ROTATION = _control("POST", "/admin/v1/*/rotate", _ADMIN, "admin")
@@ -113,21 +96,21 @@ _KEPT = "stored completions"
 
 # The first row whose URLs and methods match.
 ROUTES: tuple[Route, ...] = (
-    _inference("/v1/chat/completions", "chat.completions", "generate", _DONE),
-    _inference("/v1/completions", "completions", "generate", _DONE),
-    _inference("/v1/responses", RESPONSES, "generate", None),
-    _inference("/v1/responses/input_tokens", INPUT_TOKENS, "generate", None, "/v1/responses/render"),
-    _inference("/v1/messages", MESSAGES, "generate", b'"type":"message_stop"}\n\n'),
-    _inference("/v1/messages/count_tokens", COUNT_TOKENS, "generate", None),
-    _inference("/v1/embeddings", "embeddings", "embed", None),
-    _other(Kind.HEALTH, "GET", "/health", _NOBODY, "health"),
-    _other(Kind.METRICS, "GET", "/metrics", frozenset({ADMIN, READ, METRICS}), "metrics"),
+    _inference("/v1/chat/completions", "chat.completions"),
+    _inference("/v1/completions", "completions"),
+    _inference("/v1/responses", RESPONSES),
+    _inference("/v1/responses/input_tokens", INPUT_TOKENS, engine_path="/v1/responses/render"),
+    _inference("/v1/messages", MESSAGES),
+    _inference("/v1/messages/count_tokens", COUNT_TOKENS),
+    _inference("/v1/embeddings", "embeddings", "embed"),
+    _route(Kind.HEALTH, "GET", "/health", _NOBODY, "health"),
+    _route(Kind.METRICS, "GET", "/metrics", frozenset({ADMIN, READ, METRICS}), "metrics"),
     # The page's files need no key; its requests do.
-    _other(Kind.PAGE, "GET", "/ui/**", _NOBODY, "page"),
-    _other(Kind.PAGE, "GET", "/", _NOBODY, "page"),
+    _route(Kind.PAGE, "GET", "/ui/**", _NOBODY, "page"),
+    _route(Kind.PAGE, "GET", "/", _NOBODY, "page"),
     # The page's way to a login provider and back, before anybody has a key or a login.
-    _other(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login", page=True),
-    _other(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", page=True),
+    _route(Kind.LOGIN, "GET", "/admin/v1/oidc", _NOBODY, "login", page=True),
+    _route(Kind.LOGIN, "POST", "/admin/v1/oidc/(?:begin|finish)", _NOBODY, "login", page=True),
     _control("GET", "/v1/chat/completions/**", _INF, _KEPT, page=False),
     _control("POST DELETE", "/v1/chat/completions/*", _INF, _KEPT, page=False),
     _control("GET DELETE", "/v1/responses/*", _INF, "stored responses", page=False),

@@ -6,6 +6,7 @@ tells whether a stream has ended as its route's streams do. All other bytes pass
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import orjson
@@ -20,6 +21,9 @@ from appliance.gateway.http import error_shapes
 ERROR_EVENT: Final = b'data: {"error"'
 _EVENT: Final = b'data: {"'
 _USAGE: Final = b'"usage"'
+_LAST_EVENT: Final = re.compile(
+    rb"^(?:data: \[DONE\]|event: (?:message_stop|response\.(?:completed|incomplete|failed)))$", re.MULTILINE
+)
 # More bytes than the object with an answer's usage has.
 _USAGE_BYTES: Final = 1024
 # Longer events pass in pieces: nothing that is removed is as long.
@@ -37,7 +41,8 @@ class RelayedStream:
         self._hides_usage = hides_usage
         # Answers of /v1/responses repeat the request, whose tools may have any text: their transcript reads the usage.
         self._reads_usage = request.route.name not in (RESPONSES, INPUT_TOKENS)
-        self._tail = self._partial = self._before = b""
+        self._partial = self._before = b""
+        self._ended = False
 
     def take(self, body: bytes, *, last: bool = False) -> bytes:
         """The bytes for the client: whole events only, but for long ones."""
@@ -60,7 +65,7 @@ class RelayedStream:
         self._request.stream_events += body.count(_EVENT)
         if ERROR_EVENT in body:
             body = self._with_errors(body)
-        self._tail = (self._tail + body)[-64:]
+        self._ended = self._ended or _LAST_EVENT.search(body) is not None
         return body
 
     def read_usage(self, body: bytes) -> None:
@@ -74,9 +79,7 @@ class RelayedStream:
     def ended_well(self) -> bool:
         """Whether all of it was there. An HTTP message that ends without its stream's own ending is a truncation that
         no client would notice."""
-        route = self._request.route
-        ending = route.stream_end if route is not None else None
-        return ending is None or self.engine_failed or self.request_failed or self._tail.endswith(ending)
+        return self._ended or self.engine_failed or self.request_failed
 
     def _with_errors(self, body: bytes) -> bytes:
         lines = body.split(b"\n")
