@@ -49,7 +49,9 @@ def login_digest(request: Request) -> str:
     the page does not use and for a request of another page."""
     headers, route = request.headers, request.route
     if not route.page:
-        raise errors.forbidden("A login of the page does not do for this URL: it takes an API key.")
+        raise HttpError(
+            403, "A login of the page is not enough for this URL: use an API key.", code="insufficient_permissions"
+        )
     check_same_origin(request)
     name, _, half = headers[PAGE_HEADER].partition(b".")
     cookie = _cookie(headers.get(b"cookie", b""), name)
@@ -72,7 +74,7 @@ def check_same_origin(request: Request) -> None:
     else:
         by_the_page = request.method in _READS
     if not by_the_page:
-        raise errors.forbidden("A login of the page does only for what the page itself asks.", "cross_site_request")
+        raise HttpError(403, "A login of the page is only for requests of the page itself.", code="cross_site_request")
 
 
 def _cookie(given: bytes, name: bytes) -> bytes:

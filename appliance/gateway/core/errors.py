@@ -77,11 +77,10 @@ def protocol_error(message: str, status: int = 400) -> HttpError:
 
 
 def unknown_url(method: str, path: str, meant: str = "") -> HttpError:
-    """meant: the URL that there is, where the client's base URL has one /v1 too few or too many."""
+    """meant: the existing URL, where the client's base URL has one /v1 too few or too many."""
+    hint = "Check the URL for typos."
     if meant:
         hint = f"Did you mean {meant}? OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
-    else:
-        hint = "Please check the URL for typos, or see the documentation of this server for the routes it has."
     return HttpError(404, f"Unknown request URL: {method} {path}. {hint}", code="unknown_url")
 
 
@@ -107,42 +106,31 @@ def session_ended() -> HttpError:
     return HttpError(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
-def forbidden(message: str, code: str = "insufficient_permissions") -> HttpError:
-    return HttpError(403, message, code=code)
-
-
 def missing_scope(needed: str) -> HttpError:
     message = f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
-    return forbidden(message)
+    return HttpError(403, message, code="insufficient_permissions")
 
 
 # -- models
 
 
-def _about_model(status: int, message: str, code: str) -> HttpError:
-    return HttpError(status, message, param="model", code=code)
-
-
 def model_not_found(model: str) -> HttpError:
     message = f"The model `{_shortened(model)}` does not exist or you do not have access to it."
-    return _about_model(404, message, "model_not_found")
+    return HttpError(404, message, param="model", code="model_not_found")
 
 
 def version_not_served(model: str, version: str, served: list[str]) -> HttpError:
-    shown, names = _shortened(version), ", ".join(f"`{name}`" for name in served)
-    message = f"The version `{shown}` of the model `{model}` is not served now; {names} is. "
-    if version == "challenger":  # an alias, which no command takes for a version; a gate's may have no engine
-        message += f"`appliance model canary {model} VERSION` serves a version alongside the other."
-    else:
-        message += (
-            f"If there is such a version, `appliance model rollback {model} --version {shown}` serves it, and "
-            f"`appliance model canary {model} {shown}` serves it alongside the other."
-        )
-    return _about_model(404, message, "model_version_not_served")
+    names = ", ".join(f"`{name}`" for name in served)
+    message = (
+        f"The version `{_shortened(version)}` of the model `{model}` is not served now; {names} is. `appliance model "
+        f"rollback {model} --version VERSION` serves another, `appliance model canary {model} VERSION` both."
+    )
+    return HttpError(404, message, param="model", code="model_version_not_served")
 
 
 def wrong_task(model: str, route: str) -> HttpError:
-    return _about_model(400, f"The model `{model}` does not support {route}.", "model_not_supported")
+    message = f"The model `{model}` does not support {route}."
+    return HttpError(400, message, param="model", code="model_not_supported")
 
 
 def no_chat_template(model: str) -> HttpError:
@@ -150,7 +138,7 @@ def no_chat_template(model: str) -> HttpError:
         f"The model `{model}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
         "it one with `appliance model deploy MODEL --chat-template FILE`."
     )
-    return _about_model(400, message, "model_not_supported")
+    return HttpError(400, message, param="model", code="model_not_supported")
 
 
 def _shortened(name: str) -> str:
@@ -185,10 +173,8 @@ def not_serving(model: str, reason: str, next_try_s: float) -> HttpError:
 
 
 def engine_failed(status: int = 502) -> HttpError:
-    if status == 504:
-        what, code = "did not answer in time", "engine_timeout"
-    else:
-        what, code = "failed while answering", "engine_failed"
+    late = status == 504
+    what, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", "engine_failed")
     return server_error(status, f"The engine serving this model {what}. The request can be sent again.", code)
 
 
@@ -303,12 +289,11 @@ def _code_from_message(status: int, message: str) -> str | None:
 
 # What vLLM's exceptions put behind their text: names of its own, and a value that may be the whole prompt.
 _VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
-# How vLLM lists what does not fit its types: a line for each type that a value was held against.
+# How vLLM lists mismatches: a line for each type that it tried for a value.
 _MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
 _MISMATCH = re.compile(r"'type': '([^']*)', 'loc': '([^']*)', 'msg': ('[^']*'|\"[^\"]*\")")
-# That a value is not of one type is not a fault where another type fits but for something else.
+# A value of the wrong type for one form may fit another one, whose own fault is more telling.
 _OTHER_TYPE = ("_type", "literal_error", "model_attributes_type")
-_MESSAGE_CHARS = 2000
 # Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
 _NO_FIELDS = frozenset(
     "body str int float bool list dict enabled disabled adaptive tool_definition tool_reference".split()
@@ -319,22 +304,11 @@ def _first_mismatch(message: str) -> tuple[str, str | None]:
     """One sentence and the parameter in OpenAI's form (`messages[0].content`), out of vLLM's list."""
     listed = _MISMATCH.findall(message[: 64 * 1024])
     if not listed:
-        return message[:_MESSAGE_CHARS], None
-    kind, location, quoted = next((row for row in listed if not row[0].endswith(_OTHER_TYPE)), listed[0])
-    param = _param(location)
-    if kind == "missing":
-        return (f"You must provide the parameter `{param}`." if param else "The body must be a JSON object."), param
-    words = words_of_check(quoted[1:-1]).removesuffix(".")[:_MESSAGE_CHARS]
+        return message[:2000], None
+    _, location, quoted = next((row for row in listed if not row[0].endswith(_OTHER_TYPE)), listed[0])
+    # 'body.messages.0.ChatCompletionUserMessageParam.content' is messages[0].content.
+    fields = [part for part in location.split(".") if re.fullmatch(r"[a-z0-9_]+", part) and part not in _NO_FIELDS]
+    param = re.sub(r"\.?\b([0-9]+)\b", r"[\1]", ".".join(fields))
+    words = words_of_check(quoted[1:-1]).removesuffix(".")[:2000]
     # Without a parameter it is a check of several fields together, which its words name.
-    return (f"Invalid value for `{param}`: {words}." if param else f"{words}."), param
-
-
-def _param(location: str) -> str | None:
-    """'body.messages.0.ChatCompletionUserMessageParam.content' as 'messages[0].content': without names of types."""
-    parts = ""
-    for part in location.split("."):
-        if part.isdigit():
-            parts += f"[{part}]"
-        elif re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in _NO_FIELDS:
-            parts += f".{part}" if parts else part
-    return parts or None
+    return (f"Invalid value for `{param}`: {words}." if param else f"{words}."), param or None

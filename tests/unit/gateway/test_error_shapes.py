@@ -218,12 +218,12 @@ MISSING = (
             "messages[0].content",
             "Invalid value for `messages[0].content`: Input should be a valid string.",
         ),
-        (MISSING.replace("body.max_tokens", "body"), None, "The body must be a JSON object."),
-        (MISSING, "max_tokens", "You must provide the parameter `max_tokens`."),
+        (MISSING.replace("body.max_tokens", "body"), None, "Field required."),
+        (MISSING, "max_tokens", "Invalid value for `max_tokens`: Field required."),
         (
             MISSING.replace("max_tokens", "thinking.enabled.budget_tokens"),
             "thinking.budget_tokens",
-            "You must provide the parameter `thinking.budget_tokens`.",
+            "Invalid value for `thinking.budget_tokens`: Field required.",
         ),
         (
             "1 validation error:\n  {'type': 'value_error', 'loc': 'body', 'msg': 'Value error, a must be below b.'}",

@@ -139,7 +139,7 @@ async def test_it_does_only_for_the_pages_routes(start_box: Start, method: str, 
     begin(box, "sk-test-all")
     body = {"model": "m"} if method == "POST" else None
     answer = await box.ask(method, target, body, key=None, headers=BY_PAGE)
-    assert answer.status == 403 and b"takes an API key" in answer.body
+    assert answer.status == 403 and b"use an API key" in answer.body
 
 
 def test_the_pages_routes_are_those_that_its_scripts_name() -> None:
