@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.server import ServerState
 
-from appliance.gateway.access.limits import Spending
 from appliance.gateway.access.request import Request
+from appliance.gateway.access.spending import Spending
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError

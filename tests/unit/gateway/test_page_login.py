@@ -14,7 +14,7 @@ import pytest
 
 from appliance.gateway.access.allowance import Bucket
 from appliance.gateway.access.auth import LOGIN_BODY_BYTES
-from appliance.gateway.access.limits import LOGINS_PER_MINUTE
+from appliance.gateway.access.spending import LOGINS_PER_MINUTE
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.ui.site import STATIC

@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from appliance.gateway.access.allowance import Allowance, OwnerUse, duration
-from appliance.gateway.access.limits import Spending
 from appliance.gateway.access.request import Request
+from appliance.gateway.access.spending import Spending
 from appliance.gateway.answers.usage import Tokens, with_fingerprint, without_usage_event
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
