@@ -103,10 +103,8 @@ def check_scopes(route: Route, caller: Caller) -> None:
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Raises HttpError 400, 413, 415 or 417 for a body that can be refused unread."""
+    """Raises HttpError 400, 413 or 415 for a body that can be refused unread."""
     headers, route = request.headers, request.route
-    if headers.get(b"expect", b"100-continue").lower() != b"100-continue":
-        raise HttpError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
     length, limit = request.content_length, body_limit(route, limits)
     if (length or request.chunked) and request.method not in _WITH_BODY:
         # A body has no meaning there, so servers differ about it: one that does not read it parses it as the next head.

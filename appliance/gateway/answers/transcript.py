@@ -27,12 +27,10 @@ class Transcript:
     input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
     goes to the controller, `store` in the object. tells_usage: its usage is read here, by nobody else: events before
     the last repeat the request, whose tools' schemas may say anything. held: bytes that it keeps of a stream until its
-    end. has_previous: the body already has the earlier turns. counts: the request only counts input tokens, and the
-    engine answers with all ids. final: the returned object, empty until then; prompt_tokens, completion_tokens: its
-    usage.
+    end. counts: the request only counts input tokens, and the engine answers with all ids. final: the returned object,
+    empty until then; prompt_tokens, completion_tokens: its usage.
     """
 
-    has_previous: bool = False
     counts: bool = False
     tells_usage: bool = True
     held: int = 0
@@ -129,12 +127,10 @@ def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
     return made
 
 
-def joined(body: bytes, own_input: bytes, earlier: bytes) -> bytes:
-    """A checked body with the whole conversation as input. own_input: its `input` as JSON; earlier: a JSON array of the
-    items before it. It appends second keys: all parsers here and in engines take the last."""
-    own = own_input
-    if own.startswith(b'"'):
-        own = b'[{"type":"message","role":"user","content":%b}]' % own
-    before, after = earlier.strip()[1:-1].strip(), own[1:-1].strip()
-    items = b"[%b%b%b]" % (before, b"," if before and after else b"", after)
-    return b'%b,"input":%b,"previous_response_id":null}' % (body.rstrip()[:-1], items)
+def joined(body: bytes, earlier: bytes) -> bytes:
+    """A checked body with the whole conversation as input. earlier: a JSON array of the items before it."""
+    data = orjson.loads(body)
+    own = data["input"]
+    if isinstance(own, str):
+        own = [{"type": "message", "role": "user", "content": own}]
+    return orjson.dumps({**data, "input": orjson.loads(earlier) + own, "previous_response_id": None})

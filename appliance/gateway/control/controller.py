@@ -135,19 +135,14 @@ class Controller:
         # It counts against the controller: a hundred bytes can name a conversation of megabytes.
         state.spending.admit_control(request.caller, request.use, state.limits)
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
-        earlier = b""
         async with self._answer(asks, wire.identity(request, state.token), None) as response:
-            async for piece in response.content.iter_any():
-                earlier += piece
-                if len(earlier) > limit:
-                    raise errors.body_too_large(limit, close=False)  # what the client sent was not
+            earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)
-        whole = joined(body, transcript.input, earlier)
+        whole = joined(body, earlier) if len(earlier) <= limit else earlier
         if len(whole) > limit:
-            raise errors.body_too_large(limit, close=False)
+            raise errors.body_too_large(limit, close=False)  # the client's own body was not
         state.take_body(request, len(whole) - len(body))
         again = check_body(request.route, whole, state.limits)
-        transcript.has_previous = True
         again.transcript = transcript
         return whole, again
