@@ -52,15 +52,14 @@ class Spending:
 
     # -- before the body is read
 
-    def admit(self, request: Request, limits: Limits) -> None:
-        """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota, the requests
-        per minute, or the owner's open requests."""
-        caller, use = request.caller, request.use
-        assert caller is not None and use is not None
+    def admit(self, request: Request) -> None:
+        """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
+        requests per minute."""
+        caller = request.caller
+        assert caller is not None
         if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
             self._events["quota_spent"] += 1
             raise errors.quota_spent(caller.spent_until_s, caller.spent_quota)
-        self._check_open(use.owner, 1, limits)
         self._take(request, 1, 0)
 
     def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
@@ -102,7 +101,6 @@ class Spending:
         tokens and its owner few enough requests and streams."""
         caller, use = request.caller, request.use
         assert caller is not None and use is not None
-        # Again: many may have been admitted while the controller fetched their previous responses.
         self._check_open(use.owner, checked.weight, limits)
         if checked.stream and use.owner.streams >= limits.owner_streams:
             self._events["concurrency_limited"] += 1

@@ -52,26 +52,16 @@ class Tokens:
         return self.prompt + self.completion
 
 
-def without_usage_event(body: bytes) -> bytes:
-    """Return whole events, without the usage-only one."""
-    at = body.find(_NO_CHOICES)
-    if at < 0:
-        return body
-    start, end = body.rfind(b"data: ", 0, at), body.find(b"\n\n", at) + 2
-    return b"%b%b" % (body[:start], body[end:]) if start >= 0 and end >= 2 else body
-
-
-def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
-    """Return whole events; add to those that end a choice the `system_fingerprint`, which an engine writes into a
-    requested usage event instead."""
-    at = body.find(FINISHED)
-    while at >= 0:
-        end = body.find(b"}\n\n", at)
-        if end < 0:
-            break
-        body = b'%b,"system_fingerprint":%b%b' % (body[:end], orjson.dumps(fingerprint), body[end:])
-        at = body.find(FINISHED, body.find(b"\n\n", end))
-    return body
+def without_usage(body: bytes, fingerprint: str) -> bytes:
+    """Whole events for a client that did not ask for usage: without the event that has only usage. An engine writes its
+    `system_fingerprint` there if it is asked for usage, else into the events that end a choice, as here."""
+    kept = []
+    for event in body.split(b"\n\n"):
+        if FINISHED in event and event.endswith(b"}"):
+            event = b'%b,"system_fingerprint":%b}' % (event[:-1], orjson.dumps(fingerprint))
+        if _NO_CHOICES not in event:
+            kept.append(event)
+    return b"\n\n".join(kept)
 
 
 class TokenRequest(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Final
 import orjson
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.answers.usage import FINISHED, with_fingerprint, without_usage_event
+from appliance.gateway.answers.usage import FINISHED, without_usage
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
@@ -57,10 +57,8 @@ class RelayedStream:
             body, self._partial = body[:end], body[end:]
         told = _USAGE in body
         self.read_usage(body)
-        if told and self._hides_usage:
-            body = without_usage_event(body)
-        if self._hides_usage and FINISHED in body:
-            body = with_fingerprint(body, self._request.model_version)
+        if self._hides_usage and (told or FINISHED in body):
+            body = without_usage(body, self._request.model_version)
         # Inside JSON text the quote would be escaped, so this counts events, whatever they contain.
         self._request.stream_events += body.count(_EVENT)
         if ERROR_EVENT in body:

@@ -168,7 +168,7 @@ class App:
         assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
-        state.spending.admit(request, state.limits)
+        state.spending.admit(request)
         data = parsed_body(body, state.limits)
         state.callable_model(data["model"], request.caller)
         request.refused_model = data["model"].partition("@")[0]

@@ -15,7 +15,7 @@ import pytest
 from appliance.gateway.access.allowance import Allowance, OwnerUse, duration
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
-from appliance.gateway.answers.usage import Tokens, with_fingerprint, without_usage_event
+from appliance.gateway.answers.usage import Tokens, without_usage
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -51,7 +51,7 @@ def test_requests_at_all_workers_together_are_within_a_keys_limit() -> None:
         spending, request = workers[number % 2], Request(b"POST", b"/v1/chat/completions")
         request.caller, request.use = caller, spending.use_of(caller)
         try:
-            spending.admit(request, Limits())
+            spending.admit(request)
             taken += 1
         except HttpError as error:
             assert error.code == "rate_limit_exceeded" and "5 requests per minute" in error.message
@@ -254,18 +254,18 @@ async def test_an_event_too_long_to_be_usage_passes_in_pieces_and_usage_goes(box
 
 def test_only_the_usage_event_goes():
     a, usage, done = b'data: {"choices":[{}]}\n\n', b'data: {"choices":[],"usage":{}}\n\n', b"data: [DONE]\n\n"
-    assert without_usage_event(a + usage + done) == a + done
-    assert without_usage_event(a + done) == a + done
+    assert without_usage(a + usage + done, "v1") == a + done
+    assert without_usage(a + done, "v1") == a + done
 
 
 def test_the_fingerprint_goes_into_the_events_that_end_a_choice():
     text = b'a \\"finish_reason\\":\\"stop\\" }'
     going = b'data: {"id":"1","choices":[{"delta":{"content":"%b"},"finish_reason":null}]}\n\n' % text
     ending = b'data: {"id":"1","choices":[{"index":%d,"finish_reason":"stop"}]}\n\n'
-    stamped = with_fingerprint(going + ending % 0 + going + ending % 1 + b"data: [DONE]\n\n", 'v"2')
+    stamped = without_usage(going + ending % 0 + going + ending % 1 + b"data: [DONE]\n\n", 'v"2')
     events = [json.loads(event[6:]) for event in stamped.split(b"\n\n")[:4]]
     assert [event.get("system_fingerprint") for event in events] == [None, 'v"2', None, 'v"2']
-    assert with_fingerprint(going, "v2") == going
+    assert without_usage(going, "v2") == going
 
 
 async def test_a_stream_whose_usage_was_asked_for_keeps_its_fingerprint(box: Box) -> None:
