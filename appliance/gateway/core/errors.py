@@ -198,12 +198,12 @@ def engines_died_of_it() -> HttpError:
 def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
     """what: "requests" or "tokens"; limit: by the minute."""
     message = f"Rate limit reached: {limit} {what} per minute. Please try again in {wait_s:.3g}s."
-    return _limited(message, what, math.ceil(wait_s))
+    return HttpError(429, message, kind=what, code="rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
 
 
 def too_many_at_once(what: str, limit: int) -> HttpError:
     message = f"Your API keys have {limit} {what} open, the most at once. Please try again when one of them has ended."
-    return _limited(message, "requests", 1)
+    return HttpError(429, message, kind="requests", code="rate_limit_exceeded", retry_after_s=1)
 
 
 def too_much_of_a_quota(open_tokens: int, more: int, limit: int) -> HttpError:
@@ -211,11 +211,7 @@ def too_much_of_a_quota(open_tokens: int, more: int, limit: int) -> HttpError:
         f"Requests of this API key that are under way may take {open_tokens} tokens, and this one {more}; together it "
         f"may be {limit} at once, by its quota. Please try again when one of them has ended."
     )
-    return _limited(message, "tokens", 1)
-
-
-def _limited(message: str, kind: str, wait_s: int) -> HttpError:
-    return HttpError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=wait_s)
+    return HttpError(429, message, kind="tokens", code="rate_limit_exceeded", retry_after_s=1)
 
 
 def quota_spent(until_s: float, which: str) -> HttpError:
@@ -250,25 +246,17 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     except orjson.JSONDecodeError:
         data = None
     error = (data.get("error") or data.get("detail")) if isinstance(data, dict) else None
-    if isinstance(error, str):
-        return HttpError(status, error, kind=kind_of_status(status))
-    if not isinstance(error, dict) or not isinstance(message := error.get("message"), str):
-        return HttpError(status, f"The request failed with status {status}.", kind=kind_of_status(status))
-    kind, param, code = error.get("type"), error.get("param"), error.get("code")
+    given = error if isinstance(error, dict) else {"message": error}
+    texts = {name: value for name, value in given.items() if isinstance(value, str)}
+    message = texts.get("message", f"The request failed with status {status}.")
+    kind, param, code = texts.get("type", ""), texts.get("param"), texts.get("code")
     if _MISMATCHES.match(message):
         message, param = _first_mismatch(message)
-    known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
-    if not isinstance(code, str):
+    if code is None:  # an engine's
         code = _code_from_message(status, message)
-        if code == "context_length_exceeded":
-            param = prompt_field
-    return HttpError(
-        status,
-        _VALUES.sub("", message),
-        kind=kind if known and isinstance(kind, str) else kind_of_status(status),
-        param=param if isinstance(param, str) else None,
-        code=code,
-    )
+        param = prompt_field if code == "context_length_exceeded" else param
+        kind = kind if kind.endswith("_error") else ""
+    return HttpError(status, _VALUES.sub("", message), kind=kind or kind_of_status(status), param=param, code=code)
 
 
 def event_code(data: Any) -> int | None:
@@ -308,7 +296,7 @@ def _first_mismatch(message: str) -> tuple[str, str | None]:
     _, location, quoted = next((row for row in listed if not row[0].endswith(_OTHER_TYPE)), listed[0])
     # 'body.messages.0.ChatCompletionUserMessageParam.content' is messages[0].content.
     fields = [part for part in location.split(".") if re.fullmatch(r"[a-z0-9_]+", part) and part not in _NO_FIELDS]
-    param = re.sub(r"\.?\b([0-9]+)\b", r"[\1]", ".".join(fields))
+    param = re.sub(r"\.([0-9]+)", r"[\1]", ".".join(fields))
     words = words_of_check(quoted[1:-1]).removesuffix(".")[:2000]
     # Without a parameter it is a check of several fields together, which its words name.
     return (f"Invalid value for `{param}`: {words}." if param else f"{words}."), param or None
