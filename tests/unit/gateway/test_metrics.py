@@ -13,7 +13,6 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.observe.exposition import STALE_S, WRITE_EVERY_S, WorkerSnapshots, joined
 from appliance.gateway.observe.metrics import MOST_SERIES, Metrics, key_class
-from appliance.gateway.routing.table import Caller
 from appliance.gateway.state.reports import metrics_text, series_text
 from appliance.gateway.state.state import State
 
@@ -138,24 +137,6 @@ def test_series_beyond_the_bound_replace_the_oldest() -> None:
     metrics.forget_models([])
     assert not metrics.series and not metrics.rows and b"v1" not in generate_latest(metrics.registry)
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
-
-
-def test_each_request_counts_for_its_own_model_version_and_key_class() -> None:
-    metrics, scopes = Metrics(), (frozenset({"inference"}), frozenset({"admin"}))
-    combined = [(model, version, whose) for model in "ab" for version in ("v1", "v2") for whose in scopes]
-    for model, version, whose in (*combined, *reversed(combined)):
-        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
-        request.model, request.model_version, request.status = model, version, 200
-        request.caller = Caller("key", "key", whose)
-        metrics.first_byte(request, 1.0)
-        metrics.finished(request, 1.0)
-    told = values(generate_latest(metrics.registry))
-    for model, version, whose in combined:
-        labels = {"model": model, "version": version, "key_class": next(iter(whose))}
-        assert told["appliance_gateway_time_to_first_byte_seconds_count", tuple(sorted(labels.items()))] == 2
-        labels["status"] = "200"
-        assert told["appliance_gateway_model_requests_total", tuple(sorted(labels.items()))] == 2
-    assert len(metrics.series) == len(combined)
 
 
 async def test_names_that_nobody_asks_have_no_row(box: Box) -> None:
