@@ -44,38 +44,23 @@ class CompletionTranscript(Transcript):
         self.final = body if self.stores else b""
         return body
 
-    def take(self, data: bytes, max_bytes: int, *, last: bool = False) -> bytes:
-        """Notes the events among these bytes, and returns them all: a client waits for nothing that is noted.
-
-        max_bytes: of all that is gathered; a longer answer is not stored.
-        """
-        if self.stores:
-            *events, self._partial = (self._partial + data).split(b"\n\n")
-            for event in events:
-                self._note(event)
-            if self.held + len(self._partial) > max_bytes:
-                self.forgo()
-        return data
-
     def forgo(self) -> None:
         self.stores = False
-        self._choices, self._partial, self.held = {}, b"", 0
+        self._choices, self.held = {}, 0
 
-    def _note(self, event: bytes) -> None:
-        if not self.stores:
-            return
-        if event == b"data: [DONE]":
+    def _event(self, event: bytes) -> bytes:
+        chunk = object_in(event[6:], "chat.completion.chunk") if self.stores and event.startswith(b"data: {") else None
+        if event == b"data: [DONE]" and self.stores:
             choices = [choice for _, choice in sorted(self._choices.items())]
             self.final = orjson.dumps({**self._answer, "object": "chat.completion", "choices": choices})
-        elif event.startswith(b"data: {"):
-            chunk = object_in(event[6:], "chat.completion.chunk")
-            if chunk is None:  # an error
-                self.forgo()
-                return
+        elif chunk is not None:
             self.held += len(event) - event.find(b'"choices":')
             self._answer |= {name: chunk[name] for name in _ENVELOPE if chunk.get(name) is not None}
             for choice in chunk.get("choices") or ():
                 self._add(choice)
+        elif event.startswith(b'data: {"error"'):
+            self.forgo()
+        return event
 
     def _add(self, piece: dict[str, Any]) -> None:
         index = piece.get("index") or 0

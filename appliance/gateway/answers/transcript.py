@@ -7,7 +7,6 @@ a plain body and in the stream events that carry the whole object.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Final
 
 import orjson
@@ -15,10 +14,8 @@ import orjson
 from appliance.gateway.core import errors
 
 _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
-# Within JSON a line feed is always escaped, so this matches whole events of the engine and never a client's text.
-_WHOLE_OBJECT: Final = re.compile(
-    rb"event: response\.(created|queued|in_progress|completed|incomplete|failed)\ndata: (\{.*)\n\n"
-)
+# Events `response.…` with the whole object.
+_WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
 
 
 class Transcript:
@@ -57,19 +54,18 @@ class Transcript:
         return self.final
 
     def take(self, data: bytes, max_bytes: int, *, last: bool = False) -> bytes:
-        """Whole events for the client out of what the engine sent; the beginning of another one is kept back.
+        """Whole events for the client out of an engine's bytes; keep the beginning of another one back.
 
-        max_bytes: of a buffered event; a longer one passes unchanged, and the response is not stored.
+        max_bytes: of what is kept; beyond it all passes unchanged, and the answer is not stored.
         """
-        data = self._partial + data
-        end = len(data) if last else data.rfind(b"\n\n") + 2
-        if end < 2:
-            end = 0
-        if len(data) - end > max_bytes:
-            self.stores = False
-            end = len(data)
-        self._partial = data[end:]
-        return _WHOLE_OBJECT.sub(self._event, data[:end])
+        *events, self._partial = (self._partial + data).split(b"\n\n")
+        passed = b"".join(self._event(event) + b"\n\n" for event in events)
+        if self.held + len(self._partial) > max_bytes:
+            self.forgo()
+        elif not last:
+            return passed
+        rest, self._partial = self._partial, b""
+        return passed + rest
 
     def forgo(self) -> None:
         """From now on nothing of it is stored."""
@@ -81,15 +77,17 @@ class Transcript:
         bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
         return orjson.dumps(parts | bodies)
 
-    def _event(self, found: re.Match[bytes]) -> bytes:
-        kind, text = found.groups()
-        event = object_in(text)
-        if event is None or not isinstance(event.get("response"), dict):
-            return found[0]
-        response = self._with_store(event["response"])
+    def _event(self, event: bytes) -> bytes:
+        """An event as the client gets it."""
+        head, _, text = event.partition(b"\ndata: ")
+        kind = head.removeprefix(b"event: response.")
+        data = object_in(text) if kind in _WHOLE else None
+        if data is None or not isinstance(data.get("response"), dict):
+            return event
+        response = self._with_store(data["response"])
         if kind in _FINAL:
             self._end(response)
-        return b"event: response.%b\ndata: %b\n\n" % (kind, orjson.dumps(event))
+        return b"%b\ndata: %b" % (head, orjson.dumps(data))
 
     def _end(self, answer: dict[str, Any]) -> None:
         self.final, usage = orjson.dumps(answer), answer.get("usage") or {}
