@@ -132,16 +132,16 @@ class Spending:
 
     # -- limits per minute
 
-    def _allowance(self, caller: Caller) -> Allowance:
-        use, limits = self.use_of(caller), (caller.requests_per_minute, caller.tokens_per_minute)
+    def _allowance(self, caller: Caller, use: KeyUse) -> Allowance:
+        limits = caller.requests_per_minute, caller.tokens_per_minute
         if use.allowance is None or use.allowance.limits != limits:
             use.allowance = Allowance(*limits, time.monotonic())
         return use.allowance
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
         """Raises HttpError 429."""
-        assert request.caller is not None
-        allowance, now_s = self._allowance(request.caller), time.monotonic()
+        assert request.caller is not None and request.use is not None
+        allowance, now_s = self._allowance(request.caller, request.use), time.monotonic()
         refused = allowance.take(requests, tokens, now_s)
         request.rate_headers = allowance.headers(now_s)
         if refused is not None:
@@ -156,20 +156,21 @@ class Spending:
     def heard(self, key: str, requests: int, tokens: int) -> None:
         """Another process of this port reports what a key has spent there."""
         if key in self._callers:
-            self._allowance(self._callers[key]).spend(requests, tokens)
+            caller = self._callers[key]
+            self._allowance(caller, self.use_of(caller)).spend(requests, tokens)
 
     # -- when it is over
 
     def account(self, request: Request) -> None:
         """Charge an inference request's cost to its key's allowance and to the sums for the controller."""
-        caller, tokens = request.caller, request.tokens
-        assert caller is not None
+        caller, use, tokens = request.caller, request.use, request.tokens
+        assert caller is not None and use is not None
         if not tokens.completion and request.sent_s and request.status in (200, 401, 499):
             # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
             tokens.prompt = tokens.prompt or request.prompt_tokens
             tokens.completion = request.stream_events
         correction = tokens.total - request.charged
-        self._allowance(caller).spend(0, correction)
+        self._allowance(caller, use).spend(0, correction)
         self._tell(caller, 0, correction)
         used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
         sums = self._sums[caller.id, request.model, request.model_version]
