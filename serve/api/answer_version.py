@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def version(self) -> str | None:
-        """Of the newest token's step; None until the first token."""
+        """Version of the newest token; None until the first token."""
         starts = [state.weight_version_starts[-1] for state in self.states if state.weight_version_starts]
         return starts[-1][0] if starts else None
 

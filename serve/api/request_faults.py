@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError
 from vllm.entrypoints.pooling.embed import protocol as embeddings
@@ -35,7 +35,7 @@ UNREADABLE = (
 
 def apply() -> None:
     """Call once per process, before vLLM makes its routes; its modules have the function by their own names for it."""
-    kinds = embeddings.EmbeddingRequest.__origin__  # of an annotated union
+    kinds = get_args(embeddings.EmbeddingRequest)[0]  # of an annotated union
     embeddings.EmbeddingRequest = Annotated[
         Annotated[kinds, Field(union_mode="left_to_right")],
         BeforeValidator(embeddings.reject_removed_pooling_parameters),

@@ -123,7 +123,7 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
 
 
 async def functions_of_the_older_kind(sdk):
-    """What serve/api/answer_shapes.py makes of them: one call, of the function's schema, whole and streamed."""
+    """serve/api/answer_shapes.py answers with one call of the function's schema, whole and streamed."""
     schema = {**SCHEMA, "properties": {"city": {"enum": ["Bern"]}}}
     asked: dict[str, Any] = {
         "model": "starter",
@@ -191,7 +191,7 @@ async def test_reasoning_is_separate_in_every_api(engine_box, replicas):
 
 
 async def shapes_of_other_apis(socket_path, sdk):
-    """What serve/api/answer_shapes.py makes of vLLM's."""
+    """serve/api/answer_shapes.py gives vLLM's answers the shapes of their APIs."""
     cached = (await sdk.completions.create(model="starter", prompt="x", max_tokens=1)).usage.prompt_tokens_details
     assert cached is not None and cached.cached_tokens == 0
     ask = [{"role": "user", "content": "hello"}]

@@ -17,10 +17,8 @@ from msgspec import Meta, Struct, ValidationError, convert, defstruct
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 
-MAX_MESSAGES: Final = 2048
+_MESSAGES: Final = 2048
 """Of one conversation, and as many parts."""
-MAX_ITEMS: Final = 1024
-MAX_INPUTS: Final = 2048
 _MAX_TOKENS: Final = 1 << 20
 _INT64: Final = (1 << 63) - 1
 
@@ -35,18 +33,22 @@ def _upto(kind: Any, most: int, least: int = 0) -> Any:
     return Annotated[kind, Meta(min_length=least, max_length=most)]
 
 
+def _array(item: Any, most: int, least: int = 0) -> Any:
+    return _upto(list[item], most, least)
+
+
 class _Part(Struct):
     """Where an engine finds another value it compares it with each of its types, and lists all that do not fit."""
 
     type: str
 
 
-_PARTS: Final = _upto(list[_Part], MAX_MESSAGES)
+_PARTS: Final = _array(_Part, _MESSAGES)
 
 
 _CONTENT: Final = str | _PARTS
-_SAID: Final = [("content", _CONTENT), ("name", str | None, None)]
-_CALLED: Final = [
+_SAID: Final[list[Any]] = [("content", _CONTENT), ("name", str | None, None)]
+_CALLED: Final[list[Any]] = [
     ("content", _CONTENT | None, None),
     ("name", str | None, None),
     ("tool_calls", list[dict[str, Any]] | None, None),
@@ -69,14 +71,10 @@ class _Item(Struct):
     content: _CONTENT | None = None  # type: ignore[valid-type]
 
 
-class _StreamOptions(Struct):
-    include_usage: bool | None = None
-
-
+_VARIABLE = bool | _in(int, -131_072, 131_072) | float | _upto(str, 4096) | None
 _TYPES: Final[dict[str, Any]] = {
     "model": str,
     "stream": bool,
-    "stream_options": _StreamOptions,
     "store": bool,
     "background": bool,
     "n": _in(int, 1, 64),
@@ -100,23 +98,26 @@ _TYPES: Final[dict[str, Any]] = {
     "logprobs": bool,
     "top_logprobs": _in(int, 0, 20),
     "prompt_logprobs": _in(int, 0, 20),
-    "logprob_token_ids": _upto(list[Any], 20),
+    "logprob_token_ids": _array(Any, 20),
     "logit_bias": _upto(dict[str, Any], 1024),
-    "allowed_token_ids": _upto(list[Any], 1024),
-    "stop": _upto(str, 256) | _upto(list[_upto(str, 256)], 4),  # as many as OpenAI takes
-    "stop_sequences": _upto(list[_upto(str, 256)], 4),
-    "stop_token_ids": _upto(list[Any], 64),
-    "bad_words": _upto(list[_upto(str, 256)], 64),  # an engine searches every sequence for each at every step
+    "allowed_token_ids": _array(Any, 1024),
+    "stop": _upto(str, 256) | _array(_upto(str, 256), 4),  # as many as OpenAI takes
+    "stop_sequences": _array(_upto(str, 256), 4),
+    "stop_token_ids": _array(Any, 64),
+    "bad_words": _array(_upto(str, 256), 64),  # an engine searches every sequence for each at every step
     "suffix": _upto(str, 0),
-    "messages": _upto(list[_MESSAGE], MAX_MESSAGES, 1),  # type: ignore[valid-type]
-    "tools": _upto(list[dict[str, Any]], 128),
-    "functions": _upto(list[dict[str, Any]], 128),
-    "documents": _upto(list[Any], 256),
-    "include": _upto(list[_upto(str, 128)], 32),
-    "metadata": _upto(dict[_upto(str, 64), _upto(str, 512)], 16),
+    "messages": _array(_MESSAGE, _MESSAGES, 1),
+    "tools": _array(dict[str, Any], 128),
+    "functions": _array(dict[str, Any], 128),
+    "documents": _array(Any, 256),
+    **dict.fromkeys(
+        ("stream_options", "response_format", "structured_outputs", "text", "output_config"), dict[str, Any]
+    ),
+    "include": _array(_upto(str, 128), 32),
+    "metadata": _upto(dict[_upto(str, 64), _upto(str, 512)], 16),  # type: ignore[misc]
     "previous_response_id": _upto(str, 256, 1),
     "cache_salt": _upto(str, 256, 1),
-    "chat_template_kwargs": _upto(dict[str, bool | _in(int, -131_072, 131_072) | float | _upto(str, 4096) | None], 64),
+    "chat_template_kwargs": _upto(dict[str, _VARIABLE], 64),  # type: ignore[valid-type]
     "encoding_format": Literal["float", "base64"],
     "padding": Literal["do_not_pad"],  # otherwise an input of one letter would become a whole context of work
 }
@@ -151,9 +152,9 @@ def _fields(names: str, **types: Any) -> dict[str, Any]:
 
 
 _NULL: Final = type(None)
-_INPUT: Final = str | _upto(list[_Item], MAX_ITEMS)
+_INPUT: Final = str | _array(_Item, 1024)
 _ANTHROPIC: Final = {
-    "messages": _upto(list[_AnthropicMessage], MAX_MESSAGES, 1),
+    "messages": _array(_AnthropicMessage, _MESSAGES, 1),
     "metadata": _upto(dict[str, Any], 16),
     "system": _CONTENT,
 }
@@ -207,8 +208,8 @@ _STRUCTS: Final = {
     route: defstruct("Request", [(name, kind, None) for name, kind in fields.items()], forbid_unknown_fields=True)
     for route, fields in FIELDS.items()
 }
-_Tokens: Final = _upto(list[_in(int, 0, (1 << 32) - 1)], 1 << 23)  # type: ignore[misc]
-_PROMPTS: Final = {int: _Tokens, str: _upto(list[str], MAX_INPUTS), list: _upto(list[_Tokens], MAX_INPUTS)}
+_TOKENS: Final = _array(_in(int, 0, (1 << 32) - 1), 1 << 23)
+_PROMPTS: Final = {int: _TOKENS, str: _array(str, 2048), list: _array(_TOKENS, 2048)}
 """Type of a prompt's first element -> type of the prompt."""
 
 
@@ -243,8 +244,6 @@ def refused(param: str, why: str) -> HttpError:
 
 _UNKNOWN: Final = "Object contains unknown field "
 _PLACE: Final = re.compile(r"(.*?) - at `(?:key` in `)?\$\.?([a-z_]+[^`]*?)(?:\[\.\.\.\])?`", re.DOTALL)
-_REPR: Final = reprlib.Repr()
-_REPR.maxstring = 60
 
 
 def _refusal(message: str, data: dict[str, Any]) -> HttpError:
@@ -259,6 +258,6 @@ def _refusal(message: str, data: dict[str, Any]) -> HttpError:
     if param is not None and words.startswith("Expected `null`"):
         return refused(param, "it is not offered on this route")
     value = None if param is None else data.get(param)
-    given = "" if value is None or isinstance(value, list | dict) else f"{_REPR.repr(value)} given. "
+    given = "" if value is None or isinstance(value, list | dict) else f"{reprlib.repr(value)} given. "
     code = "invalid_type" if ", got `" in words or "missing" in words else "invalid_value"
     return errors.bad_request(f"Invalid value for `{param}`: {given}{words}.", param=param, code=code)

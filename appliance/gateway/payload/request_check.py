@@ -104,12 +104,12 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
     Raises HttpError 400 naming the parameter, what was given and what is expected.
     """
-    return check_object(route, parsed_body(body, limits), len(body), limits)
+    return check_object(route, parsed_body(body), len(body), limits)
 
 
-def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
+def parsed_body(body: bytes) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
-    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second
+    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second and 200 MB
         raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)

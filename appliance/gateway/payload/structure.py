@@ -1,9 +1,9 @@
 """Checks how deep a body is, and its structured output: schemas, expressions, choices, tools that must be called. Pure.
 
-Engines compile them within limits of their own (serve.forms.grammars). Here their size is bounded, and a format's
-schema is refused for a keyword that no engine enforces. Of a tool with `strict` such keywords are named; arguments of
-other tools are not promised. Text grammars and structural tags are refused: they reach more of an engine than answers
-need.
+Engines compile them within limits of their own (serve.forms.grammars). This module bounds their size and refuses
+schemas of formats with keywords that no engine enforces. Such keywords of a `strict` tool are named instead; arguments
+of other tools are not promised. Text grammars and structural tags are refused: they reach more of an engine than
+answers need.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _MOST: Final = (
     ("items in all `minItems` and `maxItems`", counted, 10_000),
     ("definitions", defined, 256),
 )
-"""What all forms of a request may have together. llguidance takes 0.5 s for as much."""
-_FORMATS: Final = frozenset({"text", "json_object", "json_schema"})
+"""Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
 # Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
@@ -83,35 +82,19 @@ def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
 def _formats(data: dict[str, Any]) -> Iterator[Form]:
     for place in ("response_format", "text.format", "output_config.format"):
         outer, _, inner = place.partition(".")
-        given = data.get(outer)
-        if inner and isinstance(given, dict):
-            given = given.get(inner)
+        given = data.get(outer, {}).get(inner) if inner else data.get(outer)
         if not isinstance(given, dict):
             continue  # an engine says what it expects
-        kind = given.get("type", "json_schema" if outer == "output_config" else None)
-        if kind in _OTHERS:
-            raise _unsupported(place, f"the type `{kind}`")
-        if not isinstance(kind, str) or kind not in _FORMATS:
-            # Where an engine knows no type, it compares the format with each of its own.
-            raise errors.bad_request(
-                f"Invalid value for `{place}.type`; expected one of {', '.join(sorted(_FORMATS))}.",
-                param=f"{place}.type",
-                code="invalid_value",
-            )
+        if given.get("type") in _OTHERS:
+            raise _unsupported(place, f"the type `{given['type']}`")
         named = given.get("json_schema")
         if isinstance(named, dict):
             yield f"{place}.json_schema.schema", named.get("schema")
         yield f"{place}.schema", given.get("schema")
 
 
-def _outputs(given: Any, json_depth: int) -> Iterator[Form]:
+def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
     name = "structured_outputs"
-    if not isinstance(given, dict):
-        raise errors.bad_request(
-            f"Invalid type for `{name}`: expected an object with `json`, `regex` or `choice`.",
-            param=name,
-            code="invalid_type",
-        )
     for key in _OTHERS:
         if given.get(key) is not None:
             raise _unsupported(name, f"`{key}`")

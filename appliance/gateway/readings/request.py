@@ -63,23 +63,11 @@ def _one_format(data: Object) -> None:
         if older in data and not data.get("structured_outputs"):  # with them it stays, and is refused
             data["structured_outputs"] = {newer: data.pop(older)}
     wanted, text = data.get("response_format"), data.get("text")
-    if isinstance(wanted, dict):
-        flat = _format(wanted)
-        if flat is not wanted:
-            inner = {name: value for name, value in flat.items() if name != "type"}
-            data["response_format"] = {"type": "json_schema", "json_schema": inner}
-        elif _asks_less(wanted, data):
-            del data["response_format"]
+    if isinstance(wanted, dict) and (flat := _format(wanted)) is not wanted:
+        inner = {name: value for name, value in flat.items() if name != "type"}
+        data["response_format"] = {"type": "json_schema", "json_schema": inner}
     if isinstance(text, dict) and isinstance(text.get("format"), dict):
-        flat = _format(text["format"])
-        data["text"] = {name: value for name, value in text.items() if name != "format"}
-        if not _asks_less(flat, data):
-            data["text"]["format"] = flat
-
-
-def _asks_less(wanted: Object, data: Object) -> bool:
-    """Whether a format asks for less than `structured_outputs` do: an engine takes one of both."""
-    return bool(data.get("structured_outputs")) and wanted.get("type") in ("json_object", "text")
+        data["text"] = {**text, "format": _format(text["format"])}
 
 
 def _format(wanted: Object) -> Object:

@@ -169,7 +169,7 @@ class App:
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
         state.spending.admit(request, state.limits)
-        data = parsed_body(body, state.limits)
+        data = parsed_body(body)
         state.callable_model(data["model"], request.caller)
         request.refused_model = data["model"].partition("@")[0]
         checked = check_object(route, data, len(body), state.limits)

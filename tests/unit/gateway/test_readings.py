@@ -126,6 +126,14 @@ def test_functions_of_a_namespace_and_free_custom_tools_stay() -> None:
     assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
 
 
+def test_namespace_without_functions_is_left_out() -> None:
+    space = {"type": "namespace", "name": "store", "tools": [{"type": "custom", "name": "x"}]}
+    found = checked("responses", tools=[space, FUNCTION["responses"]])
+    assert orjson.loads(found.rewritten)["tools"] == [FUNCTION["responses"]]
+    assert list(found.ignored) == [(IGNORED_TOOLS, b"store.custom:x")]
+    assert refused("responses", tools=[space]).code == "unsupported_tool"
+
+
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("more", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
 def test_empty_list_of_tools_is_none(api: str, more: Body) -> None:
@@ -257,8 +265,7 @@ def test_schema_beside_json_object_is_the_format(more: Body) -> None:
 
 
 def test_older_names_of_forms_are_understood() -> None:
-    body = read("chat", guided_json=SHELF, response_format={"type": "json_object"})
-    assert body["structured_outputs"] == {"json": SHELF} and "response_format" not in body
+    assert read("chat", guided_json=SHELF)["structured_outputs"] == {"json": SHELF}
     assert read("chat", guided_choice=["a", "b"])["structured_outputs"] == {"choice": ["a", "b"]}
 
 

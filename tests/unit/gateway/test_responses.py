@@ -458,3 +458,10 @@ async def test_in_background_is_the_controllers_business_after_the_gateways_chec
         assert (await front.ask("POST", URL, {**body, **bad})).status in (400, 404)
     assert len(front.controller.requests) == 3 and not front.engines["e0"].requests
     assert front.state.buffered_bytes == 0
+
+
+def test_transcript_of_a_cut_stream_ends_with_response_incomplete() -> None:
+    event = {"type": "response.completed", "response": {"object": "response", "status": "incomplete"}}
+    sent = b"event: response.completed\ndata: %b\n\n" % json.dumps(event).encode()
+    told = Transcript(b'"x"', "", stores=True, background=False).take(sent, 1 << 20)
+    assert told.startswith(b"event: response.incomplete\n") and b'"type":"response.incomplete"' in told

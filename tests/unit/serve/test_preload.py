@@ -31,7 +31,7 @@ def test_the_first_form_of_an_engine_imports_nothing():
     needed = _lazy("vllm.v1.structured_output.backend_guidance") | _lazy("vllm.v1.structured_output.backend_xgrammar")
     assert {"llguidance.torch", "xgrammar"} <= needed
     packages = {module.rpartition(".")[0] for module in listed}
-    of_patches = {
-        name.name for node in _tree("serve.vllm.patches").body if isinstance(node, ast.Import) for name in node.names
+    of_grammars = {
+        name.name for node in _tree("serve.forms.grammars").body if isinstance(node, ast.Import) for name in node.names
     }
-    assert needed - listed - packages - of_patches == set()
+    assert needed - listed - packages - of_grammars == set()
