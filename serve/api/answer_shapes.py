@@ -43,8 +43,9 @@ def apply() -> None:
     served._build_base_request = classmethod(_continues(vars(served)["_build_base_request"].__func__))
     # Removed by: a converter in vLLM that reads cut arguments.
     served.messages_full_converter = _closes_cut_calls(served.messages_full_converter)
-    # Removed by: error events with a status in vLLM's Anthropic and Responses streams.
+    # Removed by: vllm#46162, for vllm#46028, with the status of the error.
     served.message_stream_converter = _passes_errors(served.message_stream_converter)
+    # Removed by: error events in vLLM's Responses streams.
     response_routes._convert_stream_to_sse_events = _ends_with_errors(response_routes._convert_stream_to_sse_events)
 
 

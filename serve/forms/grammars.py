@@ -41,18 +41,19 @@ def apply() -> None:
     """In the process that makes the engine, before it forks its core. The engine's backend is `guidance`."""
     # Removed by: options of llguidance in vLLM's configuration.
     backend_guidance.serialize_guidance_grammar = _serialized(backend_guidance.serialize_guidance_grammar)
-    # Removed by: structural tags in llguidance, or a backend for each request in vLLM.
+    # Removed by: vllm#55153, for vllm#55152.
     backend_guidance.validate_guidance_grammar = _validated(backend_guidance.validate_guidance_grammar)
     GuidanceBackend.compile_grammar = _compiled(GuidanceBackend.compile_grammar)
-    # llguidance would page-lock its masks, which opens a CUDA context of 0.5 GB in a core that has none.
+    # llguidance would page-lock its masks, which opens a CUDA context of 0.5 GB in a core that has none. Removed by: an
+    # option for that in llguidance.torch.
     GuidanceBackend.allocate_token_bitmask = lambda self, masks: xgrammar.allocate_token_bitmask(masks, self.vocab_size)
     GuidanceGrammar.fill_bitmask = _filled(GuidanceGrammar.fill_bitmask)
-    # Removed by: vLLM's own enforcement of calls that a client demands.
+    # Removed by: a level of `--tool-strict-level` (vllm#49661) for demanded calls alone.
     resolve = _enforced(structural_tag_registry.resolve_tool_strictness)
     structural_tag_registry.resolve_tool_strictness = abstract_parser.resolve_tool_strictness = resolve
-    # Removed by: a fast xgrammar.
+    # Removed by: vllm#55153 too, which leaves nothing to xgrammar.
     abstract_parser._xgrammar_supports = _cheap(abstract_parser._xgrammar_supports)
-    # Removed by: a status of 400 for a rejected grammar in vLLM.
+    # Removed by: vLLM's own answer to a form that fails, for vllm#18783.
     AsyncLLM.generate = _refused(AsyncLLM.generate)
 
 

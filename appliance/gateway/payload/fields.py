@@ -75,6 +75,7 @@ _VARIABLE = bool | _in(int, -131_072, 131_072) | float | _upto(str, 4096) | None
 _TYPES: Final[dict[str, Any]] = {
     "model": str,
     "stream": bool,
+    "stream_options": dict[str, bool | None],
     "store": bool,
     "background": bool,
     "n": _in(int, 1, 64),
@@ -110,9 +111,7 @@ _TYPES: Final[dict[str, Any]] = {
     "tools": _array(dict[str, Any], 128),
     "functions": _array(dict[str, Any], 128),
     "documents": _array(Any, 256),
-    **dict.fromkeys(
-        ("stream_options", "response_format", "structured_outputs", "text", "output_config"), dict[str, Any]
-    ),
+    **dict.fromkeys(("response_format", "structured_outputs", "text", "output_config"), dict[str, Any]),
     "include": _array(_upto(str, 128), 32),
     "metadata": _upto(dict[_upto(str, 64), _upto(str, 512)], 16),  # type: ignore[misc]
     "previous_response_id": _upto(str, 256, 1),

@@ -108,6 +108,8 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
 def parsed_body(body: bytes) -> dict[str, Any]:
     """Parse a body that must be an object with a `model` name. Raises HttpError 400, and 404 for an invalid name."""
+    if body.count(b"[") + body.count(b"{") > _BRACKETS:  # parsed, eight megabytes of them take a second and 200 MB
+        raise errors.bad_request("The request body has too many arrays and objects.", code="too_many_values")
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
