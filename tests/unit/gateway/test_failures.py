@@ -156,7 +156,6 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             "messages",
             "context_length_exceeded",
         ),
-        (401, {"error": "Unauthorized"}, 502, None, "engine_failed"),
         (422, {"detail": [{"loc": ["body", "n"], "msg": "not an int"}]}, 422, None, None),
         (
             500,
@@ -179,15 +178,6 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             assert response.headers["x-request-id"].startswith("req_")
             assert "parameter=" not in response.error["message"]
     assert box.state.router.choose(["m"], Work(), 0.0) is not None, "one client's 500s must not block a replica"
-
-
-async def test_upstream_retry_after_is_capped(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"error": {"message": "slow down", "code": 429}}, 429, "retry-after: 3600\r\n")
-
-    box.engines["e0"].script = script
-    response = await box.ask("POST", "/v1/chat/completions", chat())
-    assert response.status == 429 and response.headers["retry-after"] == "120"
 
 
 async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
