@@ -366,14 +366,12 @@ class Inference:
             raise failure.error
         state.metrics.events[f"upstream_{why.name.lower()}"] += 1
         log.warning("%s", why.value, extra=request.ids)
-        # After a silence only if nobody hears of the engine; else the request itself asked for too much.
-        blamed = why in (Failure.UNREACHED, Failure.DIED) or (why is Failure.MOVED and not self._may_be_adapter())
-        if blamed or (why is Failure.SILENT and choice.replica.avoid):
+        if why in (Failure.UNREACHED, Failure.DIED) or (why is Failure.MOVED and not self._may_be_adapter()):
             state.router.fail(choice, time.monotonic())
+        if why is Failure.SILENT:
+            raise failure.error  # the request itself asks for too much
         if why is Failure.UNREACHED:
             return
-        if why is Failure.SILENT:
-            raise failure.error
         self.waiting_since_s = 0.0
         self.failures += 1
         self.avoided.add(choice.replica.id)

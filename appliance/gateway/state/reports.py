@@ -67,8 +67,6 @@ def load_report(state: State) -> dict[str, Any]:
 def notes(state: State) -> list[str]:
     """Problems of this gateway for the box's status page."""
     lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_REPORTED]]
-    if len(state.refused_rows) > REFUSED_ROWS_REPORTED:
-        lines.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_REPORTED} more rows of its table")
     if state.certificate is not None:
         lines += state.certificate.notes(time.time())
     return lines

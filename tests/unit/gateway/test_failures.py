@@ -281,8 +281,7 @@ async def test_silent_engine_times_out(start_box: Start) -> None:
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 60)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_silent_engine_is_avoided_only_if_it_gives_no_sign_of_life(start_box: Start, hangs: bool) -> None:
+async def test_engine_that_was_silent_once_takes_the_next_request(start_box: Start) -> None:
     box = await start_box(limits={"upstream_silence_s": 0.05})
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -290,15 +289,10 @@ async def test_silent_engine_is_avoided_only_if_it_gives_no_sign_of_life(start_b
 
     await box.engine("e0", script)
     box.serve("m", "e0")
-    if hangs:
-        box.models["m"]["replicas"][0]["avoid"] = True
-        box.apply()
     assert (await box.ask("POST", "/v1/chat/completions", chat(max_tokens=300))).status == 504
-    assert (box.state.router.loads["e0"].failures == 1) is hangs
-    if not hangs:
-        box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)
-        box.engines["e0"].script = answer_chat
-        assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)
+    box.engines["e0"].script = answer_chat
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
 @pytest.mark.parametrize("when", ["before the head", "mid-stream"])
