@@ -34,7 +34,6 @@ class BusClient:
         self._gateway = gateway
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._reported: set[str] = set()
         # Rows that the controller has not counted yet, and whether this connection has them.
         self._usage: list[dict[str, Any]] = []
         self._usage_sent = False
@@ -47,7 +46,7 @@ class BusClient:
             try:
                 path = self._gateway.config.bus_socket
                 reader, self._writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
-                self._reported, self._usage_sent, state.controller_away = set(), False, False
+                self._usage_sent, state.controller_away = False, False
                 await self._read(reader)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 if not state.controller_away:
@@ -103,7 +102,7 @@ class BusClient:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(load_report(state, self._reported), option=orjson.OPT_APPEND_NEWLINE))
+        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE))
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = GatewayConfig.from_json(arguments.config_json)
         site()  # compressing its files takes 20 ms, which no stream shall wait for
-        _raise_file_limit(config.limits.max_connections)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
         if config.workers == 1:
             return _run(config)
         check_free(config.host, config.port)
@@ -113,16 +114,6 @@ async def _put_off_alarm() -> None:
     while True:
         signal.alarm(HUNG_S)
         await asyncio.sleep(HUNG_S / 10)
-
-
-def _raise_file_limit(connections: int) -> None:
-    """Each client may need its own connection to an engine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + 512
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

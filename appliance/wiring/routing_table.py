@@ -262,15 +262,9 @@ class BusRouting:
             for replica_id, served in sorted(self._replicas.items())
             if _answers(served, name, row)
         ]
-        state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
-        table_row = {
-            "version": row.version,
-            "state": state,
-            "replicas": replicas,
-            "task": row.task,
-            "hold_s": self._hold_s,
-        }
-        if state != "ready" and (trouble := self._trouble_of(name, row)) is not None:
+        table_row = {"version": row.version, "replicas": replicas, "task": row.task, "hold_s": self._hold_s}
+        is_open = any(replica["state"] == "open" for replica in replicas)
+        if not is_open and (trouble := self._trouble_of(name, row)) is not None:
             table_row["trouble"] = {
                 "reason": trouble.reason,
                 "next_try_s": trouble.not_before_s,

@@ -97,7 +97,6 @@ class Front:
         ]
         row = {
             "version": "v1",
-            "state": "ready" if rows else "waking",
             "task": "generate",
             "hold_s": 60,
             "replicas": rows,

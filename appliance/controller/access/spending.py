@@ -156,7 +156,7 @@ def _key(
         "sessions": sessions,
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return {"id": row.id, "name": row.name, "owner": row.owner or row.id, "scopes": row.scopes} | given
+    return {"id": row.id, "owner": row.owner or row.id, "scopes": row.scopes} | given
 
 
 def _allowed(db: Database, row: KeyRow, made: dict[str, list[str]]) -> list[str]:

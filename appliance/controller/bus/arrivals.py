@@ -48,7 +48,7 @@ class Arrivals:
             before = {} if report.started_s >= self._since_s else dict(report.arrived)
             process = self._processes[report.gateway] = _Process(report.started_s, before)
         arrived = report.arrived
-        for name in process.counts.keys() - arrived.keys() if report.whole else report.gone:
+        for name in process.counts.keys() - arrived.keys():
             process.counts.pop(name, None)
         for name, now in arrived.items():
             before_ = process.counts.get(name, Arrived())

@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.bus.arrivals import Arrivals
-from appliance.controller.bus.load import Load, ModelLoad, Report, of_model, of_models, parse_report, total
+from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
@@ -46,7 +46,7 @@ def first_generation(db: Database) -> int:
 
 
 class _Gateway:
-    """One connection. `report` is all that its load reports have said, None before the first. `is_late`: a change was
+    """One connection. `report` is its last load report, None before the first. `is_late`: a change was
     answered without it, and it has not reported since."""
 
     def __init__(self, writer: asyncio.StreamWriter):
@@ -100,8 +100,6 @@ class Bus:
         self._ever_reported = False
         self._arrivals = Arrivals(time.time())
         self._total: Load | None = None  # of the reports, until one of them changes
-        # What the reports say of models together; None: to be summed up, for other gateways count than did.
-        self._sums: dict[str, ModelLoad] | None = None
         self._encode()
 
     async def start(self) -> None:
@@ -170,9 +168,7 @@ class Bus:
         self._forget_gone()
         if self._total is None:
             reports = [gateway.report for gateway in self._gateways if gateway.report]
-            if self._sums is None:
-                self._sums = of_models(reports)
-            self._total = total(reports, self._arrivals.totals, dict(self._sums))
+            self._total = total(reports, self._arrivals.totals)
         return self._total
 
     def connected(self) -> list[str]:
@@ -279,7 +275,7 @@ class Bus:
         limit_s = self._now_s() - self._config.gateway_gone_after_s
         for gateway in [g for g in self._gateways if g.lost_at_s is not None and g.lost_at_s <= limit_s]:
             self._gateways.discard(gateway)
-            self._total = self._sums = None
+            self._total = None
 
     # --- connections
 
@@ -317,29 +313,12 @@ class Bus:
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
                 self._gateways.discard(old)
         self._arrivals.heard(report)
-        self._heard(gateway, report)
+        gateway.report, self._total = report, None
         gateway.is_late = False
         self._ever_reported = True
         self._changed.set()
         if self._on_load is not None:
             self._tell("what load reports set off", self._on_load)
-
-    def _heard(self, gateway: _Gateway, report: Report) -> None:
-        """Raises ValueError for a report of changes where nothing is known that has changed."""
-        self._total = None
-        if report.whole:
-            gateway.report, self._sums = report, None
-            return
-        if gateway.report is None:
-            raise ValueError("the first report of a connection says what has changed, expected a whole one")
-        gateway.report = report.onto(gateway.report)
-        if self._sums is not None:
-            for name in (*report.models, *report.gone):
-                rows = [other.report.models.get(name) for other in self._gateways if other.report is not None]
-                if known := [row for row in rows if row is not None]:
-                    self._sums[name] = of_model(known)
-                else:
-                    self._sums.pop(name, None)
 
     def _tell(self, name: str, told: Callable[..., None], *what: Any) -> None:
         """Record our own errors, such as a full disk, under `name`; the gateway did nothing wrong and its connection

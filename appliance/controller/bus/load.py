@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -125,8 +125,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Report:
     """A "load" message of one gateway, checked. generation: of the table it has applied. started_s: Unix time at which
-    its process began; `arrived` counts since then. whole: it says all that its gateway knows of models, and not what
-    has changed since its last report; gone: models that have left that gateway's table."""
+    its process began; `arrived` counts since then."""
 
     gateway: str
     generation: int
@@ -138,17 +137,6 @@ class Report:
     certificate_expires_s: float | None = None
     prompts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     first_tokens: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    whole: bool = True
-    gone: tuple[str, ...] = ()
-
-    def onto(self, before: Report) -> Report:
-        """This report of changes as one that says all, but for what arrived. `before`: the one that said all until now,
-        which is used up. Its rows stay where they are: copying them would cost what they were left out for."""
-        models = before.models
-        models.update(self.models)
-        for name in self.gone:
-            models.pop(name, None)
-        return replace(self, models=models, prompts={}, first_tokens={}, whole=True, gone=())
 
     @property
     def arrived(self) -> dict[str, Arrived]:
@@ -177,10 +165,6 @@ def parse_report(message: Mapping[str, Any]) -> Report:
     expires_s = message.get("certificate_expires_s")
     if expires_s is not None and (not isinstance(expires_s, int | float) or isinstance(expires_s, bool)):
         raise ValueError(f"certificate_expires_s: {expires_s!r} given, expected seconds since 1970 or null")
-    models = message.get("models", {})
-    gone = tuple(name for name, row in models.items() if row is None) if isinstance(models, dict) else ()
-    if gone:
-        message = {**message, "models": {name: row for name, row in models.items() if row is not None}}
     return Report(
         gateway,
         generation,
@@ -192,8 +176,6 @@ def parse_report(message: Mapping[str, Any]) -> Report:
         None if expires_s is None else float(expires_s),
         _by_bucket(message, "arrived_prompts"),
         _by_bucket(message, "first_tokens"),
-        message.get("whole") is not False,
-        gone,
     )
 
 
@@ -248,9 +230,7 @@ def _version(by_owner: Mapping[str, Any]) -> VersionLoad:
 def total(
     reports: list[Report],
     arrived: Mapping[str, Arrived] | None = None,
-    models: Mapping[str, ModelLoad] | None = None,
 ) -> Load:
-    """models: what `of_models` says of these reports, where it is known."""
     replicas: dict[str, dict[str, Any]] = {}
     for report in reports:
         for name, row in report.replicas.items():
@@ -263,7 +243,7 @@ def total(
                 sums_of[version] = _sum(sums_of.get(version, VersionLoad()), counts)
     return Load(
         {name: ReplicaLoad(**row) for name, row in replicas.items()},
-        of_models(reports) if models is None else models,
+        of_models(reports),
         canaries,
         dict(arrived or {}),
         tuple(dict.fromkeys(text for report in reports for text in report.notes)),

@@ -61,8 +61,6 @@ class HoldLimits:
     """Limits on requests held while no replica of their model is open."""
 
     requests: Count = 4096
-    requests_per_model: Count = 2048
-    body_bytes: Count = 128 * MIB
     hold_s: Seconds = 600.0
     # A streaming request held longer than this gets status 200 and comments, so that proxies keep it open.
     sse_grace_s: Seconds = 5.0

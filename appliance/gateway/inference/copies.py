@@ -8,6 +8,7 @@ and its object says so. The controller stores a copy that arrives twice once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from typing import Final
@@ -54,12 +55,14 @@ class Copies:
         refusals = 0
         while True:
             await self._came.wait()
-            batch = self._batch()
+            batch = [self._waiting[0]]
+            for copy in itertools.islice(self._waiting, 1, None):
+                if sum(map(len, batch)) + len(copy) > BATCH_BYTES:
+                    break
+                batch.append(copy)
             status = await self._send(batch)
             refusals = refusals + 1 if status is not None and status >= 300 else 0
             if status is None or (status >= 500 and refusals <= MAX_REFUSALS):
-                if self.delivering:
-                    log.warning("answered responses wait to be stored: the controller answered %s", status or "nothing")
                 self.delivering = False
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -73,14 +76,6 @@ class Copies:
             self.delivering = bool(self._waiting)
             if not self._waiting:
                 self._came.clear()
-
-    def _batch(self) -> list[bytes]:
-        batch: list[bytes] = []
-        for copy in self._waiting:
-            if batch and sum(map(len, batch)) + len(copy) > BATCH_BYTES:
-                break
-            batch.append(copy)
-        return batch
 
     async def _send(self, batch: list[bytes]) -> int | None:
         """The controller's status; None if it did not answer."""

@@ -146,7 +146,7 @@ class Inference:
         if state.next_try_s(self.model) is not None:
             raise state.not_ready(self.model, Refusal.TROUBLE)
         place = asyncio.get_running_loop().create_future()
-        ticket = Ticket(self.model, host, rows, self.work, len(self.body), self.avoided, place)
+        ticket = Ticket(self.model, host, rows, self.work, self.avoided, place)
         if (refusal := state.holds.add(ticket)) is not None:
             raise state.not_ready(self.model, refusal)
         request.row, self.exchange.ticket = self.model, ticket
@@ -208,7 +208,6 @@ class Inference:
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        alone = choice.load.inflight == 1
         async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
             named = response.headers.get("x-appliance-model-version")
             if named is not None and not self._may_be_adapter():
@@ -217,7 +216,7 @@ class Inference:
             if response.status >= 400:
                 raise await self._refusal(response, session)
             if response.content_type == "text/event-stream":
-                await self._relay_stream(response, choice, session, alone)
+                await self._relay_stream(response, choice, session)
             else:
                 await self._relay_whole(response, choice)
 
@@ -232,9 +231,8 @@ class Inference:
         return body
 
     async def _relay_stream(
-        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession, alone: bool
+        self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession
     ) -> None:
-        """alone: nothing else was on the replica when the request was sent."""
         exchange, continuation = self.exchange, self.checked.continuation
         began = False
         async for piece in response.content.iter_any():
@@ -242,7 +240,7 @@ class Inference:
                 if not self.relayed and piece.startswith(ERROR_EVENT):
                     await self._check_alive(piece, session)
                 began = True
-                await self._begin(choice, alone)
+                await self._begin(choice)
             if continuation is not None:
                 piece = continuation.take(piece)
                 if (at := piece.find(ERROR_EVENT)) >= 0:
@@ -260,9 +258,9 @@ class Inference:
             raise AttemptFailed(Failure.BROKEN if continuation is None else Failure.DIED)
         await exchange.finish(rest)
 
-    async def _begin(self, choice: Choice, alone: bool) -> None:
+    async def _begin(self, choice: Choice) -> None:
         """The head of a stream, or a comment where the client has it: it was held, or goes on."""
-        self._first_bytes(choice, alone)
+        self._first_bytes(choice)
         self.state.router.started(choice)
         if not self.exchange.head_sent:
             await self.exchange.begin_stream(self._version())
@@ -287,11 +285,9 @@ class Inference:
         elif transcript is not None and transcript.stores:
             self.state.metrics.events["responses_not_stored"] += 1
         self.stream.read_usage(body)
-        if exchange.head_sent and not is_whole:
-            raise errors.engine_failed()
-        if exchange.head_sent:  # comments have opened a stream, and the engine gave a plain answer
-            await exchange.finish(b"data: %b\n\n" % body)
-        elif is_whole:
+        if exchange.head_sent:
+            raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
+        if is_whole:
             await exchange.whole(response.status, kind, body, headers)
         else:
             if response.content_length is not None:
@@ -303,7 +299,7 @@ class Inference:
                 await exchange.write(piece)
             await exchange.finish()
 
-    def _first_bytes(self, choice: Choice, alone: bool = False) -> None:
+    def _first_bytes(self, choice: Choice) -> None:
         now_s, request, state = time.monotonic(), self.request, self.state
         self.relayed = True
         state.router.succeed(choice)
@@ -315,7 +311,7 @@ class Inference:
         state.metrics.first_byte(request, now_s)
         if self.checked.stream:
             state.metrics.rows[choice.model].first_token(now_s - request.received_s)
-            if alone and choice.load.inflight == 1:
+            if choice.load.inflight == 1:
                 state.metrics.rows[choice.model].prefilled(self.checked.prompt_tokens, now_s - request.sent_s)
 
     async def _send_ending(self) -> None:
@@ -345,21 +341,16 @@ class Inference:
 
     async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> AttemptFailed:
         """What an error answer of the engine means; nothing of it is relayed."""
-        body, status, headers = await read_up_to(response.content, _ERROR_BYTES), response.status, response.headers
-        if wire.UNREACHED.decode() in headers:  # the node of this engine is gone
+        body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
+        if wire.UNREACHED.decode() in response.headers:  # the node of this engine is gone
             return AttemptFailed(Failure.UNREACHED)
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.request.route.name, "input"))
-        if status in (401, 403):
-            return AttemptFailed(Failure.REFUSED)
         if status == 404:
             # The engine has just swapped to another model, or an adapter is gone; the next table tells.
             retry_s = self.state.config.holds.retry_after_s
             return AttemptFailed(Failure.MOVED, errors.unavailable(error.message, "model_not_ready", retry_s))
         if status >= 500 and not await is_alive(session):
             return AttemptFailed(Failure.DIED)
-        after = headers.get("retry-after", "")
-        if after.isdigit() and len(after) < 10:
-            error.retry_after_s = min(int(after), errors.MAX_RETRY_AFTER_S)
         return AttemptFailed(Failure.REFUSED, error)
 
     async def _check_alive(self, events: bytes, session: aiohttp.ClientSession) -> None:
@@ -375,14 +366,12 @@ class Inference:
             raise failure.error
         state.metrics.events[f"upstream_{why.name.lower()}"] += 1
         log.warning("%s", why.value, extra=request.ids)
-        # After a silence only if nobody hears of the engine; else the request itself asked for too much.
-        blamed = why in (Failure.UNREACHED, Failure.DIED) or (why is Failure.MOVED and not self._may_be_adapter())
-        if blamed or (why is Failure.SILENT and choice.replica.avoid):
+        if why in (Failure.UNREACHED, Failure.DIED) or (why is Failure.MOVED and not self._may_be_adapter()):
             state.router.fail(choice, time.monotonic())
+        if why is Failure.SILENT:
+            raise failure.error  # the request itself asks for too much
         if why is Failure.UNREACHED:
             return
-        if why is Failure.SILENT:
-            raise failure.error
         self.waiting_since_s = 0.0
         self.failures += 1
         self.avoided.add(choice.replica.id)

@@ -87,10 +87,3 @@ class Comparison:
             }
             for name, versions in self._counts.items()
         }
-
-    def rows(self) -> Iterable[tuple[dict[str, str], int, int]]:
-        """(labels, requests, errors) for the metrics."""
-        for name, versions in self._counts.items():
-            for version, owners in versions.items():
-                labels, counts = {"model": name, "version": version}, owners.values()
-                yield labels, sum(one.requests for one in counts), sum(one.errors for one in counts)

@@ -1,4 +1,4 @@
-"""Holds requests while no replica can take them: bounded in number and bytes, in fair order of their owners. Pure.
+"""Holds requests while no replica can take them: bounded in number, in fair order of their owners. Pure.
 
 A request waits in the queue of its model's engines, which adapters and versions on these engines share. This file
 decides which may wait and which is next; whoever waits awaits its ticket's future.
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from appliance.gateway.core.config import HoldLimits
 from appliance.gateway.routing.fair_queue import FairQueue
 from appliance.gateway.routing.router import Choice, Work
 
@@ -21,8 +20,6 @@ class Refusal(enum.Enum):
     """Why a request may not wait."""
 
     REQUESTS = "too many requests are waiting"
-    MODEL_REQUESTS = "too many requests are waiting for this model"
-    BYTES = "the waiting requests are too large together"
     DEADLINE = "no replica became ready in time"
     TROUBLE = "its engines do not start"
 
@@ -37,29 +34,23 @@ class Ticket:
     host: str
     rows: tuple[str, ...]
     work: Work
-    body_bytes: int
     avoided: Collection[str]
     place: Future[Choice]
 
 
 class Holds:
-    """The queues by host. Invariant: count and body_bytes are sums over all queues; no queue is empty."""
+    """The queues by host; no queue is empty. most: requests that may wait."""
 
-    def __init__(self, limits: HoldLimits) -> None:
-        self.limits = limits
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.count = 0
-        self.body_bytes = 0
         self._queues: dict[str, FairQueue[Ticket]] = {}
         self._models: Counter[str] = Counter()
 
     def add(self, ticket: Ticket) -> Refusal | None:
         """Queue a request, or return why not."""
-        if self.count >= self.limits.requests:
+        if self.count >= self.most:
             return Refusal.REQUESTS
-        if self._models[ticket.model] >= self.limits.requests_per_model:
-            return Refusal.MODEL_REQUESTS
-        if self.body_bytes + ticket.body_bytes > self.limits.body_bytes:
-            return Refusal.BYTES
         self._queues.setdefault(ticket.host, FairQueue()).add(ticket.work.owner, ticket, ticket.work.tokens)
         self._count(ticket, 1)
         return None
@@ -103,7 +94,6 @@ class Holds:
 
     def _count(self, ticket: Ticket, change: int) -> None:
         self.count += change
-        self.body_bytes += change * ticket.body_bytes
         self._models[ticket.model] += change
         if not self._models[ticket.model]:
             del self._models[ticket.model]

@@ -56,24 +56,36 @@ class App:
         request = exchange.request
         state.exchanges.add(exchange)
         try:
-            await self._answer(exchange)
-        except ClientGone:
+            error = await self._outcome(exchange)
+            if error is not None:
+                await exchange.fail(error)
+        except (ClientGone, asyncio.CancelledError):
             pass
-        except asyncio.CancelledError:
-            if exchange.ended is not None and (task := asyncio.current_task()) is not None:
-                task.uncancel()
-                await _failed(exchange, exchange.ended)
-        except HttpError as error:
-            await _failed(exchange, error)
-        except Exception as error:  # noqa: BLE001 - logged, and the client is told
-            log.error("a request was not answered", exc_info=error, extra=request.ids)
-            await _failed(exchange, errors.server_error(500, "The gateway failed.", "internal_error"))
         finally:
             state.exchanges.discard(exchange)
             if not exchange.finished:
                 request.status = request.status or 499
                 state.metrics.events["client_disconnected"] += 1
             state.finished(request, time.monotonic())
+
+    async def _outcome(self, exchange: Exchange) -> HttpError | None:
+        """Answer, or say why not."""
+        try:
+            await self._answer(exchange)
+        except asyncio.CancelledError:
+            if exchange.ended is None:
+                raise
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            return exchange.ended
+        except HttpError as error:
+            return error
+        except ClientGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - logged, and the client is told
+            log.error("a request was not answered", exc_info=error, extra=exchange.request.ids)
+            return errors.server_error(500, "The gateway failed.", "internal_error")
+        return None
 
     async def _answer(self, exchange: Exchange) -> None:
         state, request = self._state, exchange.request
@@ -224,12 +236,3 @@ class App:
         degraded = sorted({*state.background.names(), *state.box_troubles, *away})
         told = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
         await exchange.whole(200 if ready else 503, _JSON, orjson.dumps(told))
-
-
-async def _failed(exchange: Exchange, error: HttpError) -> None:
-    try:
-        await exchange.fail(error)
-    except ClientGone:
-        return
-    except asyncio.CancelledError:
-        return

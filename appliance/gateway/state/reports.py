@@ -14,31 +14,24 @@ from prometheus_client.registry import Collector
 
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.observe.exposition import joined
-from appliance.gateway.observe.row_load import RECENT_S, RowLoad
+from appliance.gateway.observe.row_load import RowLoad
 from appliance.gateway.state.state import State
 
 # Number of skipped table rows that a report lists one by one.
 REFUSED_ROWS_REPORTED: Final = 10
-_REPORTED_FOR_S: Final = RECENT_S + 30.0
-"""A row is in every report for this long after its last request: at least once when its recent times are over."""
 
 
 # -- the load report
 
 
-def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any]:
+def load_report(state: State) -> dict[str, Any]:
     """The load report of the bus. Times: Unix seconds, or durations in seconds.
 
-    A model that no request has named since this process began has no row; one that has left the table has null. Counts
-    of arrivals are since `started_s`, by bucket of prompt tokens and of time. waiting_prompt_tokens: of requests
-    without a first token, as far as visible; prompt_tokens: of all in flight and held.
-
-    Args:
-        reported: models of the earlier reports on this connection, which this adds to. Once there are some, a report
-            has only models with requests in flight or in the last minute. None: report all.
+    A model that no request has named since this process began has no row. Counts of arrivals are since `started_s`, by
+    bucket of prompt tokens and of time. waiting_prompt_tokens: of requests without a first token, as far as visible;
+    prompt_tokens: of all in flight and held.
     """
-    now_s = time.monotonic()
-    metrics, holds = state.metrics, state.holds
+    now_s, holds = time.monotonic(), state.holds
     inflight, waiting, prompts = Counter[str](), Counter[str](), Counter[str]()
     for exchange in state.exchanges:
         request, work, choice = exchange.request, exchange.work, exchange.choice
@@ -48,31 +41,22 @@ def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any
         prompts[request.row] += work.prompt_tokens
         if request.streams:
             waiting[request.row] += work.prompt_tokens if choice is None else choice.pending
-    whole = not reported
-    names = {*inflight, *holds.models()}
-    names |= {name for name, row in metrics.rows.items() if whole or row.active_s > now_s - _REPORTED_FOR_S}
-    rows: dict[str, dict[str, Any] | None] = {
+    rows = {
         name: {
             "inflight": inflight[name] - holds.held(name),
             "held": holds.held(name),
             "waiting_prompt_tokens": waiting[name],
             "prompt_tokens": prompts[name],
-            **(metrics.rows.get(name) or RowLoad()).report(now_s, time.time()),
+            **(state.metrics.rows.get(name) or RowLoad()).report(now_s, time.time()),
         }
-        for name in names & state.router.models.keys()
+        for name in {*inflight, *state.metrics.rows} & state.router.models.keys()
     }
-    if reported is not None:
-        gone = reported - metrics.rows.keys() - rows.keys()
-        reported.update(rows)
-        reported.difference_update(gone)
-        rows |= dict.fromkeys(gone)
     return {
         "type": "load",
         "generation": state.generation,
         "gateway": state.config.name,
         "started_s": state.started_s,
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
-        "whole": whole,
         "models": rows,
         "canaries": state.comparison.report(),
         "notes": notes(state),
@@ -83,8 +67,6 @@ def load_report(state: State, reported: set[str] | None = None) -> dict[str, Any
 def notes(state: State) -> list[str]:
     """Problems of this gateway for the box's status page."""
     lines = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_REPORTED]]
-    if len(state.refused_rows) > REFUSED_ROWS_REPORTED:
-        lines.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_REPORTED} more rows of its table")
     if state.certificate is not None:
         lines += state.certificate.notes(time.time())
     return lines
@@ -140,11 +122,6 @@ def gauges(state: State) -> Iterator[Metric]:
     yield _gauge("gateway_inflight", "Requests on a replica.", *inflight)
     parts = [({"part": name}, 1) for name in state.background.names()]
     yield _gauge("gateway_degraded", "1 while a part of the gateway fails and is tried again.", *parts)
-    compared = list(state.comparison.rows())
-    requests = [(labels, requests) for labels, requests, _ in compared]
-    yield _gauge("gateway_canary_requests", "Since the canary began, by version.", *requests)
-    failed = [(labels, failed) for labels, _, failed in compared]
-    yield _gauge("gateway_canary_errors", "Of these, failed.", *failed)
 
 
 def _gauge(name: str, text: str, *values: float | tuple[dict[str, str], float]) -> Metric:

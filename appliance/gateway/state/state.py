@@ -56,7 +56,7 @@ class State:
         self.comparison = Comparison()
         self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
-        self.holds = Holds(config.holds)
+        self.holds = Holds(config.holds.requests)
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)

@@ -15,7 +15,7 @@ import pytest
 
 from appliance.controller.bus import bus as bus_module
 from appliance.controller.bus.bus import Bus, first_generation
-from appliance.controller.bus.load import ModelLoad, ReplicaLoad, of_model, parse_report, total
+from appliance.controller.bus.load import ModelLoad, ReplicaLoad, parse_report, total
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
@@ -58,7 +58,7 @@ def models(**states: str) -> dict[str, Any]:
     replicas = [
         {"id": name, "socket": f"/run/{name}.sock", "version": "v1", "state": state} for name, state in states.items()
     ]
-    return {"m": {"version": "v1", "state": "ready", "replicas": replicas, "task": "generate", "hold_s": 60}}
+    return {"m": {"version": "v1", "replicas": replicas, "task": "generate", "hold_s": 60}}
 
 
 @asynccontextmanager
@@ -159,61 +159,6 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     assert bus.load().models["m"].inflight == 4
     await one.close()
     await two.close()
-
-
-async def test_what_changed_is_put_to_what_was_known(tmp_path: Path):
-    async with running(tmp_path, **QUICK) as (bus, path):
-        one, two = [await GatewayEnd.connect(path, name) for name in ("g1", "g2")]
-        began = {"type": "load", "generation": 100, "replicas": {}, "started_s": 2e9}
-
-        async def says(end: GatewayEnd, mark: int, *, whole: bool, **rows: Any) -> None:
-            replicas = {f"mark-{end.name}": {"inflight": mark}}
-            await end.send({**began, "gateway": end.name, "whole": whole, "replicas": replicas, "models": rows})
-            await reported(bus, f"mark-{end.name}", mark)
-
-        asked = {"inflight": 2, "last_request_s": 5.0, "arrived_requests": 7}
-        await says(one, 1, whole=True, m=asked, n=asked, o=asked)
-        await says(two, 1, whole=True, m=asked)
-        assert {name: row.inflight for name, row in bus.load().models.items()} == {"m": 4, "n": 2, "o": 2}
-        before = bus.load()
-        await says(one, 2, whole=False, m={"inflight": 0, "last_request_s": 6.0, "arrived_requests": 8}, o=None)
-        await says(two, 2, whole=False, p={"inflight": 1, "arrived_requests": 1})
-        load = bus.load()
-        assert {name: row.inflight for name, row in load.models.items()} == {"m": 2, "n": 2, "p": 1}
-        assert load.models["m"].last_request_s == 6.0
-        assert {name: row.requests for name, row in load.arrived.items()} == {"m": 15, "n": 7, "o": 7, "p": 1}
-        assert before.models["m"].inflight == 4, "who still reads an earlier sum, on a thread, sees no change in it"
-
-        stranger = await GatewayEnd.connect(path, "g3")
-        await stranger.send({**began, "gateway": "g3", "whole": False, "models": {}})
-        while await asyncio.wait_for(stranger._reader.readline(), 60):
-            pass  # nothing is known that could have changed: it comes again, and says all
-        await two.close()
-        async with asyncio.timeout(60):
-            while "p" in bus.load().models:
-                await asyncio.sleep(0.01)
-        assert {name: row.inflight for name, row in bus.load().models.items()} == {"m": 0, "n": 2}
-        await one.close()
-        await stranger.close()
-
-
-async def test_a_report_of_one_model_sums_up_no_other(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
-    await one.report(100, {"r1": 1}, **{f"n{number}": {"inflight": 0} for number in range(100)})
-    await reported(bus, "r1", 1)
-    summed: list[Any] = []
-
-    def counted(rows: Any) -> ModelLoad:
-        summed.append(rows)
-        return of_model(rows)
-
-    monkeypatch.setattr(bus_module, "of_model", counted)
-    monkeypatch.setattr(bus_module, "of_models", None)
-    changed = {"type": "load", "gateway": "g1", "generation": 100, "whole": False}
-    await one.send({**changed, "replicas": {"r1": {"inflight": 2}}, "models": {"n7": {"inflight": 1}}})
-    await reported(bus, "r1", 2)
-    assert len(summed) == 1 and bus.load().models["n7"].inflight == 1 and len(bus.load().models) == 100
-    await one.close()
 
 
 async def test_gateways_catch_up_or_a_change_waits_no_longer(bus: Bus, tmp_path: Path, monkeypatch, caplog):

@@ -108,44 +108,29 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     assert report["replicas"] == {"e0": {"inflight": 0}}
 
 
-async def test_reports_after_the_first_have_only_models_with_requests_in_the_last_minute(
+async def test_report_has_models_that_were_requested_since_they_are_in_the_table(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics, told, now_s = box.state.metrics, set[str](), time.monotonic()
-    box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(1000)}
+    metrics, now_s = box.state.metrics, time.monotonic()
+    box.models |= {f"n{number}": {**box.models["m"], "replicas": []} for number in range(3)}
     box.apply()
-    for number in range(1000):
-        metrics.rows[f"n{number}"].arrived(3, now_s - 1000.0)
-    first = load_report(box.state, told)
-    assert first["whole"] and len(first["models"]) == 1000
-    again = load_report(box.state, told)
-    assert not again["whole"] and again["models"] == {}
-    metrics.rows["n7"].arrived(3, now_s)
-    said = load_report(box.state, told)["models"]
-    assert said.keys() == {"n7"} and said["n7"]["arrived_requests"] == 2
-    row = box.models.pop("n8")
+    metrics.rows["n1"].arrived(3, now_s)
+    assert load_report(box.state)["models"].keys() == {"n1"}
+    row = box.models.pop("n1")
     box.apply()
-    assert load_report(box.state, told)["models"].keys() == {"n7", "n8"}
-    assert load_report(box.state, told)["models"].keys() == {"n7"}, "that it is gone is said once"
-    box.models["n8"] = row
+    assert load_report(box.state)["models"] == {}
+    box.models["n1"] = row
     box.apply()
-    assert load_report(box.state, told)["models"].keys() == {"n7"}, "it counts from nothing"
-    metrics.rows["n8"].arrived(3, now_s)
-    assert load_report(box.state, told)["models"]["n8"]["arrived_requests"] == 1
-    assert len(load_report(box.state)["models"]) == 1000, "to a controller that has just come"
-
+    assert load_report(box.state)["models"] == {}, "it counts from nothing"
     request = Request(b"POST", b"/v1/chat/completions")
-    request.model, request.row, request.received_s = "n9", "n9", now_s - 0.5
+    request.model, request.row, request.received_s = "n2", "n2", now_s - 0.5
     metrics.first_byte(request, now_s)
-    metrics.finished(request, now_s)
-    assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] == pytest.approx(0.5)
+    assert load_report(box.state)["models"]["n2"]["ttft_p95_s"] == pytest.approx(0.5)
     monkeypatch.setattr(time, "monotonic", lambda: now_s + RECENT_S + 5)
-    assert load_report(box.state, told)["models"]["n9"]["ttft_p95_s"] is None
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + 2 * RECENT_S)
-    assert load_report(box.state, told)["models"] == {}
+    assert load_report(box.state)["models"]["n2"]["ttft_p95_s"] is None
 
 
-async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBus) -> None:
+async def test_each_connection_begins_with_a_report(box: Box, bus: DummyBus) -> None:
     await bus.push(table := box.table())
     await bus.report(generation=table["generation"])
     box.state.metrics.rows["m"].arrived(3, 0.0)
@@ -154,7 +139,7 @@ async def test_each_connection_begins_with_a_whole_report(box: Box, bus: DummyBu
     assert report["models"]["m"]["arrived_requests"] == 1
     await bus.stop()
     await bus.start()
-    report = await bus.report(whole=True)
+    report = await bus.report()
     assert report["models"]["m"]["arrived_requests"] == 1
 
 

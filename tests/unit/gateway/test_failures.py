@@ -156,7 +156,6 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             "messages",
             "context_length_exceeded",
         ),
-        (401, {"error": "Unauthorized"}, 502, None, "engine_failed"),
         (422, {"detail": [{"loc": ["body", "n"], "msg": "not an int"}]}, 422, None, None),
         (
             500,
@@ -179,15 +178,6 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             assert response.headers["x-request-id"].startswith("req_")
             assert "parameter=" not in response.error["message"]
     assert box.state.router.choose(["m"], Work(), 0.0) is not None, "one client's 500s must not block a replica"
-
-
-async def test_upstream_retry_after_is_capped(box: Box) -> None:
-    async def script(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({"error": {"message": "slow down", "code": 429}}, 429, "retry-after: 3600\r\n")
-
-    box.engines["e0"].script = script
-    response = await box.ask("POST", "/v1/chat/completions", chat())
-    assert response.status == 429 and response.headers["retry-after"] == "120"
 
 
 async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
@@ -291,8 +281,7 @@ async def test_silent_engine_times_out(start_box: Start) -> None:
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 60)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_silent_engine_is_avoided_only_if_it_gives_no_sign_of_life(start_box: Start, hangs: bool) -> None:
+async def test_engine_that_was_silent_once_takes_the_next_request(start_box: Start) -> None:
     box = await start_box(limits={"upstream_silence_s": 0.05})
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
@@ -300,15 +289,10 @@ async def test_silent_engine_is_avoided_only_if_it_gives_no_sign_of_life(start_b
 
     await box.engine("e0", script)
     box.serve("m", "e0")
-    if hangs:
-        box.models["m"]["replicas"][0]["avoid"] = True
-        box.apply()
     assert (await box.ask("POST", "/v1/chat/completions", chat(max_tokens=300))).status == 504
-    assert (box.state.router.loads["e0"].failures == 1) is hangs
-    if not hangs:
-        box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)
-        box.engines["e0"].script = answer_chat
-        assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    box.state.limits = dataclasses.replace(box.state.limits, upstream_silence_s=60.0)
+    box.engines["e0"].script = answer_chat
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
 @pytest.mark.parametrize("when", ["before the head", "mid-stream"])

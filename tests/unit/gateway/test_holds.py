@@ -9,22 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from appliance.gateway.core.config import HoldLimits
 from appliance.gateway.routing.holds import Holds, Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 
-BOUNDS = HoldLimits(requests=6, requests_per_model=4, body_bytes=100)
+MOST = 6
 
 
 PLACE = Mock(spec=Choice)
 
 
-def ticket(model: str = "m", host: str = "", owner: str = "", size: int = 1) -> Ticket:
-    return Ticket(model, host or model, (model,), Work(owner), size, (), Mock(spec=Future))
+def ticket(model: str = "m", host: str = "", owner: str = "") -> Ticket:
+    return Ticket(model, host or model, (model,), Work(owner), (), Mock(spec=Future))
 
 
 def test_owners_alternate_over_all_names_of_the_same_engines() -> None:
-    holds: Holds = Holds(HoldLimits(requests=20, requests_per_model=20, body_bytes=100))
+    holds: Holds = Holds(20)
     for owner, model in (("a", "x"), ("a", "y"), ("a", "m"), ("b", "x")):
         assert holds.add(ticket(model, "m", owner)) is None
     assert (holds.held("x"), holds.models(), holds.hosts()) == (2, ["x", "y", "m"], ["m"])
@@ -39,7 +38,7 @@ def test_owners_alternate_over_all_names_of_the_same_engines() -> None:
 
 
 def test_next_passes_requests_whose_rows_are_full() -> None:
-    holds: Holds = Holds(BOUNDS)
+    holds: Holds = Holds(MOST)
     adapter, base = ticket("adapter", "m"), ticket("m", "m")
     assert holds.add(adapter) is None and holds.add(base) is None
     assert holds.next("m", {("adapter",)}) is base
@@ -47,15 +46,9 @@ def test_next_passes_requests_whose_rows_are_full() -> None:
     assert holds.remove(adapter) and not holds.remove(adapter)
 
 
-def test_every_bound_has_its_own_refusal() -> None:
-    holds: Holds = Holds(BOUNDS)
-    assert holds.add(ticket(size=101)) is Refusal.BYTES
-    for _ in range(4):
-        assert holds.add(ticket()) is None
-    assert holds.add(ticket()) is Refusal.MODEL_REQUESTS
-    for _ in range(2):
-        assert holds.add(ticket(model="n")) is None
-    assert holds.add(ticket(model="o")) is Refusal.REQUESTS
+def test_add_refuses_one_too_many() -> None:
+    holds = Holds(MOST)
+    assert [holds.add(ticket()) for _ in range(MOST + 1)] == [*[None] * MOST, Refusal.REQUESTS]
 
 
 class HoldsMachine(RuleBasedStateMachine):
@@ -63,12 +56,12 @@ class HoldsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holds: Holds = Holds(BOUNDS)
+        self.holds: Holds = Holds(MOST)
         self.tickets: list[Ticket] = []
 
-    @rule(name=st.sampled_from("abc"), host=st.sampled_from("ab"), owner=st.sampled_from("xy"), size=st.integers(0, 60))
-    def add(self, name: str, host: str, owner: str, size: int) -> None:
-        new = ticket(name, host, owner, size)
+    @rule(name=st.sampled_from("abc"), host=st.sampled_from("ab"), owner=st.sampled_from("xy"))
+    def add(self, name: str, host: str, owner: str) -> None:
+        new = ticket(name, host, owner)
         if self.holds.add(new) is None:
             self.tickets.append(new)
 
@@ -87,11 +80,10 @@ class HoldsMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert self.holds.count == len(self.tickets) <= BOUNDS.requests
-        assert self.holds.body_bytes == sum(one.body_bytes for one in self.tickets) <= BOUNDS.body_bytes
+        assert self.holds.count == len(self.tickets) <= MOST
         assert set(self.holds) == set(self.tickets)
         for name in "abc":
-            assert self.holds.held(name) == sum(one.model == name for one in self.tickets) <= BOUNDS.requests_per_model
+            assert self.holds.held(name) == sum(one.model == name for one in self.tickets)
 
 
 TestHoldsMachine = HoldsMachine.TestCase

@@ -30,7 +30,7 @@ BODY = {"model": "starter", "messages": [{"role": "user", "content": "hi"}]}
 
 def table(*replicas: tuple[str, str, str], **fields) -> dict:
     rows = [{"id": name, "socket": path, "version": "v1", "state": state} for name, path, state in replicas]
-    row = {"version": "v1", "state": "ready", "task": "generate", "hold_s": 1.0, "replicas": rows}
+    row = {"version": "v1", "task": "generate", "hold_s": 1.0, "replicas": rows}
     return {"starter": row | fields}
 
 
