@@ -92,28 +92,22 @@ class Controller:
                     answered = True
                     yield response
                     return
-            except aiohttp.ClientConnectorError:
-                # Nothing was sent: it is restarting, and the request waits a moment for it.
-                if time.monotonic() >= until_s:
-                    state.metrics.events["controller_away"] += 1
-                    words = "The controller of this box is restarting. Please retry."
-                    raise errors.unavailable(words, "controller_away", 2) from None
-                await asyncio.sleep(_RETRY_S)
             except aiohttp.SocketTimeoutError:
                 raise errors.server_error(504, "The controller did not answer in time.", "timeout") from None
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, (HttpError, ClientGone)):
                     raise error.__cause__ from None  # the body broke off
-                if not answered and request.method == b"GET" and time.monotonic() < until_s:
+                # A request that was not sent, or that changes nothing, waits a moment for a controller that restarts.
+                again = not answered and (isinstance(error, aiohttp.ClientConnectorError) or request.method == b"GET")
+                if again and time.monotonic() < until_s:
                     await asyncio.sleep(_RETRY_S)
                     continue
-                raise HttpError(
-                    502 if answered or request.method != b"GET" else 503,
-                    "The controller of this box stopped while it answered. Please retry.",
-                    kind="server_error",
-                    code="controller_away",
-                    retry_after_s=2,
-                ) from None
+                state.metrics.events["controller_away"] += 1
+                away = errors.unavailable(
+                    "The controller of this box is restarting. Please retry.", "controller_away", 2
+                )
+                away.status = 503 if again else 502
+                raise away from None
 
     async def metrics(self, request: Request) -> bytes:
         """The controller's own series; empty while it does not answer."""
