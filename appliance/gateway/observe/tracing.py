@@ -9,6 +9,7 @@ A thread of the SDK sends spans in batches; an unreachable collector loses spans
 
 from __future__ import annotations
 
+import threading
 import time
 
 from opentelemetry import trace
@@ -51,8 +52,10 @@ class Tracing:
         request.trace = _traceparent(request.spans.span)
 
     def close(self) -> None:
-        """Send remaining spans; blocks for about EXPORT_TIMEOUT_S at most."""
-        self._provider.shutdown()
+        """Send remaining spans; blocks for EXPORT_TIMEOUT_S at most: the SDK takes that long for each batch."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(EXPORT_TIMEOUT_S)
 
 
 class RequestSpans:
