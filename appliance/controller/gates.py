@@ -6,6 +6,7 @@ the row says so is found answering.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +83,7 @@ class Gates:
         if not all(run.finished for run in runs):
             return None
         passed = [await self._db.read(BOX, self._passed, run.id) for run in runs]
-        return threshold(passed[0], least) if least is not None else not_worse(*passed)
+        return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
     def _run(self, job_id: str, version: str) -> EvalRunRow:
         """The run in which this version is evaluated, begun if there is none yet. Raises ApiError."""
@@ -158,7 +159,7 @@ def threshold(passed: Passed, least: float) -> Verdict:
 
 def not_worse(new: Passed, old: Passed) -> Verdict:
     """Refuses a version that is shown to be worse on the same items: McNemar's exact test, one-sided."""
-    from scipy.stats import binomtest  # 0.3 s, which a controller without gates saves
+    from scipy.stats import binomtest  # takes a second, of boxes with gates alone
 
     if unjudged := _unjudged(new) or _unjudged(old):
         return _UNDECIDED, unjudged

@@ -96,20 +96,6 @@ class VersionLoad:
     refused: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def refusals(self) -> VersionLoad:
-        """What it refused beside what it did not, as errors."""
-        return VersionLoad(
-            asked={
-                owner: (self.asked.get(owner, (0, 0))[0] + self.refused.get(owner, 0), self.refused.get(owner, 0))
-                for owner in {**self.asked, **self.refused}
-            }
-        )
-
-    def without(self, owner: str) -> VersionLoad:
-        """The load of all other owners, without times."""
-        return VersionLoad(asked={one: counts for one, counts in self.asked.items() if one != owner})
-
-    @property
     def requests(self) -> int:
         return sum(requests for requests, _ in self.asked.values())
 
