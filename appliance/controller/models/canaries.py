@@ -11,7 +11,6 @@ import logging
 import time
 from dataclasses import replace
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import caller_of, no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
@@ -31,12 +30,11 @@ log = logging.getLogger("appliance.controller")
 
 
 class Canaries:
-    """All canaries of a box. A lock for each model serialises everything that ends its canary: a swap may take
-    minutes, in which another model's bad canary has to be rolled back."""
+    """All canaries of a box. What ends a canary holds its model's lock of `Activations`: a swap may take minutes, in
+    which another model's bad canary has to be rolled back."""
 
     def __init__(self, context: ControllerContext, activations: Activations):
         self._context, self._activations = context, activations
-        self._endings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
         self._busy: set[str] = set()  # models whose canary a task looks at
         self.tasks = RunningTasks()
         self._leaving: set[str] = set()  # ended canaries whose engines may still exist
@@ -51,9 +49,6 @@ class Canaries:
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)
             self._leaving.discard(name)
-
-    def _ending(self, model: str) -> asyncio.Lock:
-        return self._endings.setdefault(model, asyncio.Lock())
 
     async def _end_of(self, row: CanaryRow, now_s: float) -> None:
         try:
@@ -71,7 +66,7 @@ class Canaries:
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.
-            async with self._ending(model):
+            async with self._activations.lock(model):
                 if stored_model(self._context.db, model).active_version == self._running(model).version:
                     reason = f"{active} answers all requests"
                     self._end(row, "promoted", reason, self.compared(row))
@@ -126,7 +121,7 @@ class Canaries:
         """Make the canary the active version. carried: the request, which may have come before. judged: the canary that
         is meant, if only that: another may have begun by the time that this has its turn. Raises Conflict if there is
         none, or if the swap failed; it then stays a canary."""
-        async with self._ending(model), self._activations.lock(model):
+        async with self._activations.lock(model):
             before = self._active(model)
             if carried is not None and (deed := carried.before(lambda: self._promotion(model))) is not None:
                 record(self._context, caller, "model.promote", model, before=deed["from"], to=deed["to"], repeated=True)
@@ -180,7 +175,7 @@ class Canaries:
     ) -> dict[str, Any]:
         """Send all requests to the previous version again. carried, judged: as `promote` has them. Raises Conflict:
         there is no canary."""
-        async with self._ending(model):
+        async with self._activations.lock(model):
             if carried is not None and (deed := carried.before(lambda: self._return(model))) is not None:
                 record(
                     self._context, caller, "model.rollback", model, before=deed["from"], to=deed["to"], repeated=True
