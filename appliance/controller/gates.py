@@ -73,8 +73,11 @@ class Gates:
         least = job.gate["pass_rate_at_least"]
         if least is None and active is None:
             return "passed", "no version answered before"
+        asked = {version: job_records.checkpoint_of(self._db, job.output_model, version)}
+        if least is None and active is not None:
+            asked[active] = None  # by its own engines
         try:
-            runs = [self._run(job.id, one) for one in ((version, active) if least is None else (version,)) if one]
+            runs = [self._run(job.id, one, name or f"{job.output_model}@{one}") for one, name in asked.items()]
         except ApiError as error:
             return None if error.passes else (_UNDECIDED, error.message)
         for run in runs:
@@ -85,8 +88,9 @@ class Gates:
         passed = [await self._db.read(BOX, self._passed, run.id) for run in runs]
         return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
-    def _run(self, job_id: str, version: str) -> EvalRunRow:
-        """The run in which this version is evaluated, begun if there is none yet. Raises ApiError."""
+    def _run(self, job_id: str, version: str, name: str) -> EvalRunRow:
+        """The run in which this version is evaluated, begun if there is none yet. name: what is asked. Raises
+        ApiError."""
         job = jobs.get(self._db, job_id)
         assert job.gate is not None
         runs = job.gate["runs"]
@@ -100,9 +104,8 @@ class Gates:
         like = evals.find_run(self._db, first) if first else evals.newest_sampled(self._db, eval_id, viewer=None)
         if of is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
-        asked = job_records.checkpoint_of(self._db, job.output_model, version) or f"{job.output_model}@{version}"
         with self._db.transaction():
-            source = {**like.data_source, "model": asked}
+            source = {**like.data_source, "model": name}
             run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
             jobs.update(self._db, job.id, gate={**job.gate, "runs": {**runs, version: run.id}})
         self._evaluations.begin(run.id)
