@@ -40,7 +40,7 @@ class Gates:
         self._evaluations, self._activations = evaluations, activations
 
     async def look(self) -> None:
-        """Takes the gate of each ended job as far as it can go now."""
+        """Advance the gates of ended jobs."""
         for job_id in jobs.gated(self._db):
             with self._context.background.guard(f"gate of {job_id}"):
                 await self._look_at(jobs.get(self._db, job_id))
@@ -68,7 +68,7 @@ class Gates:
         await self._activate(job.id, job.output_model, version)
 
     async def _judge(self, job: JobRow, version: str, active: str | None) -> Verdict | None:
-        """None while an evaluation goes on, or waits for its turn."""
+        """The verdict; None while an evaluation runs or waits for a slot."""
         assert job.gate is not None
         least = job.gate["pass_rate_at_least"]
         if least is None and active is None:
@@ -174,6 +174,6 @@ def not_worse(new: Passed, old: Passed) -> Verdict:
 
 
 def _unjudged(passed: Passed) -> str:
-    """What to say of a run that judged too few of its items; "" otherwise."""
+    """Reason why a run judged too few of its items; "" if it judged enough."""
     missing = sum(one is None for one in passed.values())
     return "" if passed and missing <= MOST_UNJUDGED * len(passed) else f"{missing} of {len(passed)} items not judged"

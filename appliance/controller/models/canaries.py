@@ -30,8 +30,8 @@ log = logging.getLogger("appliance.controller")
 
 
 class Canaries:
-    """All canaries of a box. What ends a canary holds its model's lock of `Activations`: a swap may take minutes, in
-    which another model's bad canary has to be rolled back."""
+    """All canaries of a box. Promotion and roll back hold their model's lock of `Activations`: a swap may take minutes,
+    in which another model's bad canary has to be rolled back."""
 
     def __init__(self, context: ControllerContext, activations: Activations):
         self._context, self._activations = context, activations
@@ -237,7 +237,7 @@ class Canaries:
         }
 
     def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
-        """What gateways have counted of the canary and of the version before it."""
+        """Counts of gateways for the canary and for the version before it."""
         counted = self._context.load().canaries.get((row.model, row.created_s), {})
         return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
 
