@@ -24,7 +24,7 @@ from openai import OpenAI
 
 Json = dict[str, Any]
 Answered = tuple[Json, Json]
-"""What was asked ({"messages", "tools"?}) and a choice of the answer."""
+"""The request ({"messages", "tools"?}) and a choice of its answer."""
 
 
 def questions(lines: Iterable[bytes]) -> Iterator[Json]:

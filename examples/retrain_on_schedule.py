@@ -20,7 +20,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 
 def retrain(client: OpenAI, base: str, name: str, folder: Path, eval_id: str, poll_s: float = 10.0) -> str:
-    """What happened, for the log. Raises RuntimeError if the job fails."""
+    """Returns the verdict of the gate, for the log. Raises RuntimeError if the job fails."""
     new = sorted(folder.glob("*.jsonl"))
     if not new:
         return "no new data"

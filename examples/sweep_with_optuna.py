@@ -23,9 +23,9 @@ from openai import OpenAI
 def objective(
     client: OpenAI, model: str, training_file: str, validation_file: str, poll_s: float = 10.0
 ) -> Callable[[Any], float]:
-    """What Optuna minimises: a function of a trial that trains with its hyperparameters and returns the loss.
+    """Returns the function that Optuna minimises: it trains with the hyperparameters of a trial and returns the loss.
 
-    Raises RuntimeError if a job fails; `study.optimize(catch=RuntimeError)` goes on with the next trial.
+    Raises RuntimeError if a job fails; `study.optimize(catch=RuntimeError)` continues with the next trial.
     """
 
     def loss_of(trial: Any) -> float:

@@ -6,6 +6,7 @@ the row says so is found answering.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ class Gates:
         self._evaluations, self._activations = evaluations, activations
 
     async def look(self) -> None:
-        """Takes the gate of each ended job as far as it can go now."""
+        """Advance the gates of ended jobs."""
         for job_id in jobs.gated(self._db):
             with self._context.background.guard(f"gate of {job_id}"):
                 await self._look_at(jobs.get(self._db, job_id))
@@ -67,13 +68,16 @@ class Gates:
         await self._activate(job.id, job.output_model, version)
 
     async def _judge(self, job: JobRow, version: str, active: str | None) -> Verdict | None:
-        """None while an evaluation goes on, or waits for its turn."""
+        """The verdict; None while an evaluation runs or waits for a slot."""
         assert job.gate is not None
         least = job.gate["pass_rate_at_least"]
         if least is None and active is None:
             return "passed", "no version answered before"
+        asked = {version: job_records.checkpoint_of(self._db, job.output_model, version)}
+        if least is None and active is not None:
+            asked[active] = None  # by its own engines
         try:
-            runs = [self._run(job.id, one) for one in ((version, active) if least is None else (version,)) if one]
+            runs = [self._run(job.id, one, name or f"{job.output_model}@{one}") for one, name in asked.items()]
         except ApiError as error:
             return None if error.passes else (_UNDECIDED, error.message)
         for run in runs:
@@ -82,10 +86,11 @@ class Gates:
         if not all(run.finished for run in runs):
             return None
         passed = [await self._db.read(BOX, self._passed, run.id) for run in runs]
-        return threshold(passed[0], least) if least is not None else not_worse(*passed)
+        return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
-    def _run(self, job_id: str, version: str) -> EvalRunRow:
-        """The run in which this version is evaluated, begun if there is none yet. Raises ApiError."""
+    def _run(self, job_id: str, version: str, name: str) -> EvalRunRow:
+        """The run in which this version is evaluated, begun if there is none yet. name: what is asked. Raises
+        ApiError."""
         job = jobs.get(self._db, job_id)
         assert job.gate is not None
         runs = job.gate["runs"]
@@ -99,9 +104,8 @@ class Gates:
         like = evals.find_run(self._db, first) if first else evals.newest_sampled(self._db, eval_id, viewer=None)
         if of is None or like is None:
             raise ApiError(404, f"{eval_id} or its run was deleted")
-        asked = job_records.checkpoint_of(self._db, job.output_model, version) or f"{job.output_model}@{version}"
         with self._db.transaction():
-            source = {**like.data_source, "model": asked}
+            source = {**like.data_source, "model": name}
             run = insert_run(self._context, of, caller_of(self._db, job.key_id), source, name=f"gate of {job.id}")
             jobs.update(self._db, job.id, gate={**job.gate, "runs": {**runs, version: run.id}})
         self._evaluations.begin(run.id)
@@ -158,7 +162,7 @@ def threshold(passed: Passed, least: float) -> Verdict:
 
 def not_worse(new: Passed, old: Passed) -> Verdict:
     """Refuses a version that is shown to be worse on the same items: McNemar's exact test, one-sided."""
-    from scipy.stats import binomtest  # 0.3 s, which a controller without gates saves
+    from scipy.stats import binomtest  # takes a second, of boxes with gates alone
 
     if unjudged := _unjudged(new) or _unjudged(old):
         return _UNDECIDED, unjudged
@@ -170,6 +174,6 @@ def not_worse(new: Passed, old: Passed) -> Verdict:
 
 
 def _unjudged(passed: Passed) -> str:
-    """What to say of a run that judged too few of its items; "" otherwise."""
+    """Reason why a run judged too few of its items; "" if it judged enough."""
     missing = sum(one is None for one in passed.values())
     return "" if passed and missing <= MOST_UNJUDGED * len(passed) else f"{missing} of {len(passed)} items not judged"

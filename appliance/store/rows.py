@@ -190,8 +190,7 @@ class CanaryRow:
     """A version that takes `share` (0 to 1) of its model's requests and is compared with `before`, the active one.
 
     auto: promoted or rolled back without being asked to. watch_s: how long it is watched before it is promoted, and
-    min_requests of each version. reason: why it ended. compared: what was known of both versions when it
-    ended. of_one_since_s: since when one owner's answers alone tell something bad of it.
+    min_requests of each version. reason: why it ended. compared: what was known of both versions when it ended.
     """
 
     model: str
@@ -206,7 +205,6 @@ class CanaryRow:
     reason: str = ""
     ended_s: float | None = None
     compared: dict[str, Any] | None = json_column(default=None)
-    of_one_since_s: float | None = None
 
     @property
     def name(self) -> str:

@@ -589,7 +589,6 @@ TASKS = {
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
     "scheduler/ray/remote_jobs.py ResultTransfer.__init__": ONE_SHOT,
-    "appliance/controller/context/one_each.py OneEach.begin": "guarded within; the next look begins it anew",
     "scheduler/ray/remote_jobs.py ResultTransfer.over": AWAITED,
     "scheduler/ray/groups.py Groups._attend": "suspend_group waits for it; a group without a watcher is seen by a look",
     "scheduler/ray/replicas.py Replicas._watch": "a dead engine without a watcher is seen by the next look",

@@ -41,9 +41,8 @@ def canary(
 ) -> None:
     """Give a version a share of a model's requests and compare it with the one before; without VERSION, show that.
 
-    Compared are errors, time to first byte, duration, and the held-out losses of their training. A conversation stays
-    on one version. With --auto, more errors, times beyond 1.5 x, a worse loss or an engine that does not start roll it
-    back, and otherwise it is promoted when its time is over.
+    Compared are errors, time to first byte and duration. A conversation stays on one version. With --auto, more errors,
+    times beyond 1.5 x or an engine that does not start roll it back; otherwise it is promoted when its time is over.
     """
     path = f"{paths.model(model)}/canary"
     if version is None:
@@ -74,7 +73,7 @@ def fields(row: dict[str, Any]) -> Any:
         *([("verdict", f"{decision['verdict']}: {decision['reason']}")] if decision else []),
     )
     table = output.table(
-        ("VERSION", ">REQUESTS", ">ERRORS", ">FIRST BYTE P95", ">DURATION P95", ">HELD-OUT LOSS"),
+        ("VERSION", ">REQUESTS", ">ERRORS", ">FIRST BYTE P95", ">DURATION P95"),
         (
             (
                 version,
@@ -82,7 +81,6 @@ def fields(row: dict[str, Any]) -> Any:
                 f"{v['errors']:,}",
                 formats.duration(v["first_byte_p95_s"]),
                 formats.duration(v["duration_p95_s"]),
-                formats.loss(v["valid_loss"]),
             )
             for version, v in (row["versions"] or {}).items()
         ),

@@ -90,10 +90,6 @@ class VersionLoad:
     owners: Mapping[str, Times] = field(default_factory=dict)
     asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
-    def without(self, owner: str) -> VersionLoad:
-        """The load of all other owners, without times."""
-        return VersionLoad(asked={one: counts for one, counts in self.asked.items() if one != owner})
-
     @property
     def requests(self) -> int:
         return sum(requests for requests, _ in self.asked.values())

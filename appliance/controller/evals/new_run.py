@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -64,36 +63,25 @@ def insert_run(
     return row
 
 
-def checked_source(given: Jsonl | Sampled, param: str = "data_source") -> dict[str, Any]:
+def checked_source(given: Jsonl | Sampled) -> dict[str, Any]:
     """As it is kept. Raises BadRequest."""
     data_source = given.model_dump(mode="json", exclude_unset=True)
     try:
         check_source(data_source)
     except InvalidGrader as error:
-        where = f"{param}.{error.param}".rstrip(".")
+        where = f"data_source.{error.param}".rstrip(".")
         raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     return data_source
 
 
-def check_judges(context: ControllerContext, of: EvalRow, caller: Principal, known: Collection[str] = ()) -> set[str]:
-    """The models that its graders ask, each checked once: another key may have made the eval. known: models that need
-    no further check. Raises Forbidden, NotFound."""
-    judges = set[str]().union(*map(judge_models, of.criteria)).difference(known)
-    for model in sorted(judges):
+def check_judges(context: ControllerContext, of: EvalRow, caller: Principal) -> None:
+    """Checks the models that its graders ask: another key may have made the eval. Raises Forbidden, NotFound."""
+    for model in sorted(set[str]().union(*map(judge_models, of.criteria))):
         check_may_ask(context.db, caller, model)
-    return judges
 
 
-def check_given(
-    context: ControllerContext,
-    of: EvalRow,
-    given: Jsonl | Sampled,
-    caller: Principal,
-    param: str = "data_source",
-    *,
-    known: bool = False,
-) -> None:
-    """of: the eval. known: an engine takes its sampling parameters. Raises Forbidden, BadRequest, NotFound."""
+def check_given(context: ControllerContext, of: EvalRow, given: Jsonl | Sampled, caller: Principal) -> None:
+    """of: the eval. Raises Forbidden, BadRequest, NotFound."""
     if isinstance(given, Sampled) and given.takes_what_is_kept and not allow(caller.scopes, INFERENCE):
         raise Forbidden(INFERENCE)  # as for looking at what is kept
     try:
@@ -101,11 +89,12 @@ def check_given(
         if isinstance(given, Sampled):
             check_sampled(given, of.item_schema)
     except InvalidGrader as error:
-        raise InvalidValue(f"Invalid '{param}.{error.param}': {error.message}.", f"{param}.{error.param}") from None
+        where = f"data_source.{error.param}"
+        raise InvalidValue(f"Invalid '{where}': {error.message}.", where) from None
     if isinstance(given.source, FileId):
-        storage.known_file(context, given.source.id, caller, f"{param}.source.id")
-    if isinstance(given, Sampled) and not known:
-        check_asked(fields_of(given), f"{param}.sampling_params")
+        storage.known_file(context, given.source.id, caller, "data_source.source.id")
+    if isinstance(given, Sampled):
+        check_asked(fields_of(given), "data_source.sampling_params")
 
 
 async def check_new_run(
@@ -115,30 +104,27 @@ async def check_new_run(
     given: Jsonl | Sampled,
     model: str | None,
     caller: Principal,
-    param: str = "data_source",
-    *,
-    known: bool = False,
 ) -> None:
     """What `check_given` says, and what only a worker, a model's size or a file's lines tell: the schema of the
     answers, their length, and names that no item has. model: that will be asked. Raises ApiError."""
     # On a thread: the schema of its answers may have 25,000 parts.
-    check = partial(check_given, context, of, given, caller, param, known=known)
+    check = partial(check_given, context, of, given, caller)
     await context.db.read(caller.viewer, check)
     if isinstance(given, Sampled) and (sampling := given.sampling_params) is not None:
-        await check_form(hosts, sampling.response_format, caller, f"{param}.sampling_params.response_format")
+        await check_form(hosts, sampling.response_format, caller, "data_source.sampling_params.response_format")
         if sampling.text is not None:
-            await check_form(hosts, sampling.text.format, caller, f"{param}.sampling_params.text.format")
+            await check_form(hosts, sampling.text.format, caller, "data_source.sampling_params.text.format")
         if model is not None:
-            _check_room(context, sampling, model, f"{param}.sampling_params")
+            _check_room(context, sampling, model)
     try:
-        await asyncio.to_thread(check_items, context.files_dir, of.criteria, given, param)
+        await asyncio.to_thread(check_items, context.files_dir, of.criteria, given, "data_source")
     except InvalidGrader as error:
         raise BadRequest(
             f"Invalid '{error.param}': {error.message}.", param=error.param, code="invalid_grader"
         ) from None
 
 
-def _check_room(context: ControllerContext, sampling: Sampling, model: str, param: str) -> None:
+def _check_room(context: ControllerContext, sampling: Sampling, model: str) -> None:
     """Raises BadRequest where an answer may have more tokens than the model's context: an engine takes no such request,
     and each item would be an error."""
     found = resolve(context.db, model)
@@ -147,5 +133,6 @@ def _check_room(context: ControllerContext, sampling: Sampling, model: str, para
         value = getattr(sampling, name)
         if value is not None and longest is not None and value > longest:
             whose = f", the context of {shown(model)}"
-            message, code = out_of_bounds(f"{param}.{name}", "less_than_equal", longest, value, whose)
-            raise BadRequest(message, param=f"{param}.{name}", code=code)
+            where = f"data_source.sampling_params.{name}"
+            message, code = out_of_bounds(where, "less_than_equal", longest, value, whose)
+            raise BadRequest(message, param=where, code=code)

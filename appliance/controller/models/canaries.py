@@ -9,66 +9,64 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 from appliance.controller.access.model_access import caller_of, no_version, stored_model
 from appliance.controller.bus.load import VersionLoad
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.context.one_each import OneEach
 from appliance.controller.http.idempotency import Carried, Deed
 from appliance.controller.interfaces.errors import Conflict, InvalidValue, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import Principal
 from appliance.controller.models.activation import Activations
-from appliance.controller.models.canary_decision import CanaryTerms, Decision, OfOne, Side, decide, p95_s
-from appliance.store.objects import job_records, jobs, models
+from appliance.controller.models.canary_decision import Decision, decide, p95_s
+from appliance.store.objects import models
 from appliance.store.records import canaries, deployments
 from appliance.store.rows import CanaryRow, ModelRow, VersionRow, columns
+from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
 
 
 class Canaries:
-    """All canaries of a box. A lock for each model serialises everything that ends its canary: a swap may take
-    minutes, in which another model's bad canary has to be rolled back."""
+    """All canaries of a box. Promotion and roll back hold their model's lock of `Activations`: a swap may take minutes,
+    in which another model's bad canary has to be rolled back."""
 
     def __init__(self, context: ControllerContext, activations: Activations):
         self._context, self._activations = context, activations
-        self._endings: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # names come and go
-        self._going = OneEach(context.background, "canary")
-        self.tasks = self._going.tasks
+        self._busy: set[str] = set()  # models whose canary a task looks at
+        self.tasks = RunningTasks()
         self._leaving: set[str] = set()  # ended canaries whose engines may still exist
 
     async def look(self, now_s: float) -> None:
         """A task for each canary, which ends it where it ends automatically; called every `canary_every_s`."""
         for row in canaries.list_running(self._context.db):
-            await self._going.begin(row.name, partial(self._end_of, row, now_s))
+            if row.model not in self._busy:
+                self._busy.add(row.model)
+                self.tasks.add(asyncio.create_task(self._end_of(row, now_s), name=f"canary {row.name}"))
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)
             self._leaving.discard(name)
 
-    def _ending(self, model: str) -> asyncio.Lock:
-        return self._endings.setdefault(model, asyncio.Lock())
-
     async def _end_of(self, row: CanaryRow, now_s: float) -> None:
         try:
-            await self._look_at(row.model, now_s)
-        except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
-            log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+            with self._context.background.guard(f"canary: {row.name}"):
+                try:
+                    await self._look_at(row.model, now_s)
+                except (Conflict, NotFound) as error:  # a user was faster: it ended, or its model is gone
+                    log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+        finally:
+            self._busy.discard(row.model)
 
     async def _look_at(self, model: str, now_s: float) -> None:
         row, active = self._running(model), stored_model(self._context.db, model).active_version
-        decision, caller = self.decision(row, now_s), caller_of(self._context.db, None)
-        if isinstance(decision, OfOne) and row.of_one_since_s is None:
-            canaries.note_of_one(self._context.db, model, now_s)
+        decision, caller = await self.decision(row, now_s), caller_of(self._context.db, None)
         if active == row.version:
             # Published by another caller, or the process ended between the swap and this. A promotion in progress ends
             # it itself, or reverts the version.
-            async with self._ending(model):
+            async with self._activations.lock(model):
                 if stored_model(self._context.db, model).active_version == self._running(model).version:
                     reason = f"{active} answers all requests"
                     self._end(row, "promoted", reason, self.compared(row))
@@ -103,7 +101,7 @@ class Canaries:
             )
         self._check_room(model, version)
         if running is not None:  # with other settings: the counts are kept
-            row = replace(row, created_s=running.created_s, of_one_since_s=running.of_one_since_s)
+            row = replace(row, created_s=running.created_s)
         canaries.put(db, row)
         self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
@@ -123,7 +121,7 @@ class Canaries:
         """Make the canary the active version. carried: the request, which may have come before. judged: the canary that
         is meant, if only that: another may have begun by the time that this has its turn. Raises Conflict if there is
         none, or if the swap failed; it then stays a canary."""
-        async with self._ending(model), self._activations.lock(model):
+        async with self._activations.lock(model):
             before = self._active(model)
             if carried is not None and (deed := carried.before(lambda: self._promotion(model))) is not None:
                 record(self._context, caller, "model.promote", model, before=deed["from"], to=deed["to"], repeated=True)
@@ -177,7 +175,7 @@ class Canaries:
     ) -> dict[str, Any]:
         """Send all requests to the previous version again. carried, judged: as `promote` has them. Raises Conflict:
         there is no canary."""
-        async with self._ending(model):
+        async with self._activations.lock(model):
             if carried is not None and (deed := carried.before(lambda: self._return(model))) is not None:
                 record(
                     self._context, caller, "model.rollback", model, before=deed["from"], to=deed["to"], repeated=True
@@ -196,21 +194,21 @@ class Canaries:
             )
             return {"model": model, "from": row.version, "to": found.active_version, "swap": {}}
 
-    def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
+    async def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
         """`message`: what the canary does now, or why it ended, as a sentence."""
         running = row.state == "running"
-        decision = self.decision(row, now_s) if running else None
+        decision = await self.decision(row, now_s) if running else None
         return {
             **columns(row, "model name version before share"),
             "auto": bool(row.auto),
             **columns(row, "watch_s min_requests state created_s ended_s"),
             "reason": row.reason or None,
-            "decision": None if decision is None else asdict(decision),
+            "decision": None if decision is None else decision._asdict(),
             "message": self._message(row) if running else row.reason,
             "versions": self.compared(row) if running else row.compared,
         }
 
-    def decision(self, row: CanaryRow, now_s: float) -> Decision:
+    async def decision(self, row: CanaryRow, now_s: float) -> Decision:
         active = stored_model(self._context.db, row.model).active_version
         if active == row.version:
             return Decision("promote", f"{active} becomes the active version")
@@ -219,53 +217,28 @@ class Canaries:
                 "roll back",
                 f"{active} became the active version while {row.version} was compared with {row.before}",
             )
-        canary, stable = self._sides(row)
-        terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests, row.share)
-        return decide(canary, stable, terms, now_s, self._failed(row.name), row.of_one_since_s)
-
-    def _failed(self, name: str) -> str:
-        """Why the canary's engines fail, once they have failed too often to be chance."""
-        troubles = self._context.scheduler.status()["troubles"]
-        return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
+        for trouble in self._context.scheduler.status()["troubles"]:
+            if trouble["model"] == row.name and trouble["lasting"]:
+                return Decision("roll back", f"the engine of {row.version} does not start: {trouble['reason']}")
+        loads = self._loads(row)
+        return await asyncio.to_thread(decide, row, loads[row.version], loads[row.before], now_s)
 
     def compared(self, row: CanaryRow) -> dict[str, Any]:
-        """For each version {"requests", "errors", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
+        """For each version {"requests", "errors", "first_byte_p95_s", "duration_p95_s"}."""
         return {
-            side.version: {
-                "requests": side.load.requests,
-                "errors": side.load.errors,
-                "first_byte_p95_s": p95_s(side.load.times.first_byte),
-                "duration_p95_s": p95_s(side.load.times.duration),
-                "valid_loss": side.valid_loss,
+            version: {
+                "requests": load.requests,
+                "errors": load.errors,
+                "first_byte_p95_s": p95_s(load.times.first_byte),
+                "duration_p95_s": p95_s(load.times.duration),
             }
-            for side in self._sides(row)
+            for version, load in self._loads(row).items()
         }
 
-    def _sides(self, row: CanaryRow) -> tuple[Side, Side]:
+    def _loads(self, row: CanaryRow) -> dict[str, VersionLoad]:
+        """Counts of gateways for the canary and for the version before it."""
         counted = self._context.load().canaries.get((row.model, row.created_s), {})
-
-        def side(version: str) -> Side:
-            loss = self._valid_loss(row.model, version) if comparable else None
-            return Side(version, counted.get(version, VersionLoad()), loss)
-
-        # Versions of one job share its held-out data, those of several jobs where each had the same file.
-        held_out = {self._held_out(row.model, version) for version in (row.version, row.before)}
-        comparable = len(held_out) == 1
-        return side(row.version), side(row.before)
-
-    def _held_out(self, model: str, version: str) -> str | None:
-        """Names the data that a version's held-out loss is measured on."""
-        found = models.find_version(self._context.db, model, version)
-        job_id = found.meta.get("job_id") if found is not None else None
-        job = jobs.find(self._context.db, job_id) if job_id is not None else None
-        return job_id if job is None else job.validation_file or job.id
-
-    def _valid_loss(self, model: str, version: str) -> float | None:
-        found = models.find_version(self._context.db, model, version)
-        if found is None or not {"job_id", "step"} <= found.meta.keys():
-            return None
-        metric = job_records.metric_at(self._context.db, found.meta["job_id"], found.meta["step"])
-        return None if metric is None else metric.valid_loss
+        return {version: counted.get(version, VersionLoad()) for version in (row.version, row.before)}
 
     def _message(self, row: CanaryRow) -> str:
         status = self._context.scheduler.status()

@@ -30,6 +30,7 @@ Pairs = Sequence[tuple[bytes, bytes]]
 MODEL_NAME_CHARS: Final = 512
 DEFAULT_COMPLETION_TOKENS: Final = 256
 PREFIX_CHARS: Final = 512
+_BRACKETS: Final = 1 << 20
 _UNBOUNDED: Final = 1 << 20
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
 # Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.

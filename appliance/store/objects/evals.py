@@ -48,11 +48,6 @@ def run_in_short(db: Database, run_id: str) -> EvalRunRow | None:
     return db.one(EvalRunRow, f"SELECT {_IN_SHORT} FROM eval_runs WHERE id = ? AND {_RUN_THERE}", [run_id])
 
 
-def bytes_of(db: Database, eval_id: str, *, viewer: str | None) -> int:
-    """The bytes of its definition; 0 if the viewer has no such eval."""
-    return int(db.value(f"SELECT bytes FROM evals WHERE id = ?1 AND {_MINE}", [eval_id, viewer]) or 0)
-
-
 def page_runs(
     db: Database, eval_id: str, *, viewer: str | None, status: str | None, **part: Unpack[Part]
 ) -> Page[EvalRunRow]:

@@ -72,16 +72,6 @@ def page_events(db: Database, job_id: str, **part: Unpack[Part]) -> Page[JobEven
     return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, **part)
 
 
-def held_out_reward(db: Database, job_id: str) -> float | None:
-    """The mean reward of the newest validation; None of a job that has none."""
-    reward: float | None = db.value(
-        "SELECT data ->> '$.valid_mean_reward' FROM job_events WHERE job_id = ? AND type = 'metrics' "
-        "AND data ->> '$.valid_mean_reward' IS NOT NULL ORDER BY seq DESC LIMIT 1",
-        [job_id],
-    )
-    return reward
-
-
 def upsert_metric(db: Database, row: JobMetricRow) -> None:
     """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
     values = {field.name: encode(field, getattr(row, field.name)) for field in fields(JobMetricRow)}

@@ -28,10 +28,6 @@ def list_running(db: Database) -> list[CanaryRow]:
     return db.all(CanaryRow, "SELECT * FROM canaries WHERE state = 'running' ORDER BY created_s, model")
 
 
-def note_of_one(db: Database, model: str, now_s: float) -> None:
-    _TABLE.update(db, model, of_one_since_s=now_s)
-
-
 def end(
     db: Database,
     model: str,

@@ -12,7 +12,6 @@ import pytest
 from appliance.controller.access import model_access
 from appliance.controller.bus.load import Load, Times, VersionLoad
 from appliance.controller.models.activation import Activations
-from appliance.controller.models.canaries import Canaries
 from appliance.gateway.routing.canary_comparison import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
@@ -67,7 +66,7 @@ async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control)
     assert begun["message"] == "All requests go to v1: no engine of v2 is open yet"
     assert begun["decision"] == {
         "verdict": "wait",
-        "reason": "v2 answered 0 of 50 requests; v1 answered 0 of 50 requests",
+        "reason": "v2 answered 0 of 50 requests",
     }
     served.scheduler.replicas = [{"model": "m@v2", "state": "open"}]
     counted(served, v2=good(60), v1=good(240))
@@ -159,24 +158,8 @@ async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto
     assert (await ask(served, "GET"))["decision"]["verdict"] == "roll back"
     await ask(served, "PUT", version="v2", auto=True)
     row = await look_later(served, 5)
-    assert (row.state, row.reason) == ("rolled_back", "v2 failed 15 of 20 requests, v1 0 of 180")
+    assert (row.state, row.reason) == ("rolled_back", "v2 failed 15 of 20 requests, v1 failed 0 of 180 requests")
     assert active(served) == "v1"
-
-
-async def test_how_long_one_owner_alone_finds_it_bad_outlasts_a_start_of_the_controller(served: Control):
-    """Each start began ten watch periods anew, and other settings did so too."""
-    await ask(served, "PUT", version="v2", auto=True)
-    late, usual = ({"m": Times({bucket(0.1): 50}, {bucket(whole_s): 50})} for whole_s in (9.0, 1.0))
-    of_one = VersionLoad(late, {"a": (30, 0), "b": (30, 0), "m": (50, 0)})
-    counted(served, v2=of_one, v1=VersionLoad(usual, {"a": (90, 0), "b": (90, 0), "m": (90, 0)}))
-    assert (await look_later(served, 601)).state == "running"
-    for number in range(1, 4):
-        before = served.app.state.canaries
-        served.app.state.canaries = Canaries(before._context, before._activations)
-        assert (await look_later(served, 601 + 1500 * number)).state == "running"
-        await ask(served, "PUT", version="v2", auto=True, share=0.1 * number)
-    row = await look_later(served, 601 + 6000)
-    assert row.state == "rolled_back" and "for 10 times as long" in row.reason
 
 
 async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(served: Control):
@@ -218,6 +201,8 @@ async def test_a_swap_of_one_model_keeps_no_bad_canary_of_another(served: Contro
     bad = {"model": "n@v2", "reason": "no kernel image", "message": "not serving", "lasting": True}
     served.scheduler.troubles = [bad]
     await served.app.state.canaries.look(time.time() + 601)
+    while not swaps or canaries.find_running(served.db, "n") is not None:
+        await asyncio.sleep(0.001)
     row = canaries.find(served.db, "n")
     assert swaps == ["m"] and row is not None and row.state == "rolled_back"
     lasts.set()
@@ -226,7 +211,9 @@ async def test_a_swap_of_one_model_keeps_no_bad_canary_of_another(served: Contro
     await lock.acquire()
     await ask(served, "PUT", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))
-    await served.app.state.canaries.look(time.time() + 601)  # waits for the lock, with its verdict
+    await served.app.state.canaries.look(time.time() + 601)
+    while not lock._waiters:  # with its verdict
+        await asyncio.sleep(0.001)
     begun = canaries.find(served.db, "m")
     assert begun is not None
     canaries.put(served.db, replace(begun, version="v3", created_s=begun.created_s + 1))

@@ -120,6 +120,7 @@ async def test_gate_without_threshold_refuses_what_is_shown_to_be_worse(
     await looked(control)
     assert (gate(control, worse)["verdict"], gate(control, worse)["activated"]) == ("refused", False)
     assert active(control) == v1 and gate(control, worse)["before"] == v1
+    assert set(answers.asked[-2 * ITEMS :]) == {f"fraud:ckpt-{v2}", f"fraud@{v1}"}, "by the engines that serve them"
     same = await gated(control, eval_id)
     v3 = run(control, events, same)
     await looked(control)

@@ -255,7 +255,6 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "watch_s": 1e9,
             "created_s": at.now_s,
             "compared": LONG_JSON,
-            "of_one_since_s": at.now_s,
         },
     ),
     "model_settings": (rows.ModelSettingsRow, lambda at: {"model": at.id("model"), "number": 1, "settings": {}}),

@@ -55,11 +55,11 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
             ),
             caller,
         )
-        return running.view(last(name), now_s)
+        return await running.view(last(name), now_s)
 
     @router.get("/models/{name:path}/canary")
     async def show(name: str) -> dict[str, Any]:
-        return running.view(last(name), time.time())
+        return await running.view(last(name), time.time())
 
     @router.delete("/models/{name:path}/canary")
     async def roll_back(name: str, caller: Caller) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
     async def show(name: str, caller: Caller, now: Status) -> Response:
         """`canary`: the most recent one, running or ended."""
         last = canaries.find(db, name)
-        shown_canary = compared.view(last, time.time()) if last else None
+        shown_canary = await compared.view(last, time.time()) if last else None
 
         def shown_model() -> dict[str, Any]:
             row = stored_model(db, name)

@@ -1,6 +1,6 @@
 // Models: what there is, their versions, and a canary with its verdict; promote and roll back.
 import { call, get, post } from "../api.js";
-import { ago, bytes, duration, measure, number, percent } from "../format.js";
+import { ago, bytes, duration, number, percent } from "../format.js";
 import { t } from "../i18n.js";
 import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Field, Live, Sure, Table, html, useAct, useLive, useMay, useState } from "../ui.js";
@@ -141,7 +141,6 @@ function Canary({ one, canary, onChange }) {
       [t("canary.errors"), ([, side]) => number(side.errors), "right"],
       [t("canary.first"), ([, side]) => duration(side.first_byte_p95_s), "right"],
       [t("canary.whole"), ([, side]) => duration(side.duration_p95_s), "right"],
-      [t("job.valid_loss"), ([, side]) => measure(side.valid_loss), "right"],
     ]} />
     ${may && runs ? html`<div class="buttons">
       <${Sure} class="main" label=${t("canary.promote")} question=${t("canary.promote.sure", { version: canary.version })} busy=${busy} onYes=${() => act("promote")} />
