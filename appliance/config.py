@@ -28,7 +28,6 @@ from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
 from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.power.settings import PowerSettings
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
 from weights.format.config import Location, WeightsConfig
@@ -172,6 +171,14 @@ class BackupSettings(Location, _Section):
     keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
     every_hours: float = Field(
         0.0, ge=0.0, description="hours between two backups that a running box takes by itself; 0: only when asked"
+    )
+
+
+class PowerSettings(_Section):
+    """Power limits of the GPUs of the box's own machine (docs/operations.md, Power and energy)."""
+
+    limits_w: dict[Literal["serve", "train", "split", "auto"], Annotated[float, Field(gt=0)]] = Field(
+        {}, description="watts of each device by mode; a mode without one has the device's own; empty: none is set"
     )
 
 

@@ -80,11 +80,10 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class PowerLimits:
-    """A device's power limit in watts, and the least and the most that it may be set to."""
+    """A device's power limit in force and the one that it comes with, in watts."""
 
     limit_w: float
-    least_w: float
-    most_w: float
+    default_w: float
 
 
 class PowerRefused(RuntimeError):
@@ -92,20 +91,14 @@ class PowerRefused(RuntimeError):
 
 
 class PowerControl(Protocol):
-    """Sets power and clock limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
+    """Sets power limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
     PowerRefused."""
-
-    def code(self) -> list[str]:
-        """Files of the code that sets them."""
 
     def limits(self) -> dict[str, PowerLimits]:
         """The power limits of every device whose limit can be set."""
 
     def set_limit(self, uuid: str, limit_w: float) -> None:
         """Set the power limit of a device."""
-
-    def set_clock(self, uuid: str, most_mhz: int | None) -> None:
-        """Bound the clock of a device's processors; None: no bound but the driver's own."""
 
 
 class PageLock(Protocol):

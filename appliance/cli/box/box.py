@@ -21,7 +21,7 @@ from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
 from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
-from appliance.cli.mode.power import profile_line
+from appliance.cli.mode.power import limit_line
 from appliance.cli.own_process import python
 
 _STOP_S = 300.0
@@ -267,7 +267,7 @@ def _status(now: dict[str, Any]) -> Any:
         ("endpoint", box["url"]),
         ("data", box["data_dir"]),
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
-        *([("power", profile_line(now["power"]))] if now["power"].get("helper") else []),
+        *([("power", limit_line(now["power"]))] if now["power"].get("set") else []),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"), now.get("degraded") or ())),
         ("doctor", _doctor(now.get("doctor", []), box.get("doctor_looked_s"))),

@@ -174,7 +174,7 @@ def _add_jobs(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/jobs/{job_id}")
     def show_job(job_id: str) -> dict[str, Any]:
-        drawn = energy_views.of_job(db, context.power, row := _known_job(db, job_id), time.time())
+        drawn = energy_views.of_job(db, row := _known_job(db, job_id), time.time())
         return views.job(row) | {"gate": gate_views.in_short(gates.of_job(db, job_id)), "energy": drawn}
 
     @router.get("/jobs/{job_id}/metrics")

@@ -27,7 +27,6 @@ from appliance.controller.interfaces.ports import (
 )
 from appliance.last_backup import LastBackup
 from appliance.models.opening import Opening
-from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
@@ -48,7 +47,7 @@ class ControllerContext:
     reports any.
     open_engines: model and socket of each engine that answers requests, by replica.
     wandb_mode: as [tracking] has it.
-    power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
+    power_status: the power limit in force (`PowerKeeper.status`)."""
 
     db: Database
     files_dir: Path
@@ -82,7 +81,6 @@ class ControllerContext:
     device_readings: Callable[[], Mapping[str, Reading]] = dict
     open_engines: Callable[[], Mapping[str, tuple[str, str]]] = dict
     wandb_mode: Literal["offline", "online"] | None = None
-    power: PowerSettings = field(default_factory=PowerSettings)
     power_status: Callable[[], dict[str, Any]] = dict
 
     def __post_init__(self) -> None:

@@ -193,8 +193,6 @@ FROZEN = {
         "--lora-rank",
         "--max-length",
         "--model",
-        "--price-per-device-hour",
-        "--price-per-kwh",
         "--set",
         "--tensor-parallel",
         "--zero-stage",
