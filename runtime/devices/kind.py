@@ -130,7 +130,6 @@ class DeviceKind(ABC):
     attention backends that need a compiler which the box does not install; "": none does. `has_compiler`: the function
     of vLLM's that says whether it is there.
     `head_sizes`: elements of an attention head that engines compute on it; empty where only the engine knows.
-    `steered_by`: names of variables, or their beginnings, that change how everything computes on it, unasked.
     `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
@@ -147,7 +146,6 @@ class DeviceKind(ABC):
     compiled_attention: str = ""
     has_compiler: str = ""
     head_sizes: frozenset[int] = frozenset()
-    steered_by: tuple[str, ...] = ()
     untried: str = ""
 
     def of_this_torch(self) -> bool:
@@ -182,11 +180,6 @@ class DeviceKind(ABC):
         """How the devices {index: id} are set up and connected, as a process without a privilege can ask in some
         milliseconds."""
         return ()
-
-    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
-        """The command that samples these devices' own counters for so long, whoever computes on them, with the tool of
-        their maker; empty: there is none for the kind."""
-        return []
 
     def power_control(self) -> PowerControl | None:
         """None: nothing sets their limits."""

@@ -174,8 +174,8 @@ FROZEN = {
     "job resume": [*BOX, "JOB_IDS"],
     "job cancel": [*BOX, "JOB_IDS"],
     "job tensorboard": ["--data-dir", "--help", "--port", "JOB_IDS"],
-    "profile engine": [*BOX, "--nsight", "--seconds", "--steps", "MODEL"],
-    "profile job": [*BOX, "--nsight", "--seconds", "--steps", "--timeout", "JOB_ID"],
+    "profile engine": [*BOX, "--steps", "MODEL"],
+    "profile job": [*BOX, "--steps", "--timeout", "JOB_ID"],
     "plan serve": [*BOX, "--accelerator", "--config", "--devices", "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX,
