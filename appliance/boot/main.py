@@ -31,10 +31,6 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY_S
 from appliance.boot.backup_schedule import BackupSchedule
 from appliance.boot.box_state import BoxState, read_troubles
-from appliance.boot.checkup_schedule import LOOK_EVERY_S as LOOK_WITH_DOCTOR_EVERY_S
-from appliance.boot.checkup_schedule import CheckupSchedule
-from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
-from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
@@ -149,7 +145,6 @@ class Box:
             self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
         self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
         self._background = BackgroundTasks()
-        self._clock, self._clock_of_ray = ClockWatch(), ClockWatch(LEAST_FOR_RAY_S)
         self.hopeless = ""
         self._ray_address = ""
         self._devices: tuple[Device, ...] = ()
@@ -200,9 +195,6 @@ class Box:
         self._background.keep("pulse of the controller", controller.watch)
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
-        checkup = CheckupSchedule(self._paths.last_checkup, self._paths.logs / "doctor.log", self._start_doctor)
-        self._background.keep_every("doctor", checkup.look, LOOK_WITH_DOCTOR_EVERY_S)
         if hours := self._config.backup.every_hours:
             log_path = self._paths.logs / "backup.log"
             schedule = BackupSchedule(hours, self._paths.last_backup, log_path, self._start_backup)
@@ -286,10 +278,6 @@ class Box:
         }
         return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 
-    async def _start_doctor(self) -> asyncio.subprocess.Process:
-        options = ("--config-json", self._config.model_dump_json(), "--runs", "--keep")
-        return await self._python("doctor", "-P", "-m", "appliance.doctor.main", *options)
-
     async def _start_backup(self) -> asyncio.subprocess.Process:
         options = ("make", "--config-json", self._config.model_dump_json())
         return await self._python("backup", "-P", "-m", "appliance.backup.main", *options)
@@ -297,19 +285,6 @@ class Box:
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:
             return await ray_head.start_process(arguments, output, self._environment)
-
-    async def _look_at_clock(self) -> None:
-        back_s, far_back_s = self._clock.set_back_s(), self._clock_of_ray.set_back_s()
-        if far_back_s:
-            self._say(
-                f"the clock was set back by {far_back_s:.0f} s: Ray is restarted, or it would wait for "
-                "the clock to catch up"
-            )
-            self._ray.restart()  # and the controller with it
-        elif back_s:
-            why = f"the clock was set back by {back_s:.0f} s"
-            self._say(f"{why}: the controller is restarted, or it would wait for the clock to catch up")
-            self._controller.restart()
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]

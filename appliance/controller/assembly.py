@@ -15,7 +15,6 @@ from functools import partial
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
-from appliance.boot.checkup_schedule import looked_at_s, read_findings
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
@@ -232,8 +231,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         power_status=power.status,
         device_readings=health.newest,
         open_engines=routing.open_engines,
-        doctor_findings=partial(read_findings, paths.last_checkup),
-        doctor_looked_s=partial(looked_at_s, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
         ).look,

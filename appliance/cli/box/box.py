@@ -270,7 +270,6 @@ def _status(now: dict[str, Any]) -> Any:
         *([("power", limit_line(now["power"]))] if now["power"].get("set") else []),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"), now.get("degraded") or ())),
-        ("doctor", _doctor(now.get("doctor", []), box.get("doctor_looked_s"))),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     )
     devices = output.table(
@@ -303,16 +302,6 @@ def _backup(last: dict[str, Any] | None, degraded: Sequence[dict[str, Any]]) -> 
     if last is None:
         return "none yet (`appliance backup make --help`)"
     return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
-
-
-def _doctor(findings: list[dict[str, Any]], looked_s: float | None) -> str:
-    """What was wrong when it looked last, for the box by itself."""
-    if looked_s is None:
-        return "has not looked yet: it does so a minute after the start (`appliance doctor` looks now)"
-    if not findings:
-        return f"nothing was wrong that it saw {formats.duration(max(0.0, time.time() - looked_s))} ago"
-    ago = formats.duration(max(0.0, time.time() - looked_s))
-    return f"{', '.join(finding['check'] for finding in findings)}, {ago} ago (`appliance doctor` says what to do)"
 
 
 def _trouble(degraded: dict[str, Any]) -> str:

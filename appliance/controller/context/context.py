@@ -41,8 +41,8 @@ class ControllerContext:
     accept, 0: none. models_leaving: being deleted with all their versions. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
-    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it; doctor_looked_s: when that
-    was, None before its first look. doctor: its findings now (`appliance.wiring.doctor_process`). new_tables: turns of
+    `BackgroundTasks.degraded`. doctor: the doctor's findings now
+    (`appliance.wiring.doctor_process`). new_tables: turns of
     what owners may ask at will and every gateway gets a new table for. device_readings: the newest of each device that
     reports any.
     open_engines: model and socket of each engine that answers requests, by replica.
@@ -74,8 +74,6 @@ class ControllerContext:
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
-    doctor_findings: Callable[[], list[dict[str, Any]]] = list
-    doctor_looked_s: Callable[[], float | None] = lambda: None
     file_work: FileWork = field(default_factory=FileWork)
     new_tables: Paced = field(default_factory=Paced)
     device_readings: Callable[[], Mapping[str, Reading]] = dict
