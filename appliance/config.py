@@ -33,7 +33,6 @@ from serve.core.config import EngineConfig
 from weights.format.config import Location, WeightsConfig
 
 FILE_NAME = "appliance.toml"
-MIB = 2**20
 _PREFIX = "APPLIANCE_"
 # Variables of ours that are not settings: they tell commands where a box is, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
@@ -145,12 +144,6 @@ class ObservabilitySettings(_Section):
         pattern=r"^https?://\S+$",
         description="base URL of an OTLP/HTTP collector (`/v1/traces` is added) that gets a trace of every inference "
         "request; unset: no traces",
-    )
-    log_bytes: int = Field(64 * MIB, ge=MIB, description="a log that is longer is rotated")
-    log_keep: int = Field(4, ge=1, le=1000, description="how many rotated files of each log are kept")
-    log_days: float = Field(30.0, gt=0, description="how long a log that nobody writes any more is kept")
-    logs_total_bytes: int = Field(
-        4096 * MIB, ge=MIB, description="size of all logs; past it the oldest go, but none that is being written"
     )
     profile_jobs_every_s: float = Field(
         0.0,

@@ -32,7 +32,6 @@ from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY
 from appliance.boot.backup_schedule import BackupSchedule
 from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.liveness import Pulse
-from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
 from appliance.boot.tracking import TrackingProcess
 from appliance.config import BoxConfig, enrolment_port, load_resolved
@@ -97,7 +96,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
     box = Box(config, paths, state, stop.set)
     fault = ""
     try:
-        rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
         starting = asyncio.create_task(box.start())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +110,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         if box.hopeless:
             fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
             log.error("%s; its supervisor should start it again", fault)
-        rotating.cancel()
         state.end(fault)
     return 1 if fault else 0
 

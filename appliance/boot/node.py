@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from appliance.boot import ray_head
-from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import kill_leftovers, own_files_only
 from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import RENEW_BEFORE, Credentials, Unfit
@@ -133,7 +132,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         environment,
         timeout_s,
     )
-    rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
     try:
         await announced_from(node_config, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
@@ -147,7 +145,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         await _left(leaving, {hurrying, ended}, config.scheduler.drain_timeout_s)
         return 0
     finally:
-        rotating.cancel()
         if ray.returncode is None:
             ray.terminate()
             await ray.wait()
