@@ -154,7 +154,7 @@ class ObservabilitySettings(_Section):
 
 
 class BackupSettings(Location, _Section):
-    """Where `appliance backup make` puts backups, and how often the box takes one by itself."""
+    """Where `appliance backup make` puts backups."""
 
     key_file: str | None = Field(
         None,
@@ -162,9 +162,6 @@ class BackupSettings(Location, _Section):
         "read; without it nobody can restore them. Unset: they are not encrypted",
     )
     keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
-    every_hours: float = Field(
-        0.0, ge=0.0, description="hours between two backups that a running box takes by itself; 0: only when asked"
-    )
 
 
 class PowerSettings(_Section):

@@ -28,8 +28,6 @@ from pathlib import Path
 import httpx
 
 from appliance.boot import endpoint, ray_head
-from appliance.boot.backup_schedule import LOOK_EVERY_S as LOOK_FOR_BACKUP_EVERY_S
-from appliance.boot.backup_schedule import BackupSchedule
 from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.liveness import Pulse
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
@@ -192,10 +190,6 @@ class Box:
         self._background.keep("pulse of the controller", controller.watch)
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        if hours := self._config.backup.every_hours:
-            log_path = self._paths.logs / "backup.log"
-            schedule = BackupSchedule(hours, self._paths.last_backup, log_path, self._start_backup)
-            self._background.keep_every("backup", schedule.look, LOOK_FOR_BACKUP_EVERY_S)
         if self._tracking is not None:
             self._background.keep("tracking", self._tracking.run)
 
@@ -274,10 +268,6 @@ class Box:
             "stores_responses": self._config.controller.responses_kept_days > 0,
         }
         return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
-
-    async def _start_backup(self) -> asyncio.subprocess.Process:
-        options = ("make", "--config-json", self._config.model_dump_json())
-        return await self._python("backup", "-P", "-m", "appliance.backup.main", *options)
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:

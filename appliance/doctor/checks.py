@@ -42,7 +42,7 @@ SYNCS, SYNC_S = 20, 0.010  # each change that the box acknowledges waits for one
 SHM_SHARE = 0.5  # of the host's memory: versions and snapshots are there
 DISK_SHARE = 0.05
 MARGIN_C = 5  # below the temperature at which a device slows down
-BACKUP_LATE = 1.1  # of the interval that the configuration asks for
+BACKUP_LATE_S = 7 * DAY_S
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
 _STA_UNSYNC = 0x0040  # adjtimex(2)
 
@@ -71,7 +71,7 @@ def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
         *_quarantine(paths.quarantine),
         *_box(paths.state_file, runs),
         *_keys(paths.database),
-        *_backup(paths.last_backup, config.backup.every_hours * 3600),
+        *_backup(paths.last_backup),
     ]
 
 
@@ -331,19 +331,14 @@ def _keys(database: Path) -> Iterator[Finding]:
     yield _judged("keys", not names, found, none, remedy, "warn")
 
 
-def _backup(newest: Path, every_s: float) -> Iterator[Finding]:
-    """every_s: 0 where the box takes none by itself."""
+def _backup(newest: Path) -> Iterator[Finding]:
     last = last_backup.read(newest)
-    if last is None:
-        remedy = "`appliance backup make PLACE`, or [backup] every_hours"
-        yield Finding("backup", "warn", "none yet", "one elsewhere", remedy)
-        return
-    age_s = time.time() - last.made_s
+    age_s = None if last is None else time.time() - last.made_s
     yield _judged(
         "backup",
-        not every_s or 0 <= age_s <= every_s * BACKUP_LATE,
-        f"{age_s / 3600:.1f} h old, at {last.where}",
-        f"at most {every_s / 3600:g} h" if every_s else "",
-        "`appliance status` and logs/backup.log say why the box takes none",
+        age_s is not None and age_s <= BACKUP_LATE_S,
+        "none yet" if last is None or age_s is None else f"{age_s / 3600:.1f} h old, at {last.where}",
+        "one of this week, elsewhere",
+        "`appliance backup make PLACE`, each day by a systemd timer or cron",
         "warn",
     )

@@ -33,7 +33,7 @@ NAME = Annotated[str | None, typer.Option("--name", help="As `backup list` shows
     epilog=examples(
         "appliance backup make /mnt/nas/box-1",
         "appliance backup make s3://backups/box-1 --keep 30",
-        "appliance backup make                      to the url in [backup], where every_hours can take them by itself",
+        "appliance backup make                      to the url in [backup]: for a timer",
         "appliance backup make /mnt/nas/box-1 --key-file /etc/box/backup.key      encrypted",
         "",
         "The box may run. Only what is new since the last backup is written: what backups share is there once.",

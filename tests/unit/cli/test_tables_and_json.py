@@ -122,7 +122,7 @@ def test_status(box, tmp_path):
     assert job_id in text
     trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3, "next_try_s": None}
     box.context.main_troubles = lambda: [trouble]
-    assert re.search(r"backup +fails, see below; none yet", box.run("status").stdout), "only the last line said so"
+    assert "no such place" in box.run("status").stdout
     box.context.main_troubles = list
     answer = box.json("status")
     assert set(answer) == {

@@ -91,13 +91,14 @@ def test_quarantine_counts_files_by_day(tmp_path: Path):
     assert "(files: 2, 5 bytes)" in first.found and "(files: 1, 1 bytes)" in second.found
 
 
-def test_backup_is_late_after_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_backup_is_late_after_a_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks.time, "time", lambda: 1e9)
     file = tmp_path / "last-backup.json"
-    (none,) = checks._backup(file, 3600.0)
-    last_backup.write(file, LastBackup("b", 1e9 - 7200, "/mnt", 1))
-    states = [next(checks._backup(file, every_s)).state for every_s in (0.0, 3600.0, 7200.0)]
-    assert none.state == "warn" and states == ["ok", "warn", "ok"]
+    states = [next(checks._backup(file)).state]
+    for days in (1, 8):
+        last_backup.write(file, LastBackup("b", 1e9 - days * checks.DAY_S, "/mnt", 1))
+        states.append(next(checks._backup(file)).state)
+    assert states == ["warn", "ok", "warn"]
 
 
 def test_full_disk_skips_the_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
