@@ -28,13 +28,11 @@ from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
 from appliance.controller.interfaces.config import ControllerConfig, PublicUrl
 from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.power.settings import PowerSettings
 from scheduler.core.config import SchedulerConfig
 from serve.core.config import EngineConfig
 from weights.format.config import Location, WeightsConfig
 
 FILE_NAME = "appliance.toml"
-MIB = 2**20
 _PREFIX = "APPLIANCE_"
 # Variables of ours that are not settings: they tell commands where a box is, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
@@ -147,12 +145,6 @@ class ObservabilitySettings(_Section):
         description="base URL of an OTLP/HTTP collector (`/v1/traces` is added) that gets a trace of every inference "
         "request; unset: no traces",
     )
-    log_bytes: int = Field(64 * MIB, ge=MIB, description="a log that is longer is rotated")
-    log_keep: int = Field(4, ge=1, le=1000, description="how many rotated files of each log are kept")
-    log_days: float = Field(30.0, gt=0, description="how long a log that nobody writes any more is kept")
-    logs_total_bytes: int = Field(
-        4096 * MIB, ge=MIB, description="size of all logs; past it the oldest go, but none that is being written"
-    )
     profile_jobs_every_s: float = Field(
         0.0,
         ge=0.0,
@@ -165,6 +157,14 @@ class BackupSettings(Location, _Section):
     """Where `appliance backup make` puts backups."""
 
     keep: int = Field(14, ge=1, description="the newest backups stay, older ones are deleted")
+
+
+class PowerSettings(_Section):
+    """Power limits of the GPUs of the box's own machine (docs/operations.md, Power and energy)."""
+
+    limits_w: dict[Literal["serve", "train", "split", "auto"], Annotated[float, Field(gt=0)]] = Field(
+        {}, description="watts of each device by mode; a mode without one has the device's own; empty: none is set"
+    )
 
 
 class TrackingSettings(_Section):

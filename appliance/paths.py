@@ -51,11 +51,6 @@ class BoxPaths:
         return self.data_dir / "last-backup.json"
 
     @property
-    def last_checkup(self) -> Path:
-        """What the doctor found when the box last let it look."""
-        return self.data_dir / "last-checkup.json"
-
-    @property
     def database(self) -> Path:
         return self.data_dir / "appliance.db"
 

@@ -29,12 +29,7 @@ import httpx
 
 from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
-from appliance.boot.checkup_schedule import LOOK_EVERY_S as LOOK_WITH_DOCTOR_EVERY_S
-from appliance.boot.checkup_schedule import CheckupSchedule
-from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
-from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
-from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
 from appliance.boot.tracking import TrackingProcess
 from appliance.config import BoxConfig, enrolment_port, load_resolved
@@ -99,7 +94,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
     box = Box(config, paths, state, stop.set)
     fault = ""
     try:
-        rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
         starting = asyncio.create_task(box.start())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +108,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         if box.hopeless:
             fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
             log.error("%s; its supervisor should start it again", fault)
-        rotating.cancel()
         state.end(fault)
     return 1 if fault else 0
 
@@ -147,7 +140,6 @@ class Box:
             self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
         self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
         self._background = BackgroundTasks()
-        self._clock, self._clock_of_ray = ClockWatch(), ClockWatch(LEAST_FOR_RAY_S)
         self.hopeless = ""
         self._ray_address = ""
         self._devices: tuple[Device, ...] = ()
@@ -198,9 +190,6 @@ class Box:
         self._background.keep("pulse of the controller", controller.watch)
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
-        checkup = CheckupSchedule(self._paths.last_checkup, self._paths.logs / "doctor.log", self._start_doctor)
-        self._background.keep_every("doctor", checkup.look, LOOK_WITH_DOCTOR_EVERY_S)
         if self._tracking is not None:
             self._background.keep("tracking", self._tracking.run)
 
@@ -280,26 +269,9 @@ class Box:
         }
         return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 
-    async def _start_doctor(self) -> asyncio.subprocess.Process:
-        options = ("--config-json", self._config.model_dump_json(), "--runs", "--keep")
-        return await self._python("doctor", "-P", "-m", "appliance.doctor.main", *options)
-
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:
             return await ray_head.start_process(arguments, output, self._environment)
-
-    async def _look_at_clock(self) -> None:
-        back_s, far_back_s = self._clock.set_back_s(), self._clock_of_ray.set_back_s()
-        if far_back_s:
-            self._say(
-                f"the clock was set back by {far_back_s:.0f} s: Ray is restarted, or it would wait for "
-                "the clock to catch up"
-            )
-            self._ray.restart()  # and the controller with it
-        elif back_s:
-            why = f"the clock was set back by {back_s:.0f} s"
-            self._say(f"{why}: the controller is restarted, or it would wait for the clock to catch up")
-            self._controller.restart()
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]

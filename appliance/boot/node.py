@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from appliance.boot import ray_head
-from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch, far_back_s
-from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import kill_leftovers, own_files_only
 from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import RENEW_BEFORE, Credentials, Unfit
@@ -134,18 +132,12 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         environment,
         timeout_s,
     )
-    rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
     try:
         await announced_from(node_config, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
         ended = asyncio.create_task(ray.wait())
         stopping = asyncio.create_task(stop.wait())
-        set_back = asyncio.create_task(far_back_s(ClockWatch(LEAST_FOR_RAY_S)), name="watch of the clock")
-        await asyncio.wait({ended, stopping, set_back}, return_when=asyncio.FIRST_COMPLETED)
-        if set_back.done():
-            log.error("the clock was set back by %.0f s, and Ray would report nothing for that time", set_back.result())
-            log.error("this node ends; its supervisor should start it again")
-        set_back.cancel()
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             return 1
         print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
@@ -153,7 +145,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         await _left(leaving, {hurrying, ended}, config.scheduler.drain_timeout_s)
         return 0
     finally:
-        rotating.cancel()
         if ray.returncode is None:
             ray.terminate()
             await ray.wait()

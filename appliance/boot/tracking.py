@@ -11,9 +11,10 @@ from pathlib import Path
 
 import appliance
 from appliance.boot import ray_head
-from appliance.boot.scheduled_process import ProcessFailed, see_through
 from appliance.config import TrackingSettings
 from appliance.paths import BoxPaths
+from runtime.processes.ended import how_it_ended
+from runtime.processes.kernel import tail
 
 _OURS = ("MLFLOW_", "WANDB_")
 # The part of the box's code that the exporter imports; the packages beside it are the other interpreter's own.
@@ -26,6 +27,10 @@ _QUIET = {
     "WANDB_ERROR_REPORTING": "false",
     "DO_NOT_TRACK": "true",
 }
+
+
+class ProcessFailed(RuntimeError):
+    """The process said why."""
 
 
 class TrackingProcess:
@@ -45,7 +50,15 @@ class TrackingProcess:
         """Raises ProcessFailed or OSError when it has ended; whoever calls again starts it again."""
         self._paths.tracking.mkdir(mode=0o700, exist_ok=True)
         self.status_file.unlink(missing_ok=True)
-        await see_through(self._start, self._paths.logs / "tracking.log")
+        process = await self._start()
+        try:
+            if await process.wait() != 0:
+                lines = tail(self._paths.logs / "tracking.log").splitlines()
+                raise ProcessFailed(lines[-1] if lines else f"its process {how_it_ended(process.returncode or 0)}")
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
         raise ProcessFailed("the exporter ended by itself")
 
     async def _start(self) -> asyncio.subprocess.Process:

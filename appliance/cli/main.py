@@ -45,7 +45,7 @@ COMMANDS = {
     "restore": ("box.restore", "Bring a backup back, on this machine or another one."),
     "audit": ("box.audit", "Show who did what: every change, by whom, and its outcome."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
-    "power": ("mode.power", "Show power and energy: the profile in force, and who has drawn how much."),
+    "power": ("mode.power", "Show power and energy: the power limit, and who has drawn how much."),
     "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
-from appliance.boot.checkup_schedule import looked_at_s, read_findings
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
 from appliance.controller.bus.bus import Bus, first_generation
@@ -39,7 +37,6 @@ from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
-from appliance.power.helper_client import HelperClient
 from appliance.store.database import Database
 from appliance.store.objects.callable_names import CallableNames
 from appliance.store.records import box, model_settings
@@ -62,6 +59,7 @@ from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from appliance.wiring.version_provider import VersionProvider
 from runtime.background_tasks import BackgroundTasks
+from runtime.devices.kinds import kind_of
 from runtime.network.tunnel import NodeCertificate
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
@@ -199,13 +197,12 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     notes = partial(model_settings.notes, db)
     box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end, notes)
     port = LoopPort(loop, effects, journal, routing, db, trigger, box_status)
-    helper = config.power.helper_socket
     power = PowerKeeper(
-        config.power,
+        config.power.limits_w,
         db,
         floor,
-        partial(_of_profiles, db, devices),
-        None if helper is None else HelperClient(Path(helper)),
+        partial(_undrained, db, devices),
+        kind_of(devices[0].kind).power_control(),
     )
     context = ControllerContext(
         db=db,
@@ -230,12 +227,9 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         main_troubles=partial(read_troubles, paths.state_file),
         last_backup=partial(last_backup.read, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
-        power=config.power,
         power_status=power.status,
         device_readings=health.newest,
         open_engines=routing.open_engines,
-        doctor_findings=partial(read_findings, paths.last_checkup),
-        doctor_looked_s=partial(looked_at_s, paths.last_checkup),
         doctor=DoctorProcess(
             [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
         ).look,
@@ -310,7 +304,7 @@ def _of_engines(home: tuple[Device, ...], loop: SchedulerLoop) -> list[Device]:
     return [*home, *(device for device in there if device.kind == home[0].kind)]
 
 
-def _of_profiles(db: Database, home: tuple[Device, ...]) -> dict[str, str]:
+def _undrained(db: Database, home: tuple[Device, ...]) -> dict[str, str]:
     """Ids by UUID; not of what a person drained, which is theirs."""
     drained = box.get(db, DRAINS, {})
     return {device.uuid: device.id for device in home if device.uuid and device.id not in drained}

@@ -132,7 +132,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         parts.loop.stop()
         await asyncio.wait({deciding, *serving})
         await parts.background.stop()
-        parts.power.close()
     saved = await _save_everything(parts.effects, parts.flow)
     await parts.lines.close()
     await parts.adapters.stop()

@@ -1,32 +1,50 @@
-"""The checks: each a question, and a pure function from what was read to a finding.
+"""The checks: each reads what it judges in a moment, without a privilege, and says what to do.
 
-Thresholds: those of Azure's node health checks and NVIDIA's DCGM for devices, of systemd's and the kernel's
-documentation for limits; where none is published, a number of ours with its reason beside it.
+What cannot be read is skipped and said to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import ctypes
+import os
+import resource
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from appliance.doctor.facts import Facts
-from appliance.gateway.http.certificates import SAID_BEFORE_S
-from appliance.memory.memory_policy import STALLED_PERCENT, gb
-from runtime.devices.kinds import HOST
+from appliance import last_backup
+from appliance.boot import endpoint
+from appliance.boot.box_state import read_end, read_troubles
+from appliance.config import BoxConfig
+from appliance.gateway.core.errors import ConfigInvalid
+from appliance.gateway.http.certificates import SAID_BEFORE_S, Certificate
+from appliance.memory.memory_policy import gb
+from appliance.paths import SHM_MOUNT, BoxPaths
+from appliance.store.readers import reading_uri
+from runtime.devices.cpu import host_features
+from runtime.devices.kind import DeviceKind, DevicesRefused, Reading
+from runtime.devices.kinds import HOST, kind_of
+from runtime.libc import libc
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import check_build, discover_devices, foreign_use
+from scheduler.devices.host_reading import read_memory
 
 State = Literal["ok", "warn", "fail", "skip"]
 
+DAY_S = 86_400.0
 OPEN_FILES = 65_536  # each engine, rank and client connection takes some
-PROCESSES = 32_768  # eight engines and eight ranks have some thousand threads each at most
-MAP_COUNT = 262_144  # a checkpoint of many shards is mapped piece by piece
-SYNC_S = 0.010  # each change that the box acknowledges waits for one
-SHM_SHARE = 0.5  # of the host's memory: versions and snapshots lie there
+SYNCS, SYNC_S = 20, 0.010  # each change that the box acknowledges waits for one
+SHM_SHARE = 0.5  # of the host's memory: versions and snapshots are there
 DISK_SHARE = 0.05
-MARGIN_C = 5
+MARGIN_C = 5  # below the temperature at which a device slows down
 BACKUP_LATE_S = 26 * 3600.0  # as the alert BackupOld
-FEATURES = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 BF16": "avx512_bf16", "AMX": "amx_tile"}
 REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
+_STA_UNSYNC = 0x0040  # adjtimex(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +58,21 @@ class Finding:
     remedy: str = ""
 
 
-def findings(facts: Facts) -> list[Finding]:
-    return [finding for check in _CHECKS for finding in check(facts)]
+def findings(config: BoxConfig, *, runs: bool) -> list[Finding]:
+    """runs: whether the box of this configuration is up."""
+    paths = BoxPaths.of(Path(config.box.data_dir))
+    folder = next(path for path in (paths.data_dir, *paths.data_dir.parents) if path.is_dir())
+    return [
+        *_devices(config, runs),
+        *_memory(),
+        *_disk(folder),
+        *_machine(),
+        *_endpoint(config, runs),
+        *_quarantine(paths.quarantine),
+        *_box(paths.state_file, runs),
+        *_keys(paths.database),
+        *_backup(paths.last_backup),
+    ]
 
 
 def exit_code(found: list[Finding]) -> int:
@@ -51,27 +82,77 @@ def exit_code(found: list[Finding]) -> int:
 
 
 def _judged(check: str, well: bool | None, found: str, wanted: str, remedy: str, state: State = "fail") -> Finding:
+    """well: None where it could not be read."""
     if well is None:
         return Finding(check, "skip", found or "not reported here", wanted)
     return Finding(check, "ok", found, wanted) if well else Finding(check, state, found, wanted, remedy)
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
-    memory = facts.memory
+def _devices(config: BoxConfig, runs: bool) -> Iterator[Finding]:
+    devices: tuple[Device, ...] = ()
+    refused = ""
+    try:
+        devices = discover_devices(config.box.devices, untried=config.box.untried_devices)
+        check_build(devices)
+    except DevicesRefused as error:
+        refused = str(error)
+    count = f"{len(devices)} of kind {devices[0].kind}" if devices else "none"
+    yield _judged("devices", not refused, refused or count, "devices that can be used", refused)
+    for device in devices:
+        if device.unfit:
+            remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id}`"
+            yield Finding(f"device {device.id}", "fail", device.unfit, "", remedy)
+    if not devices:
+        return
+    kind, names = kind_of(devices[0].kind), {device.index: device.id for device in devices}
+    watch = kind.watch(names)
+    for reading in () if watch is None else watch(()):
+        yield _device(reading)
+    for one in kind.remarks(names):
+        yield _judged(one.check, one.well, one.found, one.wanted, one.remedy, "fail" if one.fails else "warn")
+    yield from _of_kind(kind)
+    if not runs and watch is not None:
+        foreign = "; ".join(foreign_use(devices))
+        remedy = "end them: what they hold, engines and ranks will not find"
+        yield _judged("others' programs", not foreign, foreign or "none on the devices", "none", remedy, "warn")
+
+
+def _device(reading: Reading) -> Finding:
+    wrong = [reason for reason in (reading.lost, reading.unfit, *reading.faults) if reason]
+    hot, heat = False, ""
+    if reading.temperature_c is not None and reading.slowdown_c is not None:
+        hot = reading.slowdown_c - reading.temperature_c <= MARGIN_C
+        heat = f"{reading.temperature_c} °C of {reading.slowdown_c} °C"
+    errors = f"{reading.ecc_uncorrected} uncorrected memory errors" if reading.ecc_uncorrected else ""
+    slowed = " and ".join(word.replace("_", " ") for word in reading.throttled if word != "power_cap")
+    slowed = f"slowed down by {slowed}" if slowed else ""
+    found = "; ".join([*wrong, *filter(None, (errors, slowed, heat))]) or "answers"
+    state: State = "fail" if wrong else "warn" if hot or errors or slowed else "ok"
+    name = reading.device_id
+    remedy = f"`appliance gpu drain {name}`; cool or reset it (docs/gpu.md); `appliance gpu undrain {name}`"
+    return Finding(f"device {name}", state, found, "no fault, cool, not slowed down", "" if state == "ok" else remedy)
+
+
+def _of_kind(kind: DeviceKind) -> Iterator[Finding]:
+    if kind.name == HOST.name and os.uname().machine == "x86_64":
+        remedy = "no engine computes on this processor: each ends by SIGILL. Take a machine with AVX2, or with a GPU"
+        has_avx2 = "avx2" in host_features()
+        yield _judged("processor", has_avx2, "avx2" if has_avx2 else "no avx2", "avx2", remedy)
+    if kind.locks_pages:
+        locked = _hard_limit(resource.RLIMIT_MEMLOCK)
+        remedy = "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without"
+        found = "unlimited" if locked is None else gb(locked)
+        yield _judged("locked memory", locked is None, found, "unlimited", remedy, "warn")
+
+
+def _memory() -> Iterator[Finding]:
+    memory, shm = read_memory(), shutil.disk_usage(SHM_MOUNT)
     yield _judged(
         "memory available",
         memory.available >= memory.total // 20,
         f"{gb(memory.available)} of {gb(memory.total)} ({memory.where})",
         "a twentieth of it",
         "`ps -eo pid,rss,comm --sort=-rss | head` names who has it: end what is not the box's, or give it less to do",
-        "warn",
-    )
-    yield _judged(
-        "memory pressure",
-        memory.stalled < STALLED_PERCENT,
-        f"all processes stalled for {memory.stalled:.0f} % of the last ten seconds",
-        f"less than {STALLED_PERCENT:.0f} %",
-        "`ps -eo pid,rss,comm --sort=-rss | head` names who has the memory: end what is not the box's",
         "warn",
     )
     yield _judged(
@@ -82,296 +163,182 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         "engines that are swapped out answer late: `swapoff -a`, with enough memory free",
         "warn",
     )
-    kills = facts.oom_kills
-    yield _judged(
-        "killed for memory",
-        None if kills is None else kills == 0,
-        "" if kills is None else f"{kills} processes since the machine began",
-        "0",
-        "`journalctl -k | grep -i oom` names them; raise [box] memory_reserve_bytes if they were the box's",
-        "warn",
-    )
-
-
-def _shared_memory(facts: Facts) -> Iterator[Finding]:
     yield _judged(
         "shared memory",
-        facts.shm_bytes >= int(facts.memory.total * SHM_SHARE),
-        f"{gb(facts.shm_bytes)}, {gb(facts.shm_free_bytes)} free",
-        f"half of the memory, {gb(int(facts.memory.total * SHM_SHARE))}",
+        shm.total >= int(memory.total * SHM_SHARE),
+        f"{gb(shm.total)}, {gb(shm.free)} free",
+        f"half of the memory, {gb(int(memory.total * SHM_SHARE))}",
         "`mount -o remount,size=80% /dev/shm`, or --shm-size of the container: weights are handed over there",
         "warn",
     )
 
 
-def _disk(facts: Facts) -> Iterator[Finding]:
-    share = facts.disk_free_bytes / max(1, facts.disk_bytes)
+def _disk(folder: Path) -> Iterator[Finding]:
+    disk = shutil.disk_usage(folder)
+    share = disk.free / max(1, disk.total)
     yield _judged(
         "disk free",
         share >= DISK_SHARE,
-        f"{gb(facts.disk_free_bytes)} of {gb(facts.disk_bytes)} ({share:.0%})",
+        f"{gb(disk.free)} of {gb(disk.total)} ({share:.0%})",
         f"at least {DISK_SHARE:.0%}",
         "`appliance tier list` and `appliance file list` show what takes it: `appliance model rm`, "
         "`appliance file rm`, a shorter [controller.retention], or the data directory on a larger disk",
     )
-    remote = facts.file_system.startswith(REMOTE_FILE_SYSTEMS)
+    kind = _file_system(folder)
     yield _judged(
         "file system",
-        None if not facts.file_system else not remote,
-        facts.file_system,
+        not kind.startswith(REMOTE_FILE_SYSTEMS) if kind else None,
+        kind,
         "one of this machine",
         "the database's log wants shared memory of one host: put the data directory on a local disk, and copy it "
         "away with `appliance backup make PLACE`",
     )
-    slow = sorted(facts.sync_s)[-2] if len(facts.sync_s) > 1 else None
+    slow_s = _slow_sync_s(folder)
     yield _judged(
         "disk sync",
-        None if slow is None else slow < SYNC_S,
-        "" if slow is None else f"{slow * 1e3:.1f} ms, the slowest but one of {len(facts.sync_s)}",
+        None if slow_s is None else slow_s < SYNC_S,
+        "" if slow_s is None else f"{slow_s * 1e3:.1f} ms, the slowest but one of {SYNCS}",
         f"under {SYNC_S * 1e3:.0f} ms",
         "every change waits for it: a local SSD, or find who else writes to this disk",
         "warn",
     )
 
 
-def _limits(facts: Facts) -> Iterator[Finding]:
-    def at_least(check: str, bound: int | None, wanted: int, remedy: str) -> Finding:
-        found = "unlimited" if bound is None else f"{bound:,}"
-        return _judged(check, bound is None or bound >= wanted, found, f"{wanted:,}", remedy, "warn")
+def _file_system(folder: Path) -> str:
+    """The type of the mount below `folder` (proc_pid_mountinfo(5)); "" if unknown."""
+    found, resolved = ("", ""), folder.resolve()
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mounted = Path(before.split()[4].replace("\\040", " "))
+        if resolved.is_relative_to(mounted) and len(str(mounted)) >= len(found[0]):
+            found = (str(mounted), after.split()[0])
+    return found[1]
 
-    yield at_least(
+
+def _slow_sync_s(folder: Path) -> float | None:
+    """Seconds that a small write takes to be on the disk; None where this user may not write, or there is no room."""
+    path, took = folder / f".doctor-{os.getpid()}", []
+    try:
+        with open(path, "xb", buffering=0) as file:
+            for _ in range(SYNCS):
+                began_s = time.perf_counter()
+                file.write(bytes(4096))
+                os.fdatasync(file.fileno())
+                took.append(time.perf_counter() - began_s)
+    except OSError:
+        return None
+    finally:
+        path.unlink(missing_ok=True)
+    return sorted(took)[-2]
+
+
+def _machine() -> Iterator[Finding]:
+    files = _hard_limit(resource.RLIMIT_NOFILE)
+    yield _judged(
         "open files",
-        facts.open_files,
-        OPEN_FILES,
+        files is None or files >= OPEN_FILES,
+        "unlimited" if files is None else f"{files:,}",
+        f"{OPEN_FILES:,}",
         f"LimitNOFILE={OPEN_FILES} in the unit, or as root `ulimit -n {OPEN_FILES}` before `appliance up`",
-    )
-    yield at_least(
-        "processes",
-        facts.processes,
-        PROCESSES,
-        "TasksMax=infinity in the unit, --pids-limit=-1 of the container, `sysctl kernel.pid_max=4194304`",
-    )
-    if facts.map_count is not None:
-        yield at_least("memory maps", facts.map_count, MAP_COUNT, f"`sysctl vm.max_map_count={MAP_COUNT}`")
-    if facts.locks_pages:
-        yield _judged(
-            "locked memory",
-            facts.locked_bytes is None,
-            "unlimited" if facts.locked_bytes is None else gb(facts.locked_bytes),
-            "unlimited",
-            "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1: copies to the devices are slower without",
-            "warn",
-        )
-
-
-def _kernel(facts: Facts) -> Iterator[Finding]:
-    yield _judged(
-        "environment",
-        None if facts.steered is None else not facts.steered,
-        "" if facts.steered is None else ", ".join(facts.steered) or "nothing that changes how it computes",
-        "none of these set",
-        "take them out of the environment that the box is started with, once they have served their purpose",
         "warn",
     )
-    yield _judged(
-        "huge pages",
-        facts.huge_pages,
-        {None: "", True: "when a program asks, or always", False: "never"}[facts.huge_pages],
-        "madvise or always",
-        "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`: large copies touch fewer pages",
-        "warn",
-    )
-    yield _judged(
-        "overcommit",
-        None if facts.overcommit is None else facts.overcommit != 2,
-        f"vm.overcommit_memory is {facts.overcommit}",
-        "0 or 1",
-        "`sysctl vm.overcommit_memory=0`: engines are forked, and the kernel would count their memory twice",
-    )
-    yield _judged(
-        "processor governor",
-        None if not facts.governors else facts.governors == {"performance"},
-        ", ".join(sorted(facts.governors)),
-        "performance",
-        "`cpupower frequency-set -g performance`",
-        "warn",
-    )
-    if facts.numa_nodes > 1:
-        yield _judged(
-            "NUMA balancing",
-            None if facts.numa_balancing is None else not facts.numa_balancing,
-            "on" if facts.numa_balancing else "off",
-            "off",
-            "`sysctl kernel.numa_balancing=0`: engines and ranks stay near their device",
-            "warn",
-        )
+    well = _synchronised()
     yield _judged(
         "clock",
-        facts.clock_synchronised,
-        "synchronised" if facts.clock_synchronised else "nothing synchronises it",
+        well,
+        "" if well is None else "synchronised" if well else "nothing synchronises it",
         "synchronised",
         "`apt-get install chrony`, or another that synchronises it: certificates, quotas and other nodes go by it",
         "warn",
     )
 
 
-def _processor(facts: Facts) -> Iterator[Finding]:
-    """Of other makers than x86's the kernel names other features, on which nothing here rests."""
-    if not any(name in facts.features for name in ("sse2", "avx2")):
-        yield Finding("processor", "skip", "not an x86 processor, or the kernel does not name its features")
+def _hard_limit(name: int) -> int | None:
+    """The hard limit, which the box raises its own to; None: unlimited."""
+    hard = resource.getrlimit(name)[1]
+    return None if hard == resource.RLIM_INFINITY else hard
+
+
+def _synchronised() -> bool | None:
+    """Whether something disciplines the clock, by adjtimex(2), which only reads here."""
+    room = (ctypes.c_char * 512)()  # struct timex: `modes` is 0, and 208 bytes long at most
+    if libc.adjtimex(ctypes.byref(room)) < 0:
+        return None
+    status_at = ctypes.sizeof(ctypes.c_long) * 5  # after modes (padded), offset, freq, maxerror, esterror
+    return not int.from_bytes(bytes(room)[status_at : status_at + 4], "little") & _STA_UNSYNC
+
+
+def _endpoint(config: BoxConfig, runs: bool) -> Iterator[Finding]:
+    taken = "" if runs else endpoint.why_not(config.box.host, config.box.port)
+    yield _judged("port", not taken, "the box has it" if runs else taken or "free", "free, or the box's", taken)
+    cert, key = config.gateway.tls_cert_path, config.gateway.tls_key_path
+    if cert is None or key is None:
         return
-    has = ", ".join(f"{name} {'yes' if flag in facts.features else 'no'}" for name, flag in FEATURES.items())
-    hosts = not facts.devices or any(device.kind == HOST.name for device in facts.devices)
-    means = _meaning(facts.features) if hosts else ""
-    yield _judged(
-        "processor",
-        "avx2" in facts.features or not hosts,
-        f"{has}{means and f': {means}'}",
-        "avx2",
-        "no engine computes on this processor: each ends by SIGILL. Take a machine with AVX2, or with a GPU",
-    )
-    if "amx_tile" in facts.features:
-        yield _judged(
-            "AMX",
-            facts.grants_tiles,
-            "granted on request" if facts.grants_tiles else "this kernel grants it to no process",
-            "granted",
-            "engines end by SIGILL: a kernel of Linux 5.16 or later, and no `clearcpuid` on its command line",
-        )
-
-
-def _meaning(features: Collection[str]) -> str:
-    if "amx_tile" in features:
-        return "engines compute in bfloat16 on tiles; of two nearly equal tokens another batch may take the other one"
-    if "avx512_bf16" in features:
-        return "engines compute in bfloat16"
-    quantised = "" if "avx512f" in features else ", and none serves a quantised checkpoint"
-    return f"bfloat16 is emulated, at a fraction of the speed of float32{quantised}"
-
-
-def _devices(facts: Facts) -> Iterator[Finding]:
-    kinds = sorted({device.kind for device in facts.devices})
-    count = f"{len(facts.devices)} of kind {', '.join(kinds)}" if facts.devices else "none"
-    yield _judged("devices", not facts.refused, facts.refused or count, "devices that can be used", facts.refused)
-    for device in facts.devices:
-        if device.unfit:
-            remedy = f"docs/gpu.md has what to do; then `appliance gpu undrain {device.id}`"
-            yield Finding(f"device {device.id}", "fail", device.unfit, "", remedy)
-    for reading in facts.readings or ():
-        wrong = [reason for reason in (reading.lost, reading.unfit, *reading.faults) if reason]
-        hot = None
-        if reading.temperature_c is not None and reading.slowdown_c is not None:
-            hot = reading.slowdown_c - reading.temperature_c <= MARGIN_C
-        heat = "" if hot is None else f"{reading.temperature_c} °C of {reading.slowdown_c} °C"
-        errors = f"{reading.ecc_uncorrected} uncorrected memory errors" if reading.ecc_uncorrected else ""
-        slowed = " and ".join(word.replace("_", " ") for word in reading.throttled if word != "power_cap")
-        slowed = f"slowed down by {slowed}" if slowed else ""
-        found = "; ".join([*wrong, *filter(None, (errors, slowed, heat))]) or "answers"
-        state: State = "fail" if wrong else "warn" if hot or errors or slowed else "ok"
-        name = reading.device_id
-        remedy = (
-            f"`appliance gpu drain {name}`; cool or reset it (docs/gpu.md); `appliance gpu undrain {name}`"
-            if state != "ok"
-            else ""
-        )
-        yield Finding(f"device {name}", state, found, "no fault, cool, not slowed down", remedy)
-    for one in facts.remarks:
-        yield _judged(one.check, one.well, one.found, one.wanted, one.remedy, "fail" if one.fails else "warn")
-    if facts.numa_nodes > 1 and facts.locks_pages:
-        lost = [device.id for device in facts.devices if device.numa_node is None]
-        yield _judged(
-            "place of devices",
-            not lost,
-            f"the processors near {', '.join(lost)} are not known" if lost else "known",
-            "known",
-            "the machine's firmware says it (NPS on AMD, SNC on Intel): without it copies cross sockets",
-            "warn",
-        )
-    if not facts.runs and facts.devices:
-        yield _judged(
-            "others' programs",
-            None if facts.readings is None else not facts.foreign,
-            "; ".join(facts.foreign) or ("" if facts.readings is None else "none on the devices"),
-            "none",
-            "end them: what they hold, engines and ranks will not find",
-            "warn",
-        )
-
-
-def _endpoint(facts: Facts) -> Iterator[Finding]:
-    yield _judged(
-        "port",
-        not facts.port_taken,
-        "the box has it" if facts.runs else facts.port_taken or "free",
-        "free, or the box's",
-        facts.port_taken,
-    )
     pair = "put a chain and its key into the files that [gateway] tls_cert_path and tls_key_path name"
-    if facts.certificate_fault:
-        yield Finding("certificate", "fail", facts.certificate_fault, "a PEM chain and its key", pair)
-    elif facts.certificate_expires_s is not None:
-        left_s = facts.certificate_expires_s - facts.now_s
-        yield _judged(
-            "certificate",
-            left_s > SAID_BEFORE_S,
-            f"{left_s / 86_400:.0f} days left" if left_s > 0 else "has expired",
-            "more than 14 days",
-            f"{pair}: they are loaded without a restart",
-            "fail" if left_s <= 0 else "warn",
-        )
+    try:
+        left_s = Certificate(cert, key).expires_s - time.time()
+    except ConfigInvalid as error:
+        yield Finding("certificate", "fail", str(error), "a PEM chain and its key", pair)
+        return
+    yield _judged(
+        "certificate",
+        left_s > SAID_BEFORE_S,
+        f"{left_s / DAY_S:.0f} days left" if left_s > 0 else "has expired",
+        "more than 14 days",
+        f"{pair}: they are loaded without a restart",
+        "fail" if left_s <= 0 else "warn",
+    )
 
 
-def _quarantine(facts: Facts) -> Iterator[Finding]:
-    for found in facts.quarantined:
-        size = gb(found.nbytes) if found.nbytes >= 1e6 else f"{found.nbytes:,} bytes"
-        yield Finding(
-            "quarantine",
-            "warn",
-            f"{found.folder}, which the database did not name at a start (files: {found.files}, {size})",
-            "nothing",
-            "put the database back that names them, and they return at the next start; or send one again, `appliance "
-            f"file upload {found.folder}/files/FILE`; what nobody needs goes by `rm -r {found.folder}`",
-        )
+def _quarantine(root: Path) -> Iterator[Finding]:
+    """What a start of the box found without a row in its database, and kept, by day."""
+    for day in sorted(root.iterdir()) if root.is_dir() else []:
+        sizes = [path.lstat().st_size for path in day.rglob("*") if not path.is_dir()]
+        if sizes:
+            yield Finding(
+                "quarantine",
+                "warn",
+                f"{day}, which the database did not name at a start (files: {len(sizes)}, {sum(sizes):,} bytes)",
+                "nothing",
+                "put the database back that names them, and they return at the next start; or send one again, "
+                f"`appliance file upload {day}/files/FILE`; what nobody needs goes by `rm -r {day}`",
+            )
 
 
-def _box(facts: Facts) -> Iterator[Finding]:
-    if facts.runs:
-        yield _judged(
-            "box",
-            not facts.troubles,
-            "; ".join(facts.troubles) or "runs",
-            "nothing degraded",
-            "`appliance status` says since when; the logs in `logs` of the data directory have the traceback",
-            "warn",
-        )
-    elif facts.ended:
+def _box(state_file: Path, runs: bool) -> Iterator[Finding]:
+    if runs:
+        troubles = "; ".join(f"{one['name']}: {one['why']}" for one in read_troubles(state_file))
+        remedy = "`appliance status` says since when; the logs in `logs` of the data directory have the traceback"
+        yield _judged("box", not troubles, troubles or "runs", "nothing degraded", remedy, "warn")
+    elif ended := read_end(state_file):
         remedy = "`appliance up --detach` goes on where it was; logs/main.log and logs/controller.log say what happened"
-        yield Finding("box", "warn", f"does not run: {facts.ended}", "runs, or ended in order", remedy)
+        yield Finding("box", "warn", f"does not run: {ended}", "runs, or ended in order", remedy)
     else:
         yield Finding("box", "skip", "does not run")
-    yield _judged(
-        "keys",
-        None if facts.ending_keys is None else not facts.ending_keys,
-        f"{', '.join(facts.ending_keys or ())} expire within a week"
-        if facts.ending_keys
-        else "none expires within a week",
-        "none expires within a week",
-        "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates",
-        "warn",
-    )
-    if facts.backup is None:
-        remedy = "`appliance backup make PLACE`, every night by a timer"
-        yield Finding("backup", "warn", "none yet", "one elsewhere", remedy)
+
+
+def _keys(database: Path) -> Iterator[Finding]:
+    query = "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s"
+    none = "none expires within a week"
+    try:
+        with closing(sqlite3.connect(reading_uri(database), uri=True)) as connection:
+            names = [name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,))]
+    except sqlite3.Error:
+        yield Finding("keys", "skip", "there is no box yet, or its database is of an earlier release", none)
         return
-    age_s = facts.now_s - facts.backup.made_s
+    remedy = "`appliance key limit NAME --expires 90d` lets one last longer; `appliance key list` has the dates"
+    found = f"{', '.join(names)} expire within a week" if names else none
+    yield _judged("keys", not names, found, none, remedy, "warn")
+
+
+def _backup(newest: Path) -> Iterator[Finding]:
+    last = last_backup.read(newest)
+    age_s = None if last is None else time.time() - last.made_s
     yield _judged(
         "backup",
-        0 <= age_s <= BACKUP_LATE_S,
-        f"{age_s / 3600:.1f} h old, at {facts.backup.where}",
-        f"at most {BACKUP_LATE_S / 3600:g} h",
-        "`appliance backup make PLACE`; the timer that runs it has the reason",
+        age_s is not None and age_s <= BACKUP_LATE_S,
+        "none yet" if last is None or age_s is None else f"{age_s / 3600:.1f} h old, at {last.where}",
+        f"at most {BACKUP_LATE_S / 3600:g} h, elsewhere",
+        "`appliance backup make PLACE`, each day by a systemd timer or cron",
         "warn",
     )
-
-
-_CHECKS = (_devices, _processor, _memory, _shared_memory, _disk, _limits, _kernel, _endpoint, _quarantine, _box)

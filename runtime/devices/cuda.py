@@ -67,7 +67,6 @@ class Cuda(TorchCuda):
     compiled_attention = "FLASHINFER"
     runtime_library = "libcudart"
     runtime_prefix = "cuda"
-    steered_by = ("CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_", "NVIDIA_TF32_OVERRIDE")
 
     def present(self) -> bool:
         return _CONTROL.exists()
@@ -114,15 +113,6 @@ class Cuda(TorchCuda):
 
     def remarks(self, devices: Mapping[int, str]) -> tuple[Remark, ...]:
         return nvml_setup.remarks(devices)
-
-    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
-        # Nsight Systems cannot attach to processes that run; the GPUs' counters it samples without any (its user guide,
-        # GPU Metrics), for as long as the program that it starts.
-        return [
-            *("nsys", "profile", f"--gpu-metrics-devices={','.join(map(str, sorted(indices)))}"),
-            *("--trace=none", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", f"--output={file}"),
-            *("sleep", str(seconds)),
-        ]
 
     def power_control(self) -> PowerControl:
         return NvmlPower()

@@ -80,11 +80,10 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class PowerLimits:
-    """A device's power limit in watts, and the least and the most that it may be set to."""
+    """A device's power limit in force and the one that it comes with, in watts."""
 
     limit_w: float
-    least_w: float
-    most_w: float
+    default_w: float
 
 
 class PowerRefused(RuntimeError):
@@ -92,20 +91,14 @@ class PowerRefused(RuntimeError):
 
 
 class PowerControl(Protocol):
-    """Sets power and clock limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
+    """Sets power limits of this machine's devices, by UUID. Drivers let root alone do it. Its methods raise
     PowerRefused."""
-
-    def code(self) -> list[str]:
-        """Files of the code that sets them."""
 
     def limits(self) -> dict[str, PowerLimits]:
         """The power limits of every device whose limit can be set."""
 
     def set_limit(self, uuid: str, limit_w: float) -> None:
         """Set the power limit of a device."""
-
-    def set_clock(self, uuid: str, most_mhz: int | None) -> None:
-        """Bound the clock of a device's processors; None: no bound but the driver's own."""
 
 
 class PageLock(Protocol):
@@ -136,7 +129,6 @@ class DeviceKind(ABC):
     engines imports of vLLM for them, which leaves the devices alone. `compiled_attention`: in the names of vLLM's
     attention backends that need a compiler which the box does not install; "": none does. `head_sizes`: elements of an
     attention head that engines compute on it; empty where only the engine knows.
-    `steered_by`: names of variables, or their beginnings, that change how everything computes on it, unasked.
     `untried`: of a kind that was written by reading alone, what it lacks; a box refuses its devices unless told to try.
     """
 
@@ -152,7 +144,6 @@ class DeviceKind(ABC):
     engine_modules: tuple[str, ...] = ()
     compiled_attention: str = ""
     head_sizes: frozenset[int] = frozenset()
-    steered_by: tuple[str, ...] = ()
     untried: str = ""
 
     def of_this_torch(self) -> bool:
@@ -187,11 +178,6 @@ class DeviceKind(ABC):
         """How the devices {index: id} are set up and connected, as a process without a privilege can ask in some
         milliseconds."""
         return ()
-
-    def hardware_trace(self, indices: Collection[int], seconds: int, file: Path) -> list[str]:
-        """The command that samples these devices' own counters for so long, whoever computes on them, with the tool of
-        their maker; empty: there is none for the kind."""
-        return []
 
     def power_control(self) -> PowerControl | None:
         """None: nothing sets their limits."""

@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -25,7 +24,6 @@ from appliance.demo.load_generator import Load, Outcome
 from tests.e2e.box_support import WholeBox, wait_for
 
 GB = 1 << 30
-CLOCK_SOURCE = Path(__file__).with_name("clock_shift.c")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 _MOST_PIECES = 1 << 12
 _CODE = re.compile(r"'code': '(\w+)'")
@@ -73,28 +71,7 @@ def told_as(error: str) -> str:
 
 
 class FaultyBox(WholeBox):
-    """A box whose wall clock can be moved, if there is a C compiler."""
-
-    def __init__(self, data_dir: Path, tools: Path):
-        super().__init__(data_dir)
-        self._library, self._shift = tools / "clock_shift.so", tools / "clock_shift"
-        self.why_no_clock = ""
-        compiler = shutil.which("cc")
-        if compiler is None:
-            self.why_no_clock = "there is no C compiler"
-            return
-        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", self._library, CLOCK_SOURCE, "-ldl"], check=True)
-        self.shift_clock(0)
-
-    def environment(self) -> dict[str, str]:
-        if self.why_no_clock:
-            return super().environment()
-        return super().environment() | {"LD_PRELOAD": str(self._library), "CLOCK_SHIFT_FILE": str(self._shift)}
-
-    def shift_clock(self, seconds: int) -> None:
-        """What every process of the box adds to the time of day from now on."""
-        with open(self._shift, "r+b" if self._shift.exists() else "wb") as file:  # in place: it is mapped
-            file.write(struct.pack("q", seconds))
+    """A box that knows its processes by name."""
 
     def pids_of(self, name: str) -> list[int]:
         """Processes by the names that people know them by."""
@@ -204,17 +181,6 @@ def hogged(leave_bytes: int) -> Iterator[None]:
         hog.kill()
         hog.wait()
         hog.stdout.close()
-
-
-@contextmanager
-def clock_moved(box: FaultyBox, seconds: int) -> Iterator[None]:
-    if box.why_no_clock:
-        raise Impossible(f"the clock cannot be moved: {box.why_no_clock}")
-    box.shift_clock(seconds)
-    try:
-        yield
-    finally:
-        box.shift_clock(0)
 
 
 def torn_copy(box: FaultyBox, target: Path, choice: random.Random) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.jobs.events import JobEvents
-from appliance.power.settings import PowerSettings
 from appliance.store.objects import jobs
 from appliance.store.records import energy, usage
 from tests.front.box import MODEL, Front, running_front
@@ -67,7 +66,6 @@ def _job(front: Front) -> str:
         front.wait(lambda: http.get(f"/v1/fine_tuning/jobs/{job_id}").json()["status"] == "queued")
     context = front.context
     assert context is not None
-    context.power = PowerSettings(price_per_kwh=0.28, pue=1.3)
     drawn = random.Random(1)
 
     def tell() -> None:

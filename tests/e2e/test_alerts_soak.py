@@ -69,8 +69,7 @@ def half_of_the_time(pid: int) -> Iterator[None]:
 
 
 def firing(address: str) -> dict[str, dict[str, str]]:
-    """Annotations by alert and its device, disk or part, once Prometheus has scraped the box. Without the
-    doctor's, who looks a minute after the start and then once a day: with luck at the full disk."""
+    """Annotations by alert and its device, disk or part, once Prometheus has scraped the box."""
     try:
         seen = httpx.get(f"{address}/query", params={"query": "count(up)"}).json()["data"]["result"]
         alerts = httpx.get(f"{address}/alerts").json()["data"]["alerts"]
@@ -79,7 +78,7 @@ def firing(address: str) -> dict[str, dict[str, str]]:
     if not seen:
         return {}
     found = {}
-    for alert in (one for one in alerts if one["labels"]["alertname"] != "DoctorFinds"):
+    for alert in alerts:
         labels = alert["labels"]
         of = next((labels[name] for name in ("device", "mount", "part") if name in labels), "")
         found[f"{labels['alertname']} {of}".strip()] = alert["annotations"]

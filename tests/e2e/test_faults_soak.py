@@ -116,8 +116,6 @@ class FaultRun:
             "full disk": mounted(faults.full, box.data_dir),
             "full shared memory": mounted(faults.full, Path("/dev/shm")),
             "memory hog": of(faults.hogged, LEAVE_BYTES),
-            "clock +1 h": of(faults.clock_moved, box, 3600),
-            "clock -1 h": of(faults.clock_moved, box, -3600),
             "power loss": self._power_loss,
         }
 
@@ -172,9 +170,8 @@ class FaultRun:
             self.tell_logs(began_s)
 
     def victims(self, kind: str) -> set[int]:
-        """The processes whose work another one must do before the box can be whole: of the name that is killed, and
-        where the clock is set back, Ray."""
-        name = "raylet" if kind.startswith("clock") else kind.removeprefix("kill ") if kind.startswith("kill ") else ""
+        """The processes whose work another one must do before the box can be whole: of the name that is killed."""
+        name = kind.removeprefix("kill ") if kind.startswith("kill ") else ""
         return set(self.box.pids_of(name)) if name else set()
 
     def wait_successor(self, kind: str, victims: set[int]) -> None:
@@ -352,7 +349,7 @@ def mounts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def box(mounts, tmp_path_factory):
     folder, _ = mounts
-    one = FaultyBox(folder, tmp_path_factory.mktemp("tools"))
+    one = FaultyBox(folder)
     (folder / "appliance.toml").write_text(SETTINGS)
     try:
         one.run("up", "--detach", "--port", str(one.port))

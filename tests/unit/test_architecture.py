@@ -79,7 +79,6 @@ SUBPACKAGES = (
     "appliance.gateway.core",
     "appliance.ui",
     "appliance.models",
-    "appliance.power",
     "appliance.store.upkeep",
     "appliance.store.objects",
     "appliance.store.records",

@@ -33,7 +33,7 @@ PLACE = Annotated[
     epilog=examples(
         "appliance backup make /mnt/nas/box-1",
         "appliance backup make s3://backups/box-1 --keep 30",
-        "appliance backup make                      to the url in [backup]",
+        "appliance backup make                      to the url in [backup]: for a timer",
         "",
         "The box may run. Only what is new since the last backup is written: what backups share is there once.",
         "A backup has the database, files, models and the jobs' snapshots, not encrypted, and no private keys.",

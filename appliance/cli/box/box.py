@@ -20,7 +20,7 @@ from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
 from appliance.cli.locate import BoxFile, data_dir_option
 from appliance.cli.mode.history import handover_steps
-from appliance.cli.mode.power import profile_line
+from appliance.cli.mode.power import limit_line
 from appliance.cli.own_process import python
 
 _STOP_S = 300.0
@@ -266,10 +266,9 @@ def _status(now: dict[str, Any]) -> Any:
         ("endpoint", box["url"]),
         ("data", box["data_dir"]),
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
-        *([("power", profile_line(now["power"]))] if now["power"].get("helper") else []),
+        *([("power", limit_line(now["power"]))] if now["power"].get("set") else []),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("backup", _backup(box.get("backup"))),
-        ("doctor", _doctor(now.get("doctor", []), box.get("doctor_looked_s"))),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     )
     devices = output.table(
@@ -300,16 +299,6 @@ def _backup(last: dict[str, Any] | None) -> str:
     if last is None:
         return "none yet (`appliance backup make --help`)"
     return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
-
-
-def _doctor(findings: list[dict[str, Any]], looked_s: float | None) -> str:
-    """What was wrong when it looked last, for the box by itself."""
-    if looked_s is None:
-        return "has not looked yet: it does so a minute after the start (`appliance doctor` looks now)"
-    if not findings:
-        return f"nothing was wrong that it saw {formats.duration(max(0.0, time.time() - looked_s))} ago"
-    ago = formats.duration(max(0.0, time.time() - looked_s))
-    return f"{', '.join(finding['check'] for finding in findings)}, {ago} ago (`appliance doctor` says what to do)"
 
 
 def _trouble(degraded: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`appliance power`: the power profile in force, and who has drawn how much energy."""
+"""`appliance power`: the power limit, and who has drawn how much energy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.command import Session, box_command, group, seconds_given
 
-app = group("Show power and energy: the profile in force, and who has drawn how much.")
+app = group("Show power and energy: the power limit, and who has drawn how much.")
 
 NOT_KNOWN = "not known: the devices of this machine count no energy that the box may read"
 _SHOWN = {"idle": "nobody", "job": "job", "model": "model"}
@@ -23,19 +23,19 @@ def power(
         str, typer.Option("--since", metavar="TIME", help="How far back: 45m, 24h, 7d. Whole hours are counted.")
     ] = "24h",
 ) -> None:
-    """Show power and energy: the profile in force, and who has drawn how much.
+    """Show power and energy: the power limit, and who has drawn how much.
 
-    Of each job, each model and of devices that nobody held: joules, kilowatt-hours at the site and what they cost.
+    Of each job, each model and of devices that nobody held: joules, watts, and joules per 1,000 tokens.
     """
     since_s = max(0.0, time.time() - seconds_given("--since", since))
     session.show(session.client.get("/admin/v1/power", since_s=since_s), _table)
 
 
 def energy_line(drawn: dict[str, Any] | None) -> str:
-    """A bill in one line: what the site drew, what it cost, and what the devices drew for each step and token."""
+    """Energy in one line: in all, and for each step and token."""
     if drawn is None:
         return NOT_KNOWN
-    parts = [f"{kwh(drawn['site_kwh'])}{money(drawn)}"]
+    parts = [kwh(drawn["kwh"])]
     if drawn.get("watts_per_device") is not None:
         at = {
             "jobs": "what jobs like it have drawn here",
@@ -64,14 +64,9 @@ def kwh(value: float) -> str:
     return f"{value:.3g} kWh" if value >= 0.1 else f"{value * 1000:.3g} Wh"
 
 
-def money(drawn: dict[str, Any]) -> str:
-    return "" if drawn["cost"] is None else f" ({drawn['cost']:.2f} {drawn['currency']})"
-
-
 def _table(answer: dict[str, Any]) -> Any:
-    profile, tariff = answer["profile"], answer["tariff"]
     rows = output.table(
-        ("HELD BY", "", ">ENERGY", ">DEVICE-HOURS", ">W PER DEVICE", ">PER 1,000 TOKENS", ">SITE", ">COST"),
+        ("HELD BY", "", ">ENERGY", ">DEVICE-HOURS", ">W PER DEVICE", ">PER 1,000 TOKENS"),
         (
             (
                 _SHOWN[one["kind"]],
@@ -80,29 +75,17 @@ def _table(answer: dict[str, Any]) -> Any:
                 f"{one['metered_s'] / 3600:.2f}",
                 f"{one['joules'] / one['metered_s']:.0f}" if one["metered_s"] else "-",
                 joules(one["joules_per_1000_tokens"]),
-                kwh(one["site_kwh"]),
-                "-" if one["cost"] is None else f"{one['cost']:.2f} {one['currency']}",
             )
             for one in answer["data"]
         ),
         empty="nothing was counted in that time" if answer["meters"] else f"energy is {NOT_KNOWN}",
     )
-    price = "not set" if tariff["price_per_kwh"] is None else f"{tariff['price_per_kwh']:g} {tariff['currency']} a kWh"
-    return output.stack(
-        output.fields(("profile", profile_line(profile)), ("price", f"{price}, PUE {tariff['pue']:g}")),
-        rows,
-    )
+    return output.stack(output.fields(("limit", limit_line(answer["limits"]))), rows)
 
 
-def profile_line(profile: dict[str, Any]) -> str:
-    """The profile in force, in one line."""
-    if not profile.get("helper"):
-        return "none: the box sets no limits (no power helper is configured)"
-    if profile["profile"] is None:
-        return "not known: the power helper does not answer"
-    limits = [
-        *([] if profile["limit_w"] is None else [f"{profile['limit_w']:g} W a device"]),
-        *([] if profile["clock_mhz"] is None else [f"clocks up to {profile['clock_mhz']} MHz"]),
-    ]
-    refused = [f"not on {device}: {why}" for device, why in profile["refused"].items()]
-    return f"{profile['profile']} ({', '.join([*limits, profile['because'], *refused])})"
+def limit_line(limits: dict[str, Any]) -> str:
+    """The power limit in force, in one line."""
+    if not limits.get("set"):
+        return "the box sets none"
+    limit = "the devices' own" if limits["limit_w"] is None else f"{limits['limit_w']:g} W a device"
+    return "; ".join([limit, *(f"not on {device}: {why}" for device, why in limits["refused"].items())])

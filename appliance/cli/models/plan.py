@@ -100,16 +100,6 @@ def job(
     ] = None,
     config: CONFIG = None,
     accelerator: ACCELERATOR = None,
-    price_per_kwh: Annotated[
-        float | None,
-        typer.Option("--price-per-kwh", metavar="PRICE", min=0, help="With --config: of electricity, for the costs."),
-    ] = None,
-    price_per_device_hour: Annotated[
-        float | None,
-        typer.Option(
-            "--price-per-device-hour", metavar="PRICE", min=0, help="With --config: what a device is hired for."
-        ),
-    ] = None,
     device_kind: Annotated[str | None, typer.Option("--device-kind", hidden=True)] = None,
     training: Training = NO_TRAINING,
     devices: Annotated[
@@ -132,15 +122,11 @@ def job(
     if config is not None:
         if file is not None:
             raise BadUsage("--file needs the model's tokenizer, so a model of the box (--model); give --examples N")
-        prices = {"price_per_kwh": price_per_kwh, "price_per_device_hour": price_per_device_hour}
-        asked = given(examples=examples_, method=method, **prices) | {"given": hyperparameters}
+        asked = given(examples=examples_, method=method) | {"given": hyperparameters}
         _show(session, _without_box(True, config, accelerator, devices, **asked))
         return
     if accelerator is not None:
         raise BadUsage("--accelerator goes with --config; the devices of the box are known")
-    for name, price in (("price-per-kwh", price_per_kwh), ("price-per-device-hour", price_per_device_hour)):
-        if price is not None:
-            raise BadUsage(f"--{name} goes with --config; the box has its own ([power] {name.replace('-', '_')})")
     body = given(model=model, method=method, hyperparameters=hyperparameters, devices=devices, examples=examples_)
     if file is None:
         _answer(session, {"job": body})
@@ -211,7 +197,6 @@ def _table(plan: dict[str, Any]) -> Any:
             ("steps", plan["data"]["steps"]),
             *_hours(plan.get("device_hours"), plan.get("estimate")),
             *([] if plan.get("device_hours") is None else [("energy", energy_line(plan["energy"]))]),
-            *_hire(plan.get("hire")),
             ("may run on", _sizes_of(plan["sizes"])),
         ]
     return output.stack(
@@ -248,21 +233,12 @@ def _hours(hours: float | None, estimate: dict[str, Any] | None) -> list[tuple[s
         return [("device hours", "not known: no speed of a job like it, and none to estimate it from")]
     least, most = estimate["used"]
     assumed = f"{least:.0%} to {most:.0%} of {estimate['peak_flops'] / 1e12:g} TFLOP/s of dense bf16"
-    energy = f"{_range(estimate['site_kwh'])} kWh at the board's {estimate['watts_per_device']} W, an upper bound"
-    if estimate["cost"] is not None:
-        energy += f", {_range(estimate['cost'])} {estimate['currency'] or 'in its price'}"
+    energy = f"{_range(estimate['kwh'])} kWh at the board's {estimate['watts_per_device']} W, an upper bound"
     return [
         ("device hours", f"{_range(estimate['device_hours'])}, estimated, not measured: {assumed}"),
         ("hours", f"{_range(estimate['hours'])}, without loading and publishing"),
         ("energy", energy),
     ]
-
-
-def _hire(hire: dict[str, Any] | None) -> list[tuple[str, object]]:
-    if hire is None:
-        return []
-    each = f"at {hire['per_device_hour']:g} for an hour of a device"
-    return [("price", f"{_range(hire['cost'])} {hire['currency'] or 'in its currency'}, {each}")]
 
 
 def _range(ends: list[float]) -> str:

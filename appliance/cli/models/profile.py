@@ -12,21 +12,11 @@ from appliance.cli.command import Session, box_command, group
 from appliance.cli.complete import jobs as complete_jobs
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
-from appliance.cli.models.hardware_trace import sample
 from appliance.cli.operations import Patience
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
 STEPS = Annotated[int, typer.Option("--steps", metavar="N", min=1, max=50, help="Profile N steps, within a minute.")]
-NSIGHT = Annotated[
-    str | None,
-    typer.Option(
-        "--nsight",
-        metavar="FILE",
-        help="Instead: sample the counters of its GPUs into FILE, with Nsight Systems where it is installed.",
-    ),
-]
-SECONDS = Annotated[int, typer.Option("--seconds", metavar="N", min=1, max=300, help="With --nsight: how long.")]
 _ENGINE_S = 150.0  # a minute for the steps, and what the profiler then takes
 MOST_ROWS = 8  # runtime.profile_shares has the bound; a command imports nothing of the box
 _NEWEST = 100  # events: a profile is among this many, once it is there
@@ -44,23 +34,17 @@ def profile() -> None:
     app,
     "appliance profile job ftjob-abc123                  of its next three steps",
     "appliance profile job ftjob-abc123 --steps 10 -o json | jq .share",
-    "appliance profile job ftjob-abc123 --nsight /tmp/job --seconds 20      counters of its GPUs, for Nsight Systems",
 )
 def job(
     session: Session,
     job_id: JOB,
     steps: STEPS = 3,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1)] = 300.0,
-    nsight: NSIGHT = None,
-    seconds: SECONDS = 10,
 ) -> None:
     """Profile a job's next steps on its first rank: compute, communication, input, idle, and the longest operators.
 
     The trace file opens in ui.perfetto.dev or chrome://tracing. The job goes on, somewhat slower during these steps.
     """
-    if nsight is not None:
-        sample(session, {"kind": "job", "id": job_id}, nsight, seconds)
-        return
     known = {event["id"] for event in _events(session, job_id)}
     session.client.post(f"{paths.admin_job(job_id)}/profile", {"steps": steps})
     patience = Patience(timeout)
@@ -89,16 +73,11 @@ def engine(
     session: Session,
     model: MODEL,
     steps: STEPS = 3,
-    nsight: NSIGHT = None,
-    seconds: SECONDS = 10,
 ) -> None:
     """Profile the next steps of an engine of this model, on its first worker, while it answers.
 
     An engine that nobody asks makes no steps: after a minute the profile ends with those that there were.
     """
-    if nsight is not None:
-        sample(session, {"kind": "model", "id": model}, nsight, seconds)
-        return
     path = f"{paths.model(model)}/profile"
     session.show(
         session.client.send("POST", path, body={"steps": steps}, timeout_s=_ENGINE_S), partial(_table, asked=steps)

@@ -44,10 +44,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def status(now: Status, caller: Caller) -> Response:
         load, last = context.load(), context.last_backup()
         degraded = [*context.background.degraded(), *context.main_troubles()]
-        readings, doctor = context.device_readings(), context.doctor_findings()
+        readings = context.device_readings()
         power = context.power_status()
         return await answer(
-            db, caller.viewer, lambda: _status(context, caller, now, load, last, readings, doctor, degraded, power)
+            db, caller.viewer, lambda: _status(context, caller, now, load, last, readings, degraded, power)
         )
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
@@ -92,7 +92,6 @@ def _status(
     load: Load,
     last: LastBackup | None,
     readings: Mapping[str, Reading],
-    doctor: list[dict[str, Any]],
     degraded: list[dict[str, Any]],
     power: dict[str, Any],
 ) -> dict[str, Any]:
@@ -104,7 +103,6 @@ def _status(
             "started_s": context.started_s,
             "certificate_expires_s": load.certificate_expires_s,
             "backup": None if last is None else asdict(last),
-            "doctor_looked_s": context.doctor_looked_s(),
         },
         "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
         "power": power,
@@ -118,7 +116,6 @@ def _status(
         },
         "memory": now["memory"],
         "handover": handover_views.by_id(db, now["handover"]),
-        "doctor": _seen_by(caller, _still_so(doctor, context.doctor_looked_s(), last)),
         "degraded": degraded,
         "troubles": now["troubles"],
         "notes": [
@@ -173,7 +170,7 @@ def _add_jobs(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/jobs/{job_id}")
     def show_job(job_id: str) -> dict[str, Any]:
-        drawn = energy_views.of_job(db, context.power, row := _known_job(db, job_id), time.time())
+        drawn = energy_views.of_job(db, row := _known_job(db, job_id), time.time())
         return views.job(row) | {"energy": drawn}
 
     @router.get("/jobs/{job_id}/metrics")
@@ -202,12 +199,3 @@ def _known_job(db: Database, job_id: str) -> JobRow:
 def _seen_by(caller: Principal, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without the names of keys, which `read` does not see."""
     return findings if caller.is_admin else [finding for finding in findings if finding["check"] != "keys"]
-
-
-def _still_so(
-    findings: list[dict[str, Any]], looked_s: float | None, backup: LastBackup | None
-) -> list[dict[str, Any]]:
-    """Without what the doctor, who looks once a day, said of backups before the newest was taken."""
-    if backup is None or looked_s is None or backup.made_s <= looked_s:
-        return findings
-    return [finding for finding in findings if finding["check"] != "backup"]

@@ -51,7 +51,6 @@ class ControllerCollector:
         troubles = [*context.background.degraded(), *context.main_troubles()]
         # A tracker's or a tier's name behind the colon is for operators.
         self._degraded = {trouble["name"].partition(":")[0] for trouble in troubles}
-        self._found = Counter(finding["state"] for finding in context.doctor_findings())
 
     def describe(self) -> list[Metric]:
         # Without this the registry would collect at registration too.
@@ -198,10 +197,6 @@ class ControllerCollector:
         for part in sorted(self._degraded):
             degraded.add_metric([part], 1.0)
         yield degraded
-        found = GaugeMetricFamily("appliance_doctor_findings", "What the doctor last found.", labels=["state"])
-        for state in ("warn", "fail"):
-            found.add_metric([state], float(self._found[state]))
-        yield found
 
     def _weights(self, now: SchedulerStatus) -> Iterator[Metric]:
         used = GaugeMetricFamily("appliance_weight_store_bytes", "Shared memory of the weight store.", labels=["what"])

@@ -1,4 +1,4 @@
-"""/admin/v1/power: the power profile in force, and who has drawn how much energy."""
+"""/admin/v1/power: the power limit in force, and who has drawn how much energy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         readings: Readings,
         since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
     ) -> dict[str, Any]:
-        """The profile, the tariff, and energy by who held the devices: a job (in all its time), a model, nobody.
+        """The power limit in force, and energy by who held the devices: a job (in all its time), a model, nobody.
         `meters`: how many devices count energy at all."""
         return {
             "object": "list",
-            "profile": context.power_status(),
-            "tariff": context.power.tariff(),
+            "limits": context.power_status(),
             "meters": sum(one.energy_j is not None for one in readings.values()),
             "since_s": since_s,
             "until_s": time.time(),
-            "data": energy_views.since(db, context.power, since_s),
+            "data": energy_views.since(db, since_s),
         }

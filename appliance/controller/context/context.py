@@ -27,7 +27,6 @@ from appliance.controller.interfaces.ports import (
 )
 from appliance.last_backup import LastBackup
 from appliance.models.opening import Opening
-from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from runtime.background_tasks import BackgroundTasks
@@ -42,13 +41,13 @@ class ControllerContext:
     accept, 0: none. models_leaving: being deleted with all their versions. load: the gateways' reports.
     models_shared: call it when access to a model has changed, to inform the gateways. background: tasks of this
     process. main_troubles: troubles of the processes that the main process supervises, in the form of
-    `BackgroundTasks.degraded`. doctor_findings: what is wrong, as the doctor last saw it; doctor_looked_s: when that
-    was, None before its first look. doctor: its findings now (`appliance.wiring.doctor_process`). new_tables: turns of
+    `BackgroundTasks.degraded`. doctor: the doctor's findings now
+    (`appliance.wiring.doctor_process`). new_tables: turns of
     what owners may ask at will and every gateway gets a new table for. device_readings: the newest of each device that
     reports any.
     open_engines: model and socket of each engine that answers requests, by replica.
     wandb_mode: as [tracking] has it.
-    power: the profiles and the tariff; power_status: which is in force (`PowerKeeper.status`)."""
+    power_status: the power limit in force (`PowerKeeper.status`)."""
 
     db: Database
     files_dir: Path
@@ -75,14 +74,11 @@ class ControllerContext:
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     last_backup: Callable[[], LastBackup | None] = lambda: None
     main_troubles: Callable[[], list[dict[str, Any]]] = list
-    doctor_findings: Callable[[], list[dict[str, Any]]] = list
-    doctor_looked_s: Callable[[], float | None] = lambda: None
     file_work: FileWork = field(default_factory=FileWork)
     new_tables: Paced = field(default_factory=Paced)
     device_readings: Callable[[], Mapping[str, Reading]] = dict
     open_engines: Callable[[], Mapping[str, tuple[str, str]]] = dict
     wandb_mode: Literal["offline", "online"] | None = None
-    power: PowerSettings = field(default_factory=PowerSettings)
     power_status: Callable[[], dict[str, Any]] = dict
 
     def __post_init__(self) -> None:

@@ -1,23 +1,22 @@
-"""What energy comes to for a job, before it and after, and for everybody in a time."""
+"""Energy of a job, before it and after, and for everybody in a time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.power import cost
-from appliance.power.settings import PowerSettings
 from appliance.store.database import Database
 from appliance.store.records import energy, usage
 from appliance.store.rows import JobRow, columns
 from runtime.devices.kind import Reading
 
+J_PER_KWH = 3.6e6
 WHOLE = 0.9
 """Nothing is told per step of a job that was metered for less of its time."""
 
 
-def of_job(db: Database, power: PowerSettings, row: JobRow, now_s: float) -> dict[str, Any] | None:
-    """What a job has drawn so far: the bill of it, "joules", "metered_share" (of the time that it held devices in which
+def of_job(db: Database, row: JobRow, now_s: float) -> dict[str, Any] | None:
+    """What a job has drawn so far: "joules", "kwh", "metered_share" (of the time that it held devices in which
     they counted), "joules_per_step", "joules_per_1000_tokens". None: its devices count nothing, or have not yet."""
     drawn = energy.of_job(db, row.id)
     if drawn is None:
@@ -29,20 +28,19 @@ def of_job(db: Database, power: PowerSettings, row: JobRow, now_s: float) -> dic
         "metered_share": share,
         "joules_per_step": _per(drawn.joules, row.step, share),
         "joules_per_1000_tokens": _per(drawn.joules * 1000, row.trained_tokens, share),
-        **cost.bill(power, drawn.joules, drawn.metered_s),
+        "kwh": drawn.joules / J_PER_KWH,
     }
 
 
 def estimate(
     db: Database,
-    power: PowerSettings,
     readings: Mapping[str, Reading],
     model: str,
     method: str,
     full: bool,
     device_hours: float,
 ) -> dict[str, Any] | None:
-    """The bill of a job to come, "watts_per_device" and "watts_from": "jobs", what jobs like it have drawn here, or
+    """The "kwh" of a job to come, "watts_per_device" and "watts_from": "jobs", what jobs like it have drawn here, or
     "limit", the power limit of the devices, which they do not reach. None: neither is known."""
     watts, source = energy.watts_of_jobs_like(db, model, method, full), "jobs"
     if watts is None:
@@ -51,16 +49,16 @@ def estimate(
             return None
         watts, source = sum(limits) / len(limits), "limit"
     device_s = device_hours * 3600
-    return {"watts_per_device": watts, "watts_from": source, **cost.bill(power, watts * device_s, device_s)}
+    return {"watts_per_device": watts, "watts_from": source, "kwh": watts * device_s / J_PER_KWH}
 
 
-def since(db: Database, power: PowerSettings, since_s: float) -> list[dict[str, Any]]:
-    """The bill of each job, of each model, and of devices that nobody held: see `energy.since`."""
+def since(db: Database, since_s: float) -> list[dict[str, Any]]:
+    """Energy of each job, of each model, and of devices that nobody held: see `energy.since`."""
     return [
         {
             **columns(one, "kind name joules metered_s steps tokens"),
             "joules_per_1000_tokens": _per(one.joules * 1000, one.tokens),
-            **cost.bill(power, one.joules, one.metered_s),
+            "kwh": one.joules / J_PER_KWH,
         }
         for one in energy.since(db, since_s)
     ]

@@ -22,7 +22,6 @@ from appliance.controller.jobs.fit import box_facts, shape_of
 from appliance.controller.jobs.planned import estimate, planned, typical
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
-from appliance.power import cost
 from appliance.store.objects import job_records
 from runtime.devices.published import accelerator_called
 from train.methods.method import Method
@@ -106,17 +105,15 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
         found = context.scheduler.status()["devices"]
         known = accelerator_called(found[0]["name"]) if found else None
         shown = verdict.numbers["devices"]
-        estimated = estimate(shape_of(base), method, chosen, dataset, shown, known, context.power)
+        estimated = estimate(shape_of(base), method, chosen, dataset, shown, known)
     else:
         full = chosen.resolved["full"]
         readings = context.device_readings()
         drawn = await context.db.read(
-            caller.viewer, energy_views.estimate, context.db, context.power, readings, body.model, method.name, full,
+            caller.viewer, energy_views.estimate, context.db, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip
-    hours = [device_hours] if device_hours is not None else estimated and estimated["device_hours"]
-    hire = cost.hire(context.power, hours)
-    return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated, "hire": hire}
+    return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated}
 
 
 async def _device_hours(

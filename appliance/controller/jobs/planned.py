@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.controller.devices.energy_views import J_PER_KWH
 from appliance.controller.jobs import settings
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from appliance.power import cost
-from appliance.power.settings import PowerSettings
 from runtime.devices.kinds import hardware_first
 from runtime.devices.published import ACCELERATORS, Accelerator
 from serve.core.config import EngineConfig
@@ -146,7 +145,6 @@ def estimate(
     dataset: auto.DatasetStats,
     devices: int,
     accelerator: Accelerator | None,
-    power: PowerSettings,
 ) -> dict[str, Any] | None:
     """Device-hours and energy of a job of which nothing was measured, each [least, most]; "used": the parts of
     "peak_flops" that were assumed. None where the device is not known, or what takes the time is not products in bf16:
@@ -166,7 +164,6 @@ def estimate(
         devices=devices,
         reference=method.needs_reference,
     )
-    bills = [cost.bill(power, accelerator.board_w * one, one) for one in found.device_s]
     return {
         "flops": found.flops,
         "peak_flops": accelerator.peak_flops,
@@ -174,9 +171,7 @@ def estimate(
         "device_hours": [one / 3600 for one in found.device_s],
         "hours": [one / 3600 / devices for one in found.device_s],
         "watts_per_device": accelerator.board_w,
-        "site_kwh": [one["site_kwh"] for one in bills],
-        "cost": None if power.price_per_kwh is None else [one["cost"] for one in bills],
-        "currency": power.currency,
+        "kwh": [accelerator.board_w * one / J_PER_KWH for one in found.device_s],
     }
 
 
@@ -220,8 +215,6 @@ def plan_imagined(
     accelerator: str,
     examples: int | None = None,
     method: str = DEFAULT.name,
-    price_per_kwh: float | None = None,
-    price_per_device_hour: float | None = None,
 ) -> dict[str, Any]:
     """A job on one machine with this many GPUs of a kind, with a box's usual settings; its host memory counts as ample.
     model: see `imagine`. Raises BadShape."""
@@ -239,11 +232,6 @@ def plan_imagined(
     answer = planned(model, how, chosen, dataset, verdict, counted=False)
     answer["numbers"]["host"]["room_bytes"] = None
     shown = verdict.numbers["devices"]
-    power = PowerSettings(price_per_kwh=price_per_kwh, price_per_device_hour=price_per_device_hour)
     known = ACCELERATORS.get(_key(accelerator))
-    estimated = estimate(imagined.shape, how, chosen, dataset, shown, known, power)
-    hire = cost.hire(power, estimated["device_hours"] if estimated is not None else None)
-    for priced in (estimated, hire):
-        if priced is not None:
-            priced["currency"] = None  # that of the price
-    return {**answer, "device_hours": None, "energy": None, "estimate": estimated, "hire": hire}
+    estimated = estimate(imagined.shape, how, chosen, dataset, shown, known)
+    return {**answer, "device_hours": None, "energy": None, "estimate": estimated}

@@ -73,7 +73,7 @@ def routes(context: ControllerContext, validation: JobValidation, hosts: GraderH
     @router.get("/{job_id}")
     def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
         row = known_job(context, job_id, caller)
-        return shown_job(row, caller) | {"energy": energy_views.of_job(db, context.power, row, time.time())}
+        return shown_job(row, caller) | {"energy": energy_views.of_job(db, row, time.time())}
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:

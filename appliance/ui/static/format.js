@@ -76,12 +76,11 @@ export function joules(value) {
 }
 
 export const kwh = (value) => (value < 0.1 ? `${measure(value * 1000)} Wh` : `${measure(value)} kWh`);
-export const money = ({ cost, currency }) => (cost === null ? DASH : `${number(cost, 2)} ${currency}`);
 
-/** A bill of energy, of a job or of a plan: of the site, its cost, then by step and token. */
+/** Energy of a job or of a plan: in all, then by step and token. */
 export function energy(bill) {
   if (!bill) return t("energy.unknown");
-  const parts = [`${kwh(bill.site_kwh)}${bill.cost === null ? "" : ` (${money(bill)})`}`];
+  const parts = [kwh(bill.kwh)];
   if (bill.watts_from === "limit") parts.push(t("energy.at_most"));
   if (bill.joules_per_step) parts.push(t("energy.step", { joules: joules(bill.joules_per_step) }));
   if (bill.joules_per_1000_tokens) parts.push(t("energy.tokens", { joules: joules(bill.joules_per_1000_tokens) }));

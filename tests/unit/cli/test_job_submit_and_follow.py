@@ -91,15 +91,9 @@ def test_a_plan_for_what_is_not_here_needs_no_box():
 
 def test_a_plan_for_what_is_not_here_says_that_its_hours_are_estimated():
     asked = ("plan", "job", "--config", "70b", "--accelerator", "h100", "--lora-rank", "16")
-    done = run(*asked, "--price-per-kwh", "0.3", "--price-per-device-hour", "2.5")
-    assert "at 2.5 for an hour of a device" in " ".join(done.stdout.split())
+    done = run(*asked)
     assert "estimated, not measured: 20% to 60% of 989 TFLOP/s of dense bf16" in " ".join(done.stdout.split())
-    assert (
-        "an upper bound" in done.stdout and "in its price" in done.stdout and "in its price" not in run(*asked).stdout
-    )
-    assert (
-        run("plan", "job", "--model", "starter", "--price-per-kwh", "1", "--url", "http://127.0.0.1:9").exit_code == 2
-    )
+    assert "an upper bound" in done.stdout
 
 
 def test_a_plan_of_engines_that_are_not_here_needs_no_box():

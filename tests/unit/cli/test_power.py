@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.cli.mode.power import energy_line, profile_line
-from appliance.power.settings import PowerSettings
+from appliance.cli.mode.power import energy_line, limit_line
 from appliance.store.objects import jobs
 from appliance.store.records import energy, usage
 from appliance.store.rows import JobRow
@@ -14,12 +13,10 @@ from tests.unit.cli.conftest import ControlledBox
 
 def test_a_box_that_counts_nothing_says_so(box: ControlledBox):
     shown = box.run("power").stdout
-    assert "no power helper is configured" in shown and "energy is not known" in shown
+    assert "the box sets none" in shown and "energy is not known" in shown
 
 
 def test_who_has_drawn_how_much(box: ControlledBox):
-    box.context.power = PowerSettings(price_per_kwh=0.3, currency="EUR", pue=1.5)
-
     def draw() -> None:
         now_s = 1.7e9
         energy.add(box.context.db, {("model", "starter"): (7.2e6, 36000.0), ("idle", ""): (3600.0, 100.0)}, now_s)
@@ -29,13 +26,12 @@ def test_who_has_drawn_how_much(box: ControlledBox):
     box.do(draw)
     lines = box.run("power", "--since", "36500d").stdout.splitlines()
     model = next(line for line in lines if "starter" in line)
-    assert model.split() == "model starter 7.2 MJ 10.00 200 3.6 MJ 3 kWh 0.90 EUR".split()
+    assert model.split() == "model starter 7.2 MJ 10.00 200 3.6 MJ".split()
     nobody = next(line for line in lines if line.startswith("nobody"))
-    assert nobody.split() == "nobody 3.6 kJ 0.03 36 - 1.5 Wh 0.00 EUR".split()
-    assert "0.3 EUR a kWh, PUE 1.5" in "\n".join(lines)
+    assert nobody.split() == "nobody 3.6 kJ 0.03 36 -".split()
 
 
-BILL = {"device_kwh": 0.8, "site_kwh": 1.25, "cost": 0.375, "currency": "EUR"}
+DRAWN = {"kwh": 1.25}
 
 
 @pytest.mark.parametrize(
@@ -43,36 +39,27 @@ BILL = {"device_kwh": 0.8, "site_kwh": 1.25, "cost": 0.375, "currency": "EUR"}
     [
         (None, "not known: the devices of this machine count no energy that the box may read"),
         (
-            BILL | {"watts_per_device": 700.0, "watts_from": "limit"},
-            "1.25 kWh (0.38 EUR), at 700 W a device, the power limit of the devices, which they do not reach",
+            DRAWN | {"watts_per_device": 700.0, "watts_from": "limit"},
+            "1.25 kWh, at 700 W a device, the power limit of the devices, which they do not reach",
         ),
         (
-            BILL | {"watts_per_device": 412.3, "watts_from": "jobs", "cost": None},
+            DRAWN | {"watts_per_device": 412.3, "watts_from": "jobs"},
             "1.25 kWh, at 412 W a device, what jobs like it have drawn here",
         ),
         (
-            BILL | {"joules_per_step": 720.0, "joules_per_1000_tokens": 1800.0, "metered_share": 0.95},
-            "1.25 kWh (0.38 EUR), 720 J a step, 1.8 kJ per 1,000 tokens, counted for 95% of its time",
+            DRAWN | {"joules_per_step": 720.0, "joules_per_1000_tokens": 1800.0, "metered_share": 0.95},
+            "1.25 kWh, 720 J a step, 1.8 kJ per 1,000 tokens, counted for 95% of its time",
         ),
     ],
 )
-def test_a_bill_in_one_line(drawn, says):
+def test_energy_line_has_watts_and_joules(drawn, says):
     assert energy_line(drawn) == says
 
 
-def test_the_profile_in_one_line():
-    told = {
-        "helper": True,
-        "profile": "night",
-        "limit_w": 500.0,
-        "clock_mhz": 1410,
-        "because": "the clock: 22:00-06:00",
-    }
-    assert (
-        profile_line(told | {"refused": {}}) == "night (500 W a device, clocks up to 1410 MHz, the clock: 22:00-06:00)"
-    )
-    assert profile_line(told | {"refused": {"n0/1": "no"}}).endswith("not on n0/1: no)")
-    assert "does not answer" in profile_line(told | {"profile": None})
+def test_limit_line_names_the_limit_and_refusals():
+    limits = {"set": True, "limit_w": 500.0, "refused": {}}
+    assert limit_line(limits) == "500 W a device"
+    assert limit_line(limits | {"limit_w": None, "refused": {"n0/1": "no"}}) == "the devices' own; not on n0/1: no"
 
 
 def test_a_job_that_drew_energy_shows_it(box: ControlledBox):

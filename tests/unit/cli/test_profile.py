@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,49 +86,3 @@ def test_an_engine_that_nobody_asks_has_no_table(box: ControlledBox, monkeypatch
     monkeypatch.setattr(box.context.scheduler, "profile_engine", idle)
     shown = box.run("profile", "engine", "starter", "--steps", "4").output
     assert "starter made no step in 60 s, for nobody asked it" in shown and "idle" not in shown
-
-
-def on_gpus(box: ControlledBox, *indices: int) -> None:
-    """The running job holds these."""
-    for device in box.context.scheduler.devices:
-        device["kind"] = "cuda"
-        device["holder"] = {"kind": "job", "id": "ftjob-1"} if device["index"] in indices else None
-
-
-@pytest.fixture
-def nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program of that name, which writes down what it was asked; its record."""
-    record, program = tmp_path / "asked", tmp_path / "bin" / "nsys"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {record}\nexit ${{NSYS_CODE:-0}}\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return record
-
-
-def test_nsight_samples_the_gpus_that_a_job_has(box: ControlledBox, nsys: Path, tmp_path: Path):
-    running(box)
-    on_gpus(box, 1, 3)
-    told = box.json("profile", "job", "ftjob-1", "--nsight", str(tmp_path / "job"), "--seconds", "7")
-    assert told == {"devices": ["n0/1", "n0/3"], "seconds": 7, "file": str(tmp_path / "job")}
-    asked = nsys.read_text().splitlines()
-    assert asked[:2] == ["profile", "--gpu-metrics-devices=1,3"] and asked[-2:] == ["sleep", "7"]
-    assert f"--output={tmp_path / 'job'}" in asked and "--trace=none" in asked
-
-
-def test_nsight_is_refused_in_words(box: ControlledBox, nsys: Path, monkeypatch: pytest.MonkeyPatch):
-    running(box)
-    ask = ("profile", "job", "ftjob-1", "--nsight", "/tmp/x")
-    on_gpus(box)
-    assert "has no device now" in box.run(*ask).output
-    assert "starter has no device now" in box.run("profile", "engine", "starter", "--nsight", "/tmp/x").output
-    on_gpus(box, 2)
-    monkeypatch.setenv("NSYS_CODE", "3")
-    refused = box.run(*ask)
-    assert refused.exit_code == 1 and "nsys ended with 3: it said nothing" in refused.output
-    for device in box.context.scheduler.devices:
-        device["kind"] = "cpu"
-    assert "no such tool for a logical CPU device" in box.run(*ask).output
-    on_gpus(box, 2)
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "nsys is not installed on this machine" in box.run(*ask).output

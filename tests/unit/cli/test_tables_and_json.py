@@ -65,7 +65,6 @@ def test_gpu_list(box):
         "drain",
         "lost",
         "meters",
-        "check",
         "cordon",
     }
     assert set(data[0]) == told
@@ -121,10 +120,11 @@ def test_status(box, tmp_path):
     assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text)
     assert job_id in text
-    assert re.search("doctor +has not looked yet", text), "a box just begun"
-    box.context.doctor_looked_s = lambda: time.time() - 90
-    assert re.search(r"doctor +nothing was wrong that it saw 1 min 30 s ago", box.run("status").stdout)
     assert re.search(r"backup +none yet", text)
+    trouble = {"name": "backup", "since_s": time.time(), "why": "no such place", "failures": 3, "next_try_s": None}
+    box.context.main_troubles = lambda: [trouble]
+    assert "no such place" in box.run("status").stdout
+    box.context.main_troubles = list
     answer = box.json("status")
     assert set(answer) == {
         "box",
@@ -135,7 +135,6 @@ def test_status(box, tmp_path):
         "jobs",
         "memory",
         "handover",
-        "doctor",
         "degraded",
         "troubles",
         "notes",

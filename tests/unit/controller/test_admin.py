@@ -12,7 +12,6 @@ import pytest
 from appliance.controller.app import _keep_house, create_app
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.controller.devices.mode import read_mode
-from appliance.last_backup import LastBackup
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import audit, keys, operations, page_sessions
 from appliance.store.rows import JobMetricRow, OperationRow
@@ -387,14 +386,3 @@ async def test_the_ends_of_logs_are_for_administrators_and_nothing_else_is_read(
         assert answer.status_code == 404 and "secret" not in answer.text, name
     reader = {**ADMIN, "x-appliance-scopes": "read"}
     assert (await control.http.get("/admin/v1/logs", headers=reader)).status_code == 403
-
-
-async def test_what_the_doctor_said_of_backups_is_not_told_beside_a_newer_one(control: Control):
-    """`status` said "backup 26 s ago" and, for the rest of the day, that one was to be taken."""
-    told = [{"check": name, "state": "warn", "found": "", "wanted": "", "remedy": ""} for name in ("clock", "backup")]
-    context = control.context
-    context.doctor_findings, context.doctor_looked_s = lambda: told, lambda: 100.0
-    for made_s, names in ((99.0, ["clock", "backup"]), (101.0, ["clock"])):
-        context.last_backup = lambda made_s=made_s: LastBackup("b", made_s, "/mnt", 1)
-        status = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()
-        assert [one["check"] for one in status["doctor"]] == names

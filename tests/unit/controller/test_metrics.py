@@ -105,18 +105,14 @@ async def test_each_ranks_own_time_is_told_with_its_device(control: Control) -> 
 
 async def test_what_fails_is_told_to_whoever_is_on_duty(control: Control) -> None:
     found = await scrape(control)
-    assert found["appliance_doctor_findings", (("state", "fail"),)] == 0
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 0, "there before the first one fails"
     context = control.context
     context.main_troubles = lambda: [{"name": "tracking: MLflow of ann"}, {"name": "backup"}]
-    context.doctor_findings = lambda: [{"state": "fail"}, {"state": "warn"}, {"state": "warn"}]
     for code in ("training_failed", "training_failed", "invalid_training_file"):
         fail(control.db, await control.job(), code, "so it is")
     found = await scrape(control)
     parts = {dict(labels)["part"] for name, labels in found if name == "appliance_degraded"}
     assert parts == {"tracking", "backup"}, "names behind the colon are for operators"
-    assert found["appliance_doctor_findings", (("state", "fail"),)] == 1
-    assert found["appliance_doctor_findings", (("state", "warn"),)] == 2
     assert found["appliance_jobs_failed", (("code", "training_failed"),)] == 2
     assert found["appliance_jobs_failed", (("code", "invalid_training_file"),)] == 1
 

@@ -1,138 +1,79 @@
-"""The power profile that the box keeps, the energy that devices draw for whoever holds them, and what it comes to."""
+"""The power limit that the box keeps, and the energy that devices draw for whoever holds them."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from appliance.controller.devices.energy import EnergyMeter, holders_of
 from appliance.controller.devices.mode import write_mode
-from appliance.controller.devices.power import AGAIN_S, PowerKeeper
+from appliance.controller.devices.power import PowerKeeper
 from appliance.controller.interfaces.ports import Mode
-from appliance.power.helper_client import HelperAway
-from appliance.power.settings import PowerSettings
 from appliance.store.objects import job_records, jobs
-from appliance.store.records import audit, energy, usage
+from appliance.store.records import energy, usage
 from appliance.store.rows import JobMetricRow
 from appliance.store.upkeep import retention
-from runtime.devices.kind import Reading
-from tests.unit.controller.conftest import SCOPES, Clock, Control
+from runtime.devices.kind import PowerLimits, PowerRefused, Reading
+from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import ask
 
-SETTINGS = PowerSettings(
-    helper_socket="/run/x",
-    profiles={"quiet": {"limit_w": 300}, "night": {"limit_w": 500, "clock_mhz": 1410}},
-    by_mode={"serve": "quiet"},
-    by_clock={"22:00-06:00": "night"},
-)
 NOON = 12 * 3600.0
 
 
-class Helper:
-    """Records what is asked for. refuses: by UUID; away: it does not answer."""
+class Driver:
+    """The limits of two devices. refuses: to set any."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.refuses: dict[str, str] = {}
-        self.away = False
+        self.limits_w = {"GPU-a": 700.0, "GPU-b": 700.0}
+        self.refuses = False
+        self.calls = 0
 
-    async def set(self, devices: dict[str, Any]) -> dict[str, str]:
-        if self.away:
-            raise HelperAway("it is not there")
-        self.asked.append(devices)
-        return self.refuses
+    def limits(self) -> dict[str, PowerLimits]:
+        return {uuid: PowerLimits(limit_w, 700.0) for uuid, limit_w in self.limits_w.items()}
 
-    def close(self) -> None:
-        self.asked.append({"closed": True})
-
-
-@pytest.fixture
-def clock(clock: Clock) -> Clock:
-    clock.now_s = NOON
-    return clock
+    def set_limit(self, uuid: str, limit_w: float) -> None:
+        self.calls += 1
+        if self.refuses:
+            raise PowerRefused("only root may")
+        self.limits_w[uuid] = limit_w
 
 
 @pytest.fixture
-def helper() -> Helper:
-    return Helper()
+def driver() -> Driver:
+    return Driver()
 
 
 @pytest.fixture
-def keeper(db, helper, clock) -> PowerKeeper:
-    return PowerKeeper(SETTINGS, db, 0, lambda: {"GPU-a": "n0/0", "GPU-b": "n0/1"}, helper, clock, time.gmtime)
+def keeper(db, driver) -> PowerKeeper:
+    return PowerKeeper({"serve": 450.0}, db, 0, lambda: {"GPU-a": "n0/0"}, driver)
 
 
-def told(db) -> list[tuple[str, str]]:
-    return [(row.target, row.detail["because"]) for row in audit.page(db, after=None, limit=10).data][::-1]
+async def test_power_limit_follows_the_mode(db, keeper, driver):
+    write_mode(db, Mode("serve"), 1.0)
+    await keeper.look()
+    await keeper.look()
+    assert driver.limits_w == {"GPU-a": 450.0, "GPU-b": 700.0} and driver.calls == 1, "b is not the box's to limit"
+    assert keeper.status() == {"set": True, "limit_w": 450.0, "refused": {}}
+    write_mode(db, Mode("train"), 2.0)
+    await keeper.look()
+    assert driver.limits_w["GPU-a"] == 700.0 and keeper.status()["limit_w"] is None
 
 
-async def test_the_profile_follows_the_mode_and_the_clock(db, keeper, helper, clock):
-    assert keeper.status()["profile"] is None
+async def test_power_limit_that_the_driver_refuses_is_shown_and_tried_again(db, keeper, driver):
+    write_mode(db, Mode("serve"), 1.0)
+    driver.refuses = True
     await keeper.look()
-    assert helper.asked == [{}] and keeper.status()["profile"] == "off", "a new box restores nothing, and says so"
-    assert told(db) == []
-    write_mode(db, Mode("serve"), clock())
+    assert keeper.status()["refused"] == {"n0/0": "only root may"}
+    driver.refuses = False
     await keeper.look()
-    await keeper.look()
-    assert helper.asked[1:] == [{"GPU-a": {"limit_w": 300.0}, "GPU-b": {"limit_w": 300.0}}], "once"
-    clock.now_s += 10 * 3600
-    await keeper.look()
-    assert helper.asked[2]["GPU-a"] == {"limit_w": 500.0, "clock_mhz": 1410}
-    assert keeper.status() == {
-        "helper": True,
-        "profile": "night",
-        "limit_w": 500.0,
-        "clock_mhz": 1410,
-        "because": "the clock: 22:00-06:00",
-        "refused": {},
-    }
-    assert [keeper.limits_of(device_id) for device_id in ("n0/0", "n1/0")] == ["500 W and 1410 MHz", ""]
-    clock.now_s += 9 * 3600
-    await keeper.look()
-    write_mode(db, Mode("train"), clock())
-    await keeper.look()
-    assert helper.asked[4] == {}
-    mode, night = "the mode: serve", "the clock: 22:00-06:00"
-    assert told(db) == [("quiet", mode), ("night", night), ("quiet", mode), ("off", "the mode: train")]
-    keeper.close()
-    assert helper.asked[-1] == {"closed": True}
+    assert keeper.status()["refused"] == {} and driver.limits_w["GPU-a"] == 450.0
 
 
-async def test_a_device_that_was_reset_gets_its_limits_again(keeper, helper, clock):
+async def test_box_without_limits_sets_none(db, driver):
+    keeper = PowerKeeper({}, db, 0, lambda: {"GPU-a": "n0/0"}, driver)
     await keeper.look()
-    clock.now_s += AGAIN_S
-    await keeper.look()
-    assert len(helper.asked) == 2
-
-
-async def test_what_the_helper_refuses_is_shown(db, keeper, helper, clock):
-    write_mode(db, Mode("serve"), clock())
-    helper.refuses = {"GPU-b": "300 W is not possible"}
-    await keeper.look()
-    assert keeper.status()["refused"] == {"n0/1": "300 W is not possible"}
-    assert audit.page(db, after=None, limit=1).data[0].detail["refused"] == {"n0/1": "300 W is not possible"}
-
-
-async def test_a_helper_that_is_away_is_asked_again_and_nothing_is_claimed(db, keeper, helper, clock):
-    write_mode(db, Mode("serve"), clock())
-    await keeper.look()
-    clock.now_s += AGAIN_S
-    helper.away = True
-    with pytest.raises(HelperAway):
-        await keeper.look()
-    assert keeper.status()["profile"] is None
-    helper.away = False
-    await keeper.look()
-    assert keeper.status()["profile"] == "quiet"
-
-
-async def test_without_a_helper_nothing_happens(db, clock):
-    keeper = PowerKeeper(PowerSettings(), db, 0, dict, None, clock)
-    await keeper.look()
-    keeper.close()
-    assert keeper.status()["helper"] is False and keeper.status()["profile"] is None
+    assert driver.calls == 0 and keeper.status() == {"set": False, "limit_w": None, "refused": {}}
 
 
 def status(*holders: tuple[str, str] | None, replicas: tuple[str, ...] = ()) -> Any:
@@ -198,8 +139,7 @@ def trained(control: Control, job_id: str, *, steps: int, tokens: int, joules: f
     energy.add(db, {("job", job_id): (joules, metered_s)}, NOON)
 
 
-async def test_a_job_tells_its_energy_and_what_it_cost(control: Control):
-    control.context.power = PowerSettings(price_per_kwh=0.36, pue=2.0)
+async def test_a_job_tells_its_energy(control: Control):
     job_id = await control.job()
     assert (await ask(control, "GET", f"/jobs/{job_id}"))["energy"] is None
     trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=95.0)
@@ -209,10 +149,7 @@ async def test_a_job_tells_its_energy_and_what_it_cost(control: Control):
         "metered_share": 0.95,
         "joules_per_step": 720.0,
         "joules_per_1000_tokens": 1800.0,
-        "device_kwh": pytest.approx(0.01),
-        "site_kwh": pytest.approx(0.02),
-        "cost": pytest.approx(0.0072),
-        "currency": "EUR",
+        "kwh": pytest.approx(0.01),
     }
     own = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}", headers=SCOPES)).json()
     assert own["energy"] == told, "its owner sees it too"
@@ -223,14 +160,13 @@ async def test_of_a_job_that_was_counted_for_half_its_time_nothing_is_told_per_s
     trained(control, job_id, steps=50, tokens=20_000, joules=36_000.0, metered_s=50.0)
     told = (await ask(control, "GET", f"/jobs/{job_id}"))["energy"]
     assert told["metered_share"] == 0.5
-    assert told["joules_per_step"] is None and told["joules_per_1000_tokens"] is None and told["cost"] is None
+    assert told["joules_per_step"] is None and told["joules_per_1000_tokens"] is None
 
 
 async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_devices(control: Control):
-    control.context.power = PowerSettings(price_per_kwh=0.5, rest_w_per_device=100, price_per_device_hour=2)
     asked = {"job": {"model": "starter", "examples": 1000}}
     plan = await ask(control, "POST", "/plan", json=asked)
-    assert plan["device_hours"] is None and plan["energy"] is None and plan["hire"] is None
+    assert plan["device_hours"] is None and plan["energy"] is None
     job_id = await control.job()
     trained(control, job_id, steps=50, tokens=20_000, joules=0.0, metered_s=0.0)
     assert (await ask(control, "POST", "/plan", json=asked))["energy"] is None, "nothing tells what they draw"
@@ -241,8 +177,7 @@ async def test_a_plan_tells_the_energy_of_jobs_like_it_else_the_limit_of_the_dev
     plan = await ask(control, "POST", "/plan", json=asked)
     told, hours = plan["energy"], plan["device_hours"]
     assert (told["watts_per_device"], told["watts_from"]) == (300.0, "jobs")
-    assert plan["hire"] == {"per_device_hour": 2.0, "cost": [2.0 * hours], "currency": "EUR"}
-    assert told["device_kwh"] == pytest.approx(0.3 * hours) and told["cost"] == pytest.approx(0.4 * hours * 0.5)
+    assert told["kwh"] == pytest.approx(0.3 * hours)
 
 
 async def test_the_report_has_jobs_models_and_what_nobody_held(control: Control):
@@ -261,7 +196,7 @@ async def test_the_report_has_jobs_models_and_what_nobody_held(control: Control)
         ("model", "starter", 5000.0, 10_000.0),  # of this hour
         ("idle", "", 100.0, None),
     ]
-    assert told["meters"] == 1 and told["tariff"]["pue"] == 1.0
+    assert told["meters"] == 1
     assert [one["kind"] for one in (await ask(control, "GET", "/power"))["data"]] == ["job", "model", "idle"]
 
 

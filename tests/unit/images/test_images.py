@@ -73,19 +73,8 @@ def test_the_unit_starts_the_console_script_that_the_project_declares():
     assert "images/install.sh" in (IMAGES / "appliance.service").read_text()
 
 
-def test_the_power_helpers_unit_starts_the_helper_apart_from_the_users_files():
-    unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str
-    unit.read(IMAGES / "appliance-power.service")
-    _, *arguments = shlex.split(unit["Service"]["ExecStart"])
-    assert arguments[:3] == ["-I", "-m", "appliance.power.helper"], "-I: neither a folder nor a variable of anybody's"
-    socket = Path(arguments[arguments.index("--socket") + 1])
-    assert socket.parent == Path("/run") / unit["Service"]["RuntimeDirectory"]
-    assert "User" not in unit["Service"] and unit["Service"]["RuntimeDirectoryPreserve"] == "restart"
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
-@pytest.mark.parametrize(("unit", "most"), [("appliance", 30), ("appliance-power", 50)])
+@pytest.mark.parametrize(("unit", "most"), [("appliance", 30)])
 def test_systemd_finds_a_unit_hardened_and_knows_each_of_its_lines(unit: str, most: int, tmp_path: Path):
     """most: ten times systemd's exposure level, from 0 (nothing is open) to 100."""
     known = tmp_path / f"{unit}.service"

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from appliance.boot.scheduled_process import ProcessFailed
-from appliance.boot.tracking import TrackingProcess, read_credentials
+from appliance.boot.tracking import ProcessFailed, TrackingProcess, read_credentials
 from appliance.config import ConfigError, TrackingSettings, load_config
 from appliance.paths import BoxPaths
 from appliance.store.database import Database

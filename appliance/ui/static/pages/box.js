@@ -1,6 +1,6 @@
 // Box: who holds each device, the mode and its switch, engines, memory, and what is not as it should be.
 import { call, get, post } from "../api.js";
-import { ago, bytes, joules, kwh, moment, money, number } from "../format.js";
+import { ago, bytes, joules, moment, number } from "../format.js";
 import { t } from "../i18n.js";
 import { Badge, Card, Facts, Failure, Field, Live, Meter, Table, degradedWord, html, useAct, useEffect, useLive, useMay, useState } from "../ui.js";
 
@@ -212,22 +212,17 @@ function Memory({ memory }) {
 const WEEK_S = 7 * 86400;
 const KINDS = { job: "energy.kind.job", model: "energy.kind.model" };
 
-/** Who has drawn how much, and what it cost. */
+/** Who has drawn how much. */
 function Energy() {
   const drawn = useLive((signal) => get(`/admin/v1/power?since_s=${Math.floor(Date.now() / 1000 - WEEK_S)}`, signal), 60);
-  return html`<${Card} title=${t("energy.title")}><${Live} of=${drawn}>${({ data, profile, tariff, meters: count }) => html`
-    ${count || data.length ? html`<${Facts} pairs=${[
-      [t("energy.profile"), profile.helper && profile.profile ? [profile.profile, profile.limit_w ? `${number(profile.limit_w)} W` : "", profile.clock_mhz ? `${number(profile.clock_mhz)} MHz` : "", profile.because].filter(Boolean).join(", ") : t("energy.no_profile")],
-      [t("energy.price"), tariff.price_per_kwh === null || tariff.price_per_kwh === undefined ? t("energy.no_price") : t("energy.price_of", { price: number(tariff.price_per_kwh, 4), currency: tariff.currency, pue: number(tariff.pue, 2) })],
-    ]} />` : null}
+  return html`<${Card} title=${t("energy.title")}><${Live} of=${drawn}>${({ data, limits, meters: count }) => html`
+    ${limits.set ? html`<${Facts} pairs=${[[t("energy.limit"), limits.limit_w === null ? t("energy.own_limit") : `${number(limits.limit_w)} W`]]} />` : null}
     <${Table} label=${t("energy.title")} rows=${data} empty=${t(count ? "energy.none" : "energy.unknown")} columns=${[
       [t("energy.by"), (row) => html`${row.name && row.kind === "job" ? html`<a href=${`#/jobs/${row.name}`}>${row.name}</a>` : row.name} <span class="dim">${t(KINDS[row.kind] || "energy.kind.idle")}</span>`],
       [t("energy"), (row) => joules(row.joules), "right"],
       [t("energy.device_hours"), (row) => number(row.metered_s / 3600, 2), "right"],
       [t("energy.watts"), (row) => (row.metered_s ? number(row.joules / row.metered_s) : "–"), "right"],
       [t("energy.per_tokens"), (row) => joules(row.joules_per_1000_tokens), "right"],
-      [t("energy.site"), (row) => kwh(row.site_kwh), "right"],
-      [t("energy.cost"), money, "right"],
     ]} />`}</${Live}></${Card}>`;
 }
 
