@@ -223,7 +223,9 @@ def _copy_database(database: Path, copy: Path) -> str:
     copy.unlink(missing_ok=True)
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
-        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
+        # Read only: a backup by root must not leave files of root beside the database.
+        read_only = f"{database.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(read_only, uri=True)) as source, closing(sqlite3.connect(copy)) as target:
             source.backup(target)
             target.execute("PRAGMA journal_mode = DELETE")  # one file, without a log beside it
             with target:

@@ -125,11 +125,11 @@ def _incremental(store: WeightStore, disk: Path, told: dict[str, Any], kind: str
     full = told["full"]["parameters"] * BYTES_PER_PARAMETER
     return {
         "snapshot_bytes": second.nbytes,
-        "written_bytes": added.written_bytes,
+        "written_bytes": added,
         "full_checkpoint_bytes": full,
-        "share_of_full_checkpoint": added.written_bytes / full,
+        "share_of_full_checkpoint": added / full,
         "deepspeed_checkpoint_bytes": told["lora"]["checkpoint_bytes"],
-        "share_of_deepspeed_lora_checkpoint": added.written_bytes / told["lora"]["checkpoint_bytes"],
+        "share_of_deepspeed_lora_checkpoint": added / told["lora"]["checkpoint_bytes"],
     }
 
 
@@ -144,7 +144,7 @@ def _compression(store: WeightStore, disk: Path, name: Name, rounds: int) -> dic
         for kind in ("zstd", *(["int8"] if name.kind == "snapshot" else [])):
             tier = _tier(disk, kind)
             started = time.perf_counter()
-            sizes[kind] = tier.put(stored.path).written_bytes
+            sizes[kind] = tier.put(stored.path)
             seconds.setdefault(f"pack_{kind}", []).append(time.perf_counter() - started)
             started = time.perf_counter()
             again = tier.restore(scratch, name)

@@ -41,7 +41,7 @@ def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
     for name in names:
         bad_in_memory, whole_in = -1, []
         for copy in tiers.copies(name):
-            report(read_bytes, None, "bytes", f"reading {name} in {copy.tier}")
+            report(read_bytes, None, "bytes", f"reading {name} in {copy.place}")
             try:
                 manifest = copy.verify()
             except NotSealed:
@@ -49,15 +49,16 @@ def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
             except (VersionNotFound, FileNotFoundError):
                 continue
             except IntegrityError as error:
-                if copy.tier == "memory":
+                if copy.tier is None:
                     bad_in_memory = len(found.faults)
-                found.faults.append(f"{name} is damaged in the {copy.tier} tier: {error}")
-                tiers.found_damaged(copy.tier, f"{name} is damaged: {error}")
+                else:
+                    tiers.note(copy.tier, f"{name} is damaged: {error}")
+                found.faults.append(f"{name} is damaged in the {copy.place} tier: {error}")
             except (TierUnavailable, OSError) as error:
-                found.faults.append(f"{name} cannot be read in the {copy.tier} tier: {error}")
+                found.faults.append(f"{name} cannot be read in the {copy.place} tier: {error}")
             else:
                 read_bytes += manifest.nbytes
-                whole_in.append(copy.tier)
+                whole_in.append(copy.place)
                 facts = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
                 found.whole.append({"name": str(name), "version": name.version, "path": copy.where, **facts})
         if bad_in_memory >= 0 and whole_in:

@@ -90,6 +90,7 @@ class TierReturn:
         def done(future: Future[None]) -> None:
             if future.exception() is not None:
                 self._tiers.note(tier, f"the damaged copy of {name} could not be removed: {future.exception()}")
-            self._tiers.nudge_from_thread()
+            if self._tiers.loop is not None:
+                self._tiers.loop.call_soon_threadsafe(self._tiers.nudge)
 
         tier.pool.submit(work).add_done_callback(done)

@@ -32,11 +32,6 @@ from weights.tiers.record import Name
 log = logging.getLogger(__name__)
 
 NICENESS = 10
-# What `Tiers.status` says of a tier that nothing is known of.
-_EMPTY: dict[str, Any] = {
-    **dict.fromkeys(("versions", "snapshots", "bytes", "backlog", "backlog_bytes", "damaged"), 0),
-    **dict.fromkeys(("limit_bytes", "busy", "last_error", "last_error_s", "next_try_s")),
-}
 
 
 @dataclass
@@ -83,11 +78,16 @@ class Tier:
 
 
 class Copy(NamedTuple):
-    """One place where a version or snapshot is. `verify` reads all of it and raises as its tier's `verify` does."""
+    """One place where a version or snapshot is; tier: None for memory. `verify` reads all of it and raises as its
+    tier's `verify` does."""
 
-    tier: str
+    tier: Tier | None
     where: str
     verify: Callable[[], Manifest]
+
+    @property
+    def place(self) -> str:
+        return self.tier.level.name if self.tier else "memory"
 
 
 class Tiers:
@@ -115,20 +115,10 @@ class Tiers:
         for tier in self.all:
             tier.changed.set()
 
-    def nudge_from_thread(self) -> None:
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.nudge)
-
     def note(self, tier: Tier, text: str) -> None:
         """Notes an error of a tier, which `status` shows until its next one."""
         tier.last_error, tier.last_error_s = text, self.clock()
         log.error("tier %s: %s", tier.level.name, text)
-
-    def found_damaged(self, name: str, text: str) -> None:
-        """Notes that a copy in the tier of this name was not whole when somebody read it."""
-        for tier in self.all:
-            if tier.level.name == name:
-                self.note(tier, text)
 
     def drop_from_memory(self, name: Name, tier: str) -> str:
         """Removes a copy that is damaged in memory and whole in the tier of this name; says what came of it. May be
@@ -175,7 +165,7 @@ class Tiers:
             else:
                 there, where = name in tier.here, holder.where
             if there:
-                found.append(Copy(tier.level.name, where, partial(holder.verify, name)))
+                found.append(Copy(tier, where, partial(holder.verify, name)))
         return found
 
     def status(self) -> Callable[[], list[dict[str, Any]]]:
@@ -186,13 +176,15 @@ class Tiers:
         def listed() -> list[dict[str, Any]]:
             usage = self.store.usage()
             counts = {kind: self.store.count(kind) for kind in KINDS}
-            memory = _EMPTY | {
+            memory = {
                 "name": "memory",
                 "where": str(self.store.root),
                 "versions": counts["version"] + counts["adapter"],
                 "snapshots": counts["snapshot"],
                 "bytes": usage.used_bytes,
                 "limit_bytes": usage.budget_bytes,
+                **dict.fromkeys(("backlog", "backlog_bytes", "damaged"), 0),
+                **dict.fromkeys(("busy", "last_error", "last_error_s", "next_try_s")),
             }
             return [memory, *known]
 
@@ -202,23 +194,26 @@ class Tiers:
         path = version_path(self.store.root, *name)
         if not path.is_dir():
             path = version_path(self._jobs_dir / name.model / "snapshots", *name)
-        return Copy("memory", str(path), partial(verify, path)) if path.is_dir() else None
+        return Copy(None, str(path), partial(verify, path)) if path.is_dir() else None
 
 
 def _status(tier: Tier) -> dict[str, Any]:
-    known = _EMPTY | {
+    busy = None
+    if tier.busy is not None:
+        name, pace = tier.busy
+        busy = {"name": str(name), "done_bytes": pace.done_bytes, "total_bytes": pace.total_bytes}
+    return {
         "name": tier.level.name,
         "where": tier.level.where,
         "versions": sum(name.kind != "snapshot" for name in tier.here),
         "snapshots": sum(name.kind == "snapshot" for name in tier.here),
         "bytes": tier.used_bytes,
+        "limit_bytes": None,
         "backlog": len(tier.backlog),
         "backlog_bytes": sum(tier.backlog.values()),
+        "busy": busy,
+        **{key: getattr(tier, key) for key in ("damaged", "last_error", "last_error_s", "next_try_s")},
     }
-    if tier.busy is not None:
-        name, pace = tier.busy
-        known["busy"] = {"name": str(name), "done_bytes": pace.done_bytes, "total_bytes": pace.total_bytes}
-    return known | {key: getattr(tier, key) for key in ("damaged", "last_error", "last_error_s", "next_try_s")}
 
 
 def _be_nice() -> None:

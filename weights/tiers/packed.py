@@ -10,10 +10,9 @@ twice. One process writes a tier; any number may read it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -46,15 +45,6 @@ OBJECT_BYTES = 32 << 20
 OWNER_KEY = "owner"
 HEADER, AUX, TENSOR = "header:", "aux:", "tensor:"
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A finished put: bytes of the version, bytes written, and the seconds."""
-
-    nbytes: int
-    written_bytes: int
-    seconds: float
 
 
 class PackedTier:
@@ -95,13 +85,14 @@ class PackedTier:
                 f"delete {OWNER_KEY} there to take it over"
             )
 
-    def put(self, source: Path, *, pace: Pace | None = None) -> Packed:
-        """Writes the version directory `source`, which must not change meanwhile (in shared memory: lease it).
+    def put(self, source: Path, *, pace: Pace | None = None) -> int:
+        """Writes the version directory `source`, which must not change meanwhile (in shared memory: lease it), and
+        returns the bytes written.
 
         It skips the objects of an interrupted put, and compares the source's bytes with its checksums if it has them.
         Raises IntegrityError if they differ, and then writes no record.
         """
-        started_s, pace = time.monotonic(), pace or Pace()
+        pace = pace or Pace()
         manifest, layout = Manifest.read(source), Layout.read(source)
         manifest.check_layout(layout, path=source)
         name = Name(manifest.kind, manifest.model, manifest.version)
@@ -127,18 +118,19 @@ class PackedTier:
         if lossy:
             manifest = replace(manifest, meta={**manifest.meta, "quantised": sorted(lossy)})
         self._put(Record(manifest.with_checksums(digests), packer.pieces, packer.objects))
-        return Packed(manifest.nbytes, pace.done_bytes, time.monotonic() - started_s)
+        return pace.done_bytes
 
-    def copy_from(self, other: PackedTier, name: Name, *, pace: Pace | None = None) -> Packed:
-        """Copies `name` from `other`, object by object. Raises the errors of `restore` and `put`."""
-        started_s, pace = time.monotonic(), pace or Pace()
+    def copy_from(self, other: PackedTier, name: Name, *, pace: Pace | None = None) -> int:
+        """Copies `name` from `other`, object by object, and returns the bytes written. Raises the errors of `restore`
+        and `put`."""
+        pace = pace or Pace()
         record = other._find(name)
         for key, nbytes in record.objects:
             if self._objects.size(name.folder + key) != nbytes:
                 self._objects.put(name.folder + key, other._fetch(name, key))
                 pace.moved(nbytes)
         self._put(record)
-        return Packed(record.manifest.nbytes, pace.done_bytes, time.monotonic() - started_s)
+        return pace.done_bytes
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Restores `name` into `store`, evictable, and checks every byte before it becomes visible.

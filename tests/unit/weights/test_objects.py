@@ -68,7 +68,7 @@ def test_what_is_put_is_there_whole_until_it_is_deleted(objects):
 def test_a_version_travels_through_either(objects, store):
     stored = write(store)
     tier = PackedTier("remote", objects)
-    assert tier.put(stored.path).written_bytes > 0
+    assert tier.put(stored.path) > 0
     store.remove(stored)
     name = Name("version", "starter", "1")
     again = PackedTier("remote", objects).restore(store, name)

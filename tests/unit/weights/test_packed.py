@@ -71,7 +71,7 @@ def test_a_version_comes_back_as_it_was(store, tier, sealed):
     suffixes = (".safetensors", ".json")
     before = {path.name: path.read_bytes() for path in stored.path.iterdir() if path.suffix in suffixes}
     done = tier.put(stored.path)
-    assert done.nbytes == stored.nbytes and done.written_bytes > 0
+    assert done > 0
     store.remove(stored)
     again = PackedTier("disk", DirectoryObjects(tier.where)).restore(store, name_of(stored))
     check(store, again)
@@ -101,7 +101,7 @@ def test_a_put_that_was_done_before_writes_nothing_but_its_record(store, tier, h
     before = {name: (home / name).stat().st_mtime_ns for name in objects(home)}
     (home / name_of(stored).key).unlink()
     again = PackedTier("disk", DirectoryObjects(home)).put(stored.path)
-    assert again.written_bytes == 0
+    assert again == 0
     assert {name: (home / name).stat().st_mtime_ns for name in objects(home)} == before
 
 
@@ -274,8 +274,8 @@ def test_one_tier_is_copied_from_another(store, tier, tmp_path):
     stored = write(store)
     tier.put(stored.path)
     other = PackedTier("remote", DirectoryObjects(tmp_path / "remote", create=True))
-    assert other.copy_from(tier, name_of(stored)).written_bytes > 0
-    assert other.copy_from(tier, name_of(stored)).written_bytes == 0
+    assert other.copy_from(tier, name_of(stored)) > 0
+    assert other.copy_from(tier, name_of(stored)) == 0
     store.remove(stored)
     check(store, other.restore(store, name_of(stored)))
     with pytest.raises(VersionNotFound):
@@ -293,7 +293,7 @@ def test_moments_are_quantised_only_where_asked_and_within_their_error(store, ho
         stored = draft.commit(meta={"step": 1})
     tier = PackedTier("disk", DirectoryObjects(home, create=True), int8_moments=True)
     done = tier.put(stored.path)
-    assert done.written_bytes < stored.nbytes * 0.5
+    assert done < stored.nbytes * 0.5
     tier.verify(name_of(stored))
     store.remove(stored)
     again = tier.restore(store, name_of(stored))
