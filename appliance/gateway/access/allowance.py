@@ -81,10 +81,11 @@ class OwnerUse:
 
 
 class KeyUse:
-    """The buckets of one key's own limits, what its owner has open, and how many tokens its open requests may take."""
+    """The buckets of one key's own limits, what its owner has open, and how many tokens its open requests may take.
+    batch: of its requests of class batch, else of all others."""
 
-    def __init__(self, owner: OwnerUse) -> None:
-        self.owner = owner
+    def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
+        self.owner, self.batch = owner, batch
         self.allowance: Allowance | None = None
         self.under_way = 0
 

@@ -24,15 +24,16 @@ _ADDRESSES: Final = 1024
 
 class Spending:
     """Spending of all keys at one gateway process. events: counters, by name. workers: how many processes share the
-    port. tell_others: sends them what a key has spent here (`heard`): its id, requests and tokens."""
+    port. tell_others: sends them what a key has spent here (`heard`). callers: by the id of the key."""
 
     def __init__(self, events: defaultdict[str, int], workers: int) -> None:
         self.meter = Meter()
-        self.tell_others: Callable[[str, int, int], None] = lambda key, requests, tokens: None
+        self.tell_others: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
         self._events = events
         self._workers = workers
-        self._callers: dict[str, Caller] = {}
-        self._uses: dict[str, KeyUse] = {}
+        self.callers: dict[str, Caller] = {}
+        # By the key's id, and whether it is class batch, which has an allowance of its own.
+        self._uses: dict[tuple[str, bool], KeyUse] = {}
         self._owners: dict[str, OwnerUse] = {}
         # By address, the one that asked longest ago first.
         self._logins: dict[str, Bucket] = {}
@@ -40,19 +41,21 @@ class Spending:
     def apply(self, callers: Iterable[Caller]) -> None:
         """Apply a new table: drop the state of removed keys and of owners without any; their open requests keep a
         reference to it."""
-        self._callers = {caller.id: caller for caller in callers}
-        owners = {caller.id: caller.owner for caller in self._callers.values()}
+        self.callers = {caller.id: caller for caller in callers}
+        owners = {caller.id: caller.owner for caller in self.callers.values()}
         self._uses = {
-            key: use for key, use in self._uses.items() if key in owners and self._owners.get(owners[key]) is use.owner
+            (key, batch): use
+            for (key, batch), use in self._uses.items()
+            if key in owners and self._owners.get(owners[key]) is use.owner
         }
         live = set(owners.values())
         self._owners = {owner: use for owner, use in self._owners.items() if owner in live}
 
-    def use_of(self, caller: Caller) -> KeyUse:
-        use = self._uses.get(caller.id)
+    def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
+        use = self._uses.get((caller.id, batch))
         if use is None:
             of_owner = self._owners.setdefault(caller.owner, OwnerUse())
-            use = self._uses[caller.id] = KeyUse(of_owner)
+            use = self._uses[caller.id, batch] = KeyUse(of_owner, batch)
         return use
 
     # -- before the body is looked at
@@ -166,13 +169,13 @@ class Spending:
         if refused is not None:
             self._events["rate_limited"] += 1
             raise errors.rate_limited(*refused)
-        self.tell_others(caller.id, requests, tokens)
+        self.tell_others(caller.id, use.batch, requests, tokens)
 
-    def heard(self, key: str, requests: int, tokens: int) -> None:
+    def heard(self, key: str, batch: bool, requests: int, tokens: int) -> None:
         """Another process of this port says that a key has spent this there."""
-        caller = self._callers.get(key)
+        caller = self.callers.get(key)
         if caller is not None:
-            use = self.use_of(caller)
+            use = self.use_of(caller, batch=batch)
             use.allowance = self._allowance(caller, use)
             if use.allowance is not None:
                 use.allowance.spend(requests, tokens)
@@ -196,8 +199,15 @@ class Spending:
                 # An engine has read it and refused it, as too long for instance.
                 cost = min(expected.prompt_tokens, request.estimated_tokens)
             use.allowance.spend(0, cost - request.estimated_tokens)
-            self.tell_others(caller.id, 0, cost - request.estimated_tokens)
+            self.tell_others(caller.id, use.batch, 0, cost - request.estimated_tokens)
         self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
+
+    def gave_way(self, request: Request) -> None:
+        """Give back what a request of class batch has spent that comes again."""
+        caller, use = request.caller, request.use
+        if caller is not None and use is not None and use.allowance is not None:
+            use.allowance.spend(-1, -request.estimated_tokens)
+            self.tell_others(caller.id, use.batch, -1, -request.estimated_tokens)
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""

@@ -28,11 +28,11 @@ _ONCE: Final = frozenset(
 
 class Connection(HttpToolsProtocol):
     """exchange: the request being answered, while there is one; `App` sets it. running: its cycle; `cycle` is uvicorn's
-    name for the last one parsed."""
+    name for the last one parsed. private: it came by the private socket."""
 
-    def __init__(self, config: Config, server_state: ServerState, state: State) -> None:
+    def __init__(self, config: Config, server_state: ServerState, state: State, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
-        self.state = state
+        self.state, self.private = state, private
         self.exchange: Exchange | None = None
         self.running: Any = None
         self._task: asyncio.Task[None] | None = None
