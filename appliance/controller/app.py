@@ -13,12 +13,12 @@ from starlette.middleware import Middleware
 
 from appliance import backup_copies
 from appliance.controller import retention
+from appliance.controller.access.spending import Spending
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
 from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
@@ -87,18 +87,17 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     """
     validation, running = JobValidation(context), Operations(context)
     data_work = DataWork(context)
-    metering = Metering(context.db, context.publish_keys)
-    runner = BatchRunner(context, metering)
+    runner = BatchRunner(context)
     activations = Activations(context)
     compared, stored = Canaries(context, activations), StoredResponses(context)
-    background = BackgroundResponses(context, stored, metering)
+    background = BackgroundResponses(context, stored)
     key_ends = keys.KeyEnds(context, runner, background)
-    graders, answers = GraderHosts(), ModelAnswers(context, metering)
+    graders, answers = GraderHosts(), ModelAnswers(context)
     evaluations = EvalRunner(context, graders, answers)
     gates = GateRunner(context, evaluations, activations, compared)
     pipelines = PipelineRunner(context, data_work, validation, gates)
     sweeping = SweepRunner(context, validation)
-    sampling = RolloutSampling(context, metering)
+    sampling = RolloutSampling(context, Spending(context.db, context.publish_keys))
     hub = Hub()
     sources = live.Sources(context, hub)
     saying = Saying(context)
@@ -122,7 +121,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         tasks = context.background
         kept = (
             tasks.keep_every(
-                "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
+                "housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s
             ),
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
@@ -211,7 +210,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     return app
 
 
-async def _keep_house(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> None:
+async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     with context.background.guard("housekeeping of files and uploads"):
@@ -220,8 +219,6 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses, backg
         await retention.keep_house(context, now_s)
     with context.background.guard("housekeeping of stored responses"):
         await stored.keep_house(now_s)
-    with context.background.guard("housekeeping of background responses"):
-        background.keep_house(now_s)
 
 
 async def keep_house(context: ControllerContext, now_s: float) -> None:

@@ -134,7 +134,7 @@ class EvalRunner:
             return f"the runs of one owner take turns, and {first} goes on"
         if row.status == "queued" or not row.model:
             return ""
-        return self._context.batch_engines.room(row.model).why
+        return self._context.asking.why(row.key_id, row.model)
 
     async def _judged(self, run_id: str) -> None:
         """Raises RunFailed."""

@@ -260,7 +260,6 @@ class Inference:
             "content-type": "application/json",
             # Not the client's id but a new one for each attempt: an engine must never see one twice.
             "x-request-id": state.new_request_id().decode(),
-            "x-appliance-owner": cache_salt(self.caller.owner),
             "x-vllm-priority": str(choice.priority),
         }
         trace = request.trace if request.spans is None else request.spans.attempt()

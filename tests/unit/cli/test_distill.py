@@ -46,7 +46,7 @@ def engines(box: ControlledBox) -> SimulatedEngines:
         usage, version = {"prompt_tokens": 3, "completion_tokens": 2}, "v2" if asked == "b?" else "v1"
         return EngineAnswer(200, {"choices": choices, "usage": usage, "system_fingerprint": version}, version)
 
-    found = box.context.batch_engines
+    found = box.context.sampling_engines
     assert isinstance(found, SimulatedEngines)
     found.rule = rule
     return found

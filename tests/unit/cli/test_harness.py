@@ -15,7 +15,7 @@ import pytest
 from appliance.cli.client import Address, Client
 from appliance.cli.command import Session
 from appliance.cli.errors import CommandFailed
-from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer
+from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.harness import kept
 from appliance.harness.batches import Batches
 from appliance.harness.errors import Unsupported
@@ -30,7 +30,7 @@ class Box:
     def __init__(self, box: ControlledBox, choice=None):
         self.asked: list[dict] = []
         self.choice = choice or (lambda body: {"message": {"content": body["messages"][-1]["content"].upper()}})
-        box.context.batch_engines.rule = self.answer
+        box.context.sampling_engines.rule = self.answer
         client = Client(Address(socket_path=str(box.data_dir / "controller.sock")))
         self.batches = Batches(Session(client, "json", None, None))
 
@@ -80,13 +80,13 @@ def test_answers_come_in_the_order_of_the_questions(box: ControlledBox, name: st
 
 
 def test_a_command_that_was_ended_goes_on_where_it_was(box: ControlledBox):
-    asked, going = Box(box), threading.Event()
-    box.context.batch_engines.room = lambda model: BatchCapacity(4 if going.is_set() else 0, "its engines are busy")
+    asked = Box(box)
+    box.context.sampling_engines.rows.places = 0
     first = threading.Thread(target=asked.batches.answers, args=("/v1/chat/completions", bodies("starter", "a"), ""))
     first.start()
     while not (made := box.json("batch", "list")["data"]) or made[0]["status"] != "in_progress":
         pass
-    going.set()
+    box.do(box.context.sampling_engines.awake)
     asked.batches.answers("/v1/chat/completions", bodies("starter", "a"), "")
     first.join()
     assert len(box.json("batch", "list")["data"]) == 1

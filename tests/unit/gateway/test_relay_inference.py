@@ -29,9 +29,8 @@ async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
     assert not {"x-engine-secret", "set-cookie", "server"} & set(response.headers)
     seen = box.engines["e0"].requests[0]
     assert seen.body == salted(sent)
-    ours = {"x-request-id", "x-appliance-owner", "x-vllm-priority"}
+    ours = {"x-request-id", "x-vllm-priority"}
     assert set(seen.headers) == {"host", "content-type", "content-length"} | ours
-    assert seen.headers["x-appliance-owner"].encode() in salted(sent), "by which owners take turns in its queue"
 
 
 async def test_stream_is_byte_exact_over_odd_chunk_borders(box: Box) -> None:
