@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,15 +23,15 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import CONVERSING, Lines
-from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.bus.asking import Asker
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import shown
 from appliance.store.ids import new_id
 from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries, keys
-from appliance.store.rows import BatchRow, ModelRow
+from appliance.store.rows import BatchRow, FileRow, ModelRow
 from appliance.store.upkeep.holdings import ANSWERS_PER_INPUT
 
 log = logging.getLogger("appliance.controller")
@@ -39,6 +40,7 @@ AT_ONCE = 256
 """Lines of a batch that are asked, or wait for a place, at once."""
 LOOK_EVERY_S = 2.0
 ROOM_EVERY_S = 2.0  # on a full disk
+ROOM_LOOK_EVERY_S, _LOOK_AFTER_BYTES = 0.5, 4 << 20  # of answers, for room
 _EXPIRED_AT_ONCE_BYTES = 4 << 20  # on a thread
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {
@@ -63,7 +65,7 @@ class BatchWork:
         self._lines = Lines()
         self._ready: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
         self._written_s = 0.0
-        self._looked_s = -LOOK_EVERY_S
+        self._looked_s, self._looked_at = -LOOK_EVERY_S, 0
         self._kept_free = 0  # bytes that its input has kept free for its answers
 
     async def run(self) -> None:
@@ -184,9 +186,9 @@ class BatchWork:
 
     def _look_for_room(self) -> None:
         """Now and then, because it sums up all that is stored."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now_s
+        now_s, grown = time.monotonic(), self.answers.bytes - self._looked_at
+        if now_s - self._looked_s >= ROOM_LOOK_EVERY_S or grown > min(self._kept_free, _LOOK_AFTER_BYTES):
+            self._looked_s, self._looked_at = now_s, self.answers.bytes
             self.no_room = self._context.quotas.no_room_for_answers(self.asker.key_id)
             (self._has_room.clear if self.no_room else self._has_room.set)()
 
@@ -200,19 +202,26 @@ class BatchWork:
     async def _ask_lines(self, numbers: Iterator[int], source: BinaryIO, url: str) -> None:
         """numbers: shared with others who ask."""
         for number in numbers:
-            await self._has_room.wait()
             line, request_id = dict[str, Any](), new_id("req_")
 
             async def body(line: dict[str, Any] = line, number: int = number) -> dict[str, Any]:
+                self._look_for_room()
+                if self.no_room:
+                    raise _NoRoom
                 line.update(self._request(source, number))
                 # Nobody could look for what was stored of it.
                 return {**line["body"], "store": False} if url in CONVERSING else line["body"]
 
-            answer = await self._context.asking.ask(self.asker, self.model, url, body, request_id)
-            while answer.status == 401:  # its key has ended, or a gateway does not know it yet
-                self.wake.set()
+            while True:
+                await self._has_room.wait()
+                try:
+                    answer = await self._context.asking.ask(self.asker, self.model, url, body, request_id)
+                except _NoRoom:
+                    continue
+                if answer.status != 401:
+                    break
+                self.wake.set()  # its key has ended, or a gateway does not know it yet
                 await asyncio.sleep(LOOK_EVERY_S)
-                answer = await self._context.asking.ask(self.asker, self.model, url, body, request_id)
             response = {"status_code": answer.status, "request_id": request_id, "body": answer.body}
             stored = asyncio.get_running_loop().create_future()
             answered = {"id": new_id("batch_req_"), "custom_id": line["custom_id"], "error": None, "response": response}
@@ -268,7 +277,7 @@ class BatchWork:
         made = {}
         for kind, path in (("output", self.answers.output_path), ("error", self.answers.error_path)):
             if path.exists() and path.stat().st_size:
-                made[kind] = await to_thread.run_sync(linked, self._context, path, f"{row.id}_{kind}.jsonl", row)
+                made[kind] = await to_thread.run_sync(_linked, self._context, path, f"{row.id}_{kind}.jsonl", row)
         with self._db.transaction():
             for file in made.values():
                 file_rows.insert(self._db, file)
@@ -280,7 +289,7 @@ class BatchWork:
                 **{f"{end}_s": time.time()},
                 **{f"{kind}_file_id": file.id for kind, file in made.items()},
             )
-        remove_bytes(self._context.batches_dir, row.id)
+        self.answers.remove()
 
     async def _expire(self) -> None:
         """Store an error for each line that has no answer. Their custom_ids are read some at a time."""
@@ -319,6 +328,28 @@ class BatchWork:
         if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
             raise _Gone(f"the file {row.input_file_id} was deleted")
         return self._context.files_dir / row.input_file_id
+
+
+def _linked(context: ControllerContext, path: Path, filename: str, row: BatchRow) -> FileRow:
+    """A hard link in `files/` to the bytes: until the rows are written, a crash loses nothing and leaves nothing."""
+    file_id, now_s = new_id("file-"), time.time()
+    os.link(path, context.files_dir / file_id)
+    return FileRow(
+        id=file_id,
+        filename=filename,
+        purpose="batch_output",
+        bytes=path.stat().st_size,
+        sha256=storage.sha256_of(path),
+        status="processed",
+        created_s=now_s,
+        key_id=row.key_id,
+        owner=row.owner,
+        expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
+    )
+
+
+class _NoRoom(Exception):
+    """No answer may be written now."""
 
 
 class _Gone(Exception):

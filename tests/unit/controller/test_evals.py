@@ -458,13 +458,37 @@ async def test_a_run_that_is_deleted_while_it_is_prepared_ends_without_a_word(
     assert (await control.http.get(f"/v1/evals/{eval_id}/runs/{run.id}")).status_code == 404
 
 
+async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "AT_ONCE", 2)
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    slow, said = asyncio.Event(), list[str]()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        said.append(text := body["messages"][-1]["content"])
+        if said.index(text) == 0:
+            await slow.wait()
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
+        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+
+    control.context.sampling_engines.rule = rule
+    items = {"type": "file_content", "content": [{"item": {"answer": str(n)}} for n in range(6)]}
+    run = await control.sdk.evals.runs.create(await made(control), data_source=asked(source=items))
+    async with asyncio.timeout(60):
+        while len(evals.queued_items(control.db, run.id, 9)) > 1:
+            await asyncio.sleep(0.002)
+    slow.set()
+    await control.app.state.evaluations.tasks.idle()
+    found = evals.find_run(control.db, run.id)
+    assert found is not None and found.status == "completed" and sum(found.counts.values()) == 6
+
+
 async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id = await made(control)
     stored = EvalRunner._store
 
-    async def once(self: EvalRunner, *args: Any) -> bool:
-        await stored(self, *args)
+    def once(self: EvalRunner, *args: Any) -> bool:
+        stored(self, *args)
         raise asyncio.CancelledError  # as if the controller ended here
 
     monkeypatch.setattr(EvalRunner, "_store", once)
