@@ -135,6 +135,11 @@ class BoxPaths:
         return self.run / "gateway.sock"
 
     @property
+    def asking_socket(self) -> Path:
+        """The gateway's socket for the box itself, where a request names the key it is for by its id."""
+        return self.run / "asking.sock"
+
+    @property
     def gateway_token(self) -> Path:
         """What proves to the controller that a gateway wrote the head of a request; new in each run of the box."""
         return self.run / "gateway.token"

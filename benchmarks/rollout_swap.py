@@ -33,7 +33,6 @@ from benchmarks._claims import at_most, record, stated  # noqa: E402
 from benchmarks._models import SIZES  # noqa: E402
 from runtime.devices.kinds import HOST  # noqa: E402
 from serve.core import sampling  # noqa: E402
-from serve.core.sampling import ROLLOUTS  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, save_model  # noqa: E402
 from tests.e2e.test_engine_adapters import save_adapter  # noqa: E402
@@ -114,7 +113,6 @@ async def measure(size: str, rounds: int, answers: int, dtype: str) -> dict:
         async with httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=spec.socket_path, limits=httpx.Limits(max_connections=None)),
             base_url="http://engine",
-            headers={"x-appliance-owner": ROLLOUTS},
             timeout=120,
         ) as http:
             rollouts, found = Rollouts(http), []

@@ -263,6 +263,7 @@ class Box:
             "controller_socket": str(self._paths.gateway_socket),
             "token_path": str(self._paths.gateway_token),
             "bus_socket": str(self._paths.bus_socket),
+            "private_socket": str(self._paths.asking_socket),
             "log_path": str(self._paths.logs / "access.log"),
             "otlp_endpoint": self._config.observability.otlp_endpoint,
             "stores_responses": self._config.controller.responses_kept_days > 0,

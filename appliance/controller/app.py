@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
+from appliance.controller.access.spending import Spending
 from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
 from appliance.controller.batches.background_responses import BackgroundResponses
-from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
@@ -77,16 +77,15 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     """
     validation, running = JobValidation(context), Operations(context)
     data_work = DataWork(context)
-    metering = Metering(context.db, context.publish_keys)
-    runner = BatchRunner(context, metering)
+    runner = BatchRunner(context)
     activations = Activations(context)
     compared, stored = Canaries(context, activations), StoredResponses(context)
-    background = BackgroundResponses(context, stored, metering)
+    background = BackgroundResponses(context, stored)
     key_ends = keys.KeyEnds(context, runner, background)
-    graders, answers = GraderHosts(), ModelAnswers(context, metering)
+    graders, answers = GraderHosts(), ModelAnswers(context)
     evaluations = EvalRunner(context, graders, answers)
     gates = Gates(context, evaluations, activations)
-    sampling = RolloutSampling(context, metering)
+    sampling = RolloutSampling(context, Spending(context.db, context.publish_keys))
     saying = Saying(context)
     rollouts = {
         "grade": RolloutGrading(context, graders, answers, saying).grade,
@@ -106,7 +105,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         tasks = context.background
         kept = (
             tasks.keep_every(
-                "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
+                "housekeeping", partial(_keep_house, context, stored), context.config.housekeeping_every_s
             ),
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
@@ -184,7 +183,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     return app
 
 
-async def _keep_house(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> None:
+async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     with context.background.guard("housekeeping of files and uploads"):
@@ -193,8 +192,6 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses, backg
         await retention.keep_house(context, now_s)
     with context.background.guard("housekeeping of stored responses"):
         await stored.keep_house(now_s)
-    with context.background.guard("housekeeping of background responses"):
-        background.keep_house(now_s)
 
 
 async def keep_house(context: ControllerContext, now_s: float) -> None:

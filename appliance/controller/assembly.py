@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import httpx
+
 from appliance import last_backup
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
+from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.bus.demand_learning import DemandLearning
 from appliance.controller.context.context import ControllerContext
@@ -24,6 +27,7 @@ from appliance.controller.devices.cordons import DRAINS
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import PowerKeeper
+from appliance.controller.grading.sampling_engines import SocketEngines
 from appliance.controller.interfaces.signals import Signals
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
@@ -46,7 +50,6 @@ from appliance.tiers.levels import make_levels
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
-from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.doctor_process import DoctorProcess
 from appliance.wiring.handover_trigger import HandoverTrigger
@@ -58,6 +61,7 @@ from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from appliance.wiring.version_provider import VersionProvider
+from appliance.wiring.wishes import Wishes, circumstances
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.network.tunnel import NodeCertificate
@@ -86,7 +90,8 @@ class Parts:
     bus: Bus
     spending: Spending
     routing: BusRouting
-    lines: SocketEngines
+    asking: Asking
+    sampling: SocketEngines
     flow: TierFlow
     adapters: AdapterSource
     runs: JobRuns
@@ -127,14 +132,11 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
     names = CallableNames(db)
     routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.published, loop.trouble, names)
-    lines = SocketEngines(
-        bus,
-        config.controller,
-        config.gateway.limits,
-        routing.host,
-        partial(circumstances, db, floor, loop.status),
-        loop.nudge,
-    )
+    transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
+    asking = Asking(transport, lambda: bus.models, routing.host, loop.nudge)
+    sampling = SocketEngines(bus, config.gateway.limits, loop.nudge)
+    now = partial(circumstances, db, floor, loop.status)
+    wishes = Wishes(bus, routing.host, lambda: asking.models, lambda: sampling.wanted, now)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
@@ -172,8 +174,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
     def demands() -> Callable[[str], Demand]:
-        with_lines = lines.demands()
-        return lambda model: with_lines(model, routing.demand(model))
+        with_wishes = wishes.demands()
+        return lambda model: with_wishes(model, routing.demand(model))
 
     def job_lacks(row: JobRow) -> str:
         return memory.waits_for(row) or job_memory.waits_for(row)
@@ -215,7 +217,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         opening=opening,
         key_sink=bus,
         tiers=tiers,
-        batch_engines=lines,
+        asking=asking,
+        sampling_engines=sampling,
         sizes=sizes,
         settings_check=ForkedSettingsCheck(sizes, node_config, devices[0]),
         nodes=nodes,
@@ -250,7 +253,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         bus=bus,
         spending=spending,
         routing=routing,
-        lines=lines,
+        asking=asking,
+        sampling=sampling,
         flow=flow,
         adapters=adapters,
         runs=runs,
@@ -271,8 +275,8 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 def _connect(parts: Parts) -> None:
     """The subscriptions, in the order in which they are called."""
     signals = parts.signals
-    signals.load_reported.connect(parts.loop.nudge, parts.lines.load_changed)
-    signals.table_changed.connect(parts.lines.load_changed)
+    signals.load_reported.connect(parts.loop.nudge, parts.sampling.load_changed)
+    signals.table_changed.connect(parts.sampling.load_changed, parts.asking.table_changed)
     signals.usage_reported.connect(parts.spending.take)
     signals.keys_changed.connect(parts.context.publish_keys)
     # A key may call what its jobs made.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -18,7 +20,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.table import Caller, Table
+from appliance.gateway.routing.table import THE_BOX, Caller, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.state.exchange import Exchange
@@ -49,13 +51,18 @@ class Gateway:
                 expose_headers=["*"],
                 max_age=7200,
             )
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
 
-    async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
-        """Accept clients on host:port (0: any port) and return the port."""
+    async def listen(
+        self, host: str, port: int, *, reuse_port: bool = False, private: socket.socket | None = None
+    ) -> int:
+        """Accept clients on host:port (0: any port) and return the port.
+
+        private: a listening socket of mode 0600, whose requests name a key by its id (`App`).
+        """
         keep = self.state.background.keep
         self._tasks = [keep("sweep", self._sweep_forever), keep("copies", self.controller.copies.send_forever)]
         served = Config(
@@ -78,15 +85,18 @@ class Gateway:
             ssl=context,
             ssl_handshake_timeout=None if context is None else self.config.limits.head_timeout_s,
         )
-        self._server = server
+        self._servers.append(server)
+        if private is not None:
+            connection = partial(Connection, served, self.state.server, self.state, private=True)
+            self._servers.append(await asyncio.get_running_loop().create_unix_server(connection, sock=private))
         return server.sockets[0].getsockname()[1]
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
         state, copies = self.state, self.controller.copies
         state.stopping = True
-        if self._server is not None:
-            self._server.close()  # open connections stay
+        for server in self._servers:
+            server.close()  # open connections stay
         for connection in list(state.connections):
             connection.shutdown()
         until = time.monotonic() + deadline_s
@@ -167,7 +177,7 @@ class Gateway:
     def _revoked(self, exchange: Exchange, callers: Mapping[str, Caller]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         request = exchange.request
-        if request.caller is None:
+        if request.caller is None or request.caller is THE_BOX:
             return None
         caller = callers.get(request.caller.id)
         if caller is not None and caller.has_expired(time.time()):

@@ -9,10 +9,12 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -25,7 +27,7 @@ from appliance.gateway.gateway import Gateway
 from appliance.gateway.workers import EXIT_USAGE, Siblings, keep_workers
 from appliance.ui.site import site
 from runtime.logs import configure_logging, timestamp
-from runtime.network.sockets import check_free
+from runtime.network.sockets import check_free, private_socket
 from runtime.processes import garbage
 from runtime.processes.oom import DiesAs, dies_as
 
@@ -51,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         site()  # compressing its files takes 20 ms, which no stream shall wait for
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each client may need a connection to an engine
+        private = _private_listener(config)
         if config.workers == 1:
-            return _run(config)
+            return _run(config, private)
         check_free(config.host, config.port)
-        return keep_workers(config.workers, partial(_work, config, Siblings(config.workers)))
+        return keep_workers(config.workers, partial(_work, config, private, Siblings(config.workers)))
     except ConfigInvalid as error:
         log.error("%s", error)
         return EXIT_USAGE
@@ -62,15 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _cannot_listen(config, error)
 
 
-def _work(config: GatewayConfig, siblings: Siblings, index: int) -> int:
+def _private_listener(config: GatewayConfig) -> socket.socket | None:
+    """For all workers: those that the kernel does not wake find it empty. Raises OSError."""
+    if config.private_socket is None:
+        return None
+    Path(config.private_socket).unlink(missing_ok=True)
+    made = private_socket(config.private_socket)
+    made.listen(2048)
+    made.setblocking(False)
+    return made
+
+
+def _work(config: GatewayConfig, private: socket.socket | None, siblings: Siblings, index: int) -> int:
     log_path = None if config.log_path is None else f"{config.log_path}.{index}"
     own = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
-    return _run(own, siblings, index)
+    return _run(own, private, siblings, index)
 
 
-def _run(config: GatewayConfig, siblings: Siblings | None = None, index: int = 0) -> int:
+def _run(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None = None, index: int = 0) -> int:
     try:
-        return uvloop.run(serve(config, siblings, index))
+        return uvloop.run(serve(config, private, siblings, index))
     except OSError as error:
         return _cannot_listen(config, error)
 
@@ -80,7 +94,12 @@ def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
     return 1
 
 
-async def serve(config: GatewayConfig, siblings: Siblings | None = None, index: int = 0) -> int:
+async def serve(
+    config: GatewayConfig,
+    private: socket.socket | None = None,
+    siblings: Siblings | None = None,
+    index: int = 0,
+) -> int:
     """One worker, from first listen to last response. siblings: it is the one of this number of several."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,7 +114,7 @@ async def serve(config: GatewayConfig, siblings: Siblings | None = None, index: 
     tasks = [gateway.state.background.keep("bus", bus.run), loop.create_task(_put_off_alarm())]
     garbage.settle()
 
-    port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None)
+    port = await gateway.listen(config.host, config.port, reuse_port=siblings is not None, private=private)
     # One write: workers share this pipe, and `print` may write a line and its end separately.
     line: dict[str, Any] = {"time": timestamp(time.time()), "level": "info", "process": "gateway"}
     line |= {"event": "listening", "host": config.host, "port": port}

@@ -84,15 +84,15 @@ class Siblings:
         for end in (end for pair in self._pairs for end in pair):
             end.setblocking(False)
 
-    def tell(self, own: int, key: str, requests: int, tokens: int) -> None:
+    def tell(self, own: int, key: str, batch: bool, requests: int, tokens: int) -> None:
         """Report what a key has spent. own: the number of the reporting worker."""
-        message = orjson.dumps((key, requests, tokens))
+        message = orjson.dumps((key, batch, requests, tokens))
         for index, (_, sender) in enumerate(self._pairs):
             if index != own:
                 with contextlib.suppress(OSError):
                     sender.send(message)
 
-    def listen(self, own: int, heard: Callable[[str, int, int], None]) -> None:
+    def listen(self, own: int, heard: Callable[[str, bool, int, int], None]) -> None:
         """Call `heard` on the running loop with each report of another worker. own: the number of this one."""
         reader = self._pairs[own][0]
         asyncio.get_running_loop().add_reader(reader, lambda: heard(*orjson.loads(reader.recv(1024))))

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 URL = "/inference/v1/generate"
-ROLLOUTS = ".rollouts"
-"""The owner of a job's rollouts: no key has it, because owners' names begin with a letter or a digit."""
 INTERRUPT_URL = "/inference/v1/abort_requests"
 """Ends requests, each of which answers with what it has (`interrupt`, `Sampled.ended`)."""
 MOST_ANSWERS = 8

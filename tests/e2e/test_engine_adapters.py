@@ -12,7 +12,6 @@ import pytest
 
 from appliance.controller.grading.spans import Line, written
 from serve.core import sampling
-from serve.core.sampling import ROLLOUTS
 from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
 from weights.format.names import encode_name, policy_name
@@ -197,8 +196,7 @@ async def test_policy_in_training_samples_with_its_log_probabilities(box, base):
         async with httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=spec.socket_path), base_url="http://engine"
         ) as http:
-            own = {"x-appliance-owner": ROLLOUTS}
-            first, again = [await http.post(sampling.URL, json=body, headers=own) for _ in range(2)]
+            first, again = [await http.post(sampling.URL, json=body) for _ in range(2)]
             assert first.status_code == 200, first.text
             made = sampling.read(first.json(), 4)
     finally:
@@ -229,7 +227,6 @@ async def test_an_answer_that_is_interrupted_goes_on_by_other_weights(box, base)
             httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(uds=spec.socket_path),
                 base_url="http://engine",
-                headers={"x-appliance-owner": ROLLOUTS},
                 timeout=60,
             ) as http,
             asyncio.timeout(240),

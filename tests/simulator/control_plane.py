@@ -10,16 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+import orjson
+
+from appliance.controller.bus.asking import Asking
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices.cordons import CORDONED
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import (
-    SAMPLING,
     AdapterBase,
     AdapterFound,
     BatchCapacity,
     EngineAnswer,
+    LineReturned,
     Mode,
     ModelStats,
     Progress,
@@ -35,7 +39,6 @@ from appliance.store.records import box, handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Policy
-from serve.core import sampling
 from serve.core.config import EngineConfig
 
 
@@ -237,35 +240,69 @@ class SimulatedTiers:
         return
 
 
+class _Rows(dict[str, Any]):
+    """Of any name, a model with one engine that has so many places for class batch; none: it is asleep."""
+
+    places = 4
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self:
+            return self[name]
+        return {"replicas": [{"state": "open"}] if self.places else [], "slots": 2 * self.places}
+
+
 class SimulatedEngines:
-    """Answers every line at once, with its custom prompt; `rule` may do otherwise."""
+    """The gateway, which answers every request at once with its body; `rule` may do otherwise. Also the engines of
+    rollouts. asked_by: the key of each request."""
 
     def __init__(self) -> None:
-        self.lines = 4
+        self.rows = _Rows()
+        self.asking = Asking(httpx.MockTransport(self._posted), lambda: self.rows, self._host, lambda: None)
         self.why = "no engine of the model is awake"
         self.sent: list[dict[str, Any]] = []
-        self.sent_alone: list[dict[str, Any]] = []
+        self.asked_by: list[str] = []
         self.interrupted: list[str] = []
         self.on_interrupt: Callable[[Collection[str]], None] = self.interrupted.extend
-        self.wanted: list[str] = []
         self.sampled: list[str] = []
         self.most_at_once = 0
         self._at_once = 0
         self.hosts: dict[str, str] = {}
         self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
 
-    def host(self, model: str) -> str:
+    @property
+    def wanted(self) -> list[str]:
+        return list(self.asking.models)
+
+    @property
+    def lines(self) -> int:
+        return self.rows.places
+
+    @lines.setter
+    def lines(self, places: int) -> None:
+        self.rows.places = places
+        self.asking.table_changed()
+
+    def awake(self) -> None:
+        self.lines = 4
+
+    def _host(self, model: str) -> str:
         return self.hosts.get(model, model)
 
-    def room(self, model: str) -> BatchCapacity:
-        return BatchCapacity(self.lines, "" if self.lines else self.why)
+    async def _posted(self, request: httpx.Request) -> httpx.Response:
+        assert request.headers["x-appliance-class"] == "batch"
+        self.asked_by.append(request.headers["x-appliance-key-id"])
+        try:
+            answer = await self._answer(orjson.loads(request.content))
+        except LineReturned as error:
+            code = "batch_gives_way" if error.yielded else "engines_died"
+            answer = EngineAnswer(503 if error.yielded else 502, {"error": {"message": str(error), "code": code}})
+        headers = {"retry-after": "0.005"} if answer.status in (429, 503) else {}
+        return httpx.Response(
+            answer.status, json=answer.body, headers=headers | {"x-appliance-model-version": answer.version}
+        )
 
-    async def send(
-        self, model: str, url: str, body: dict[str, Any], request_id: str, *, owner: str = "", alone: bool = False
-    ) -> EngineAnswer:
+    async def _answer(self, body: dict[str, Any]) -> EngineAnswer:
         self.sent.append(body)
-        if alone:
-            self.sent_alone.append(body)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
@@ -276,20 +313,17 @@ class SimulatedEngines:
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         return answer or EngineAnswer(200, {"object": "chat.completion", "echo": body, "usage": usage})
 
-    def sampling_room(self, model: str, version: str) -> BatchCapacity:
-        return self.room(model)
+    def room(self, model: str, version: str) -> BatchCapacity:
+        return BatchCapacity(self.lines, "" if self.lines else self.why)
 
     async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
-        return await self.send(model, sampling.URL, body | {"request_id": request_id}, request_id)
+        return await self._answer(body | {"request_id": request_id})
 
     async def interrupt(self, request_ids: Collection[str]) -> None:
         self.on_interrupt(request_ids)
 
-    def wants(self, models: list[str], asker: str = "batches") -> None:
-        if asker == SAMPLING:
-            self.sampled = models
-        else:
-            self.wanted = models
+    def wants(self, models: list[str]) -> None:
+        self.sampled = models
 
     async def changed(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.005))
@@ -346,7 +380,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
     batches_dir, uploads_dir = folder / "batches", folder / "uploads"
     for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
-    scheduler = SimulatedScheduler(db)
+    scheduler, engines = SimulatedScheduler(db), SimulatedEngines()
     return ControllerContext(
         doctor=nothing_found,
         db=db,
@@ -358,7 +392,8 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         model_ops=SimulatedModelOps(),
         key_sink=RecordingKeySink(),
         tiers=SimulatedTiers(),
-        batch_engines=SimulatedEngines(),
+        asking=engines.asking,
+        sampling_engines=engines,
         settings_check=AcceptingCheck(),
         nodes=SimulatedNodes(),
         opening=Opening(db),

@@ -555,9 +555,6 @@ FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
     "train/control/group.py Group._asked": "ends the group",
-    "appliance/controller/batches/background_responses.py BackgroundResponses._send_some": ONE_SHOT,
-    "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
-    "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
     "appliance/controller/evals/runner.py EvalRunner._judged": AWAITED,
     "appliance/controller/jobs/validation.py JobValidation._check": AWAITED,
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
@@ -572,8 +569,7 @@ TASKS = {
     "appliance/boot/main.py _run": AWAITED,
     "appliance/boot/node.py _run": AWAITED,
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
-    "appliance/wiring/batch_engines.py SocketEngines._posted": AWAITED,
-    "appliance/controller/grading/model_answers.py ModelAnswers._answered": AWAITED,
+    "appliance/controller/grading/sampling_engines.py SocketEngines.sample": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling._begin": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling._something_moves": AWAITED,
     "appliance/controller/grading/sampling.py RolloutSampling.sample": AWAITED,

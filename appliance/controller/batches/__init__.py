@@ -1,5 +1,5 @@
-"""Batches and background responses: checked line by line, run on idle engines, completed exactly once.
+"""Batches and background responses: checked line by line, asked through the gateway, completed exactly once.
 
-Never: Takes an engine from interactive requests or from training (share.py).
+Never: Chooses an engine or counts a cost (the gateway does).
 Begin with runner.py, then work.py.
 """

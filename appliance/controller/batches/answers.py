@@ -69,6 +69,10 @@ class Answers:
                     os.close(handle)
             self._output = self._error = -1
 
+    def remove(self) -> None:
+        for path in (self.output_path, self.error_path):
+            path.unlink(missing_ok=True)
+
     def usage_object(self) -> dict[str, Any]:
         """The usage object of the API, over the lines that succeeded."""
         used = self.usage

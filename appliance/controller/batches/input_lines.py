@@ -203,6 +203,8 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
         raise BadLine("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
     if body.get("stream"):
         raise BadLine("unsupported_parameter", "Requests of a batch cannot stream.", "body.stream")
+    if body.get("background"):
+        raise BadLine("unsupported_parameter", "Requests of a batch are not in background.", "body.background")
     inputs = body.get("input")
     if endpoint == _EMBEDDINGS and isinstance(inputs, list) and len(inputs) > _MOST_INPUTS:
         if not isinstance(inputs[0], int):  # one input, as tokens

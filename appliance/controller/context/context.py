@@ -11,16 +11,17 @@ from typing import Any, Literal
 from appliance.controller.access.disk import Disk
 from appliance.controller.access.quotas import Quotas
 from appliance.controller.access.spending import key_table
+from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.load import Load
 from appliance.controller.context.file_work import FileWork
 from appliance.controller.context.paced import Paced
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import (
-    BatchEngines,
     EngineSizer,
     KeySink,
     ModelOps,
     NodePort,
+    SamplingEngines,
     SchedulerPort,
     SettingsCheck,
     TierPort,
@@ -58,7 +59,8 @@ class ControllerContext:
     model_ops: ModelOps
     key_sink: KeySink
     tiers: TierPort
-    batch_engines: BatchEngines
+    asking: Asking
+    sampling_engines: SamplingEngines
     sizes: EngineSizer
     settings_check: SettingsCheck
     nodes: NodePort

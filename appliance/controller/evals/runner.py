@@ -1,4 +1,4 @@
-"""Runs evaluations, a few items at a time: for each item first a sample, if a model is to make one, then the graders.
+"""Runs evaluations, some items at a time: for each item first a sample, if a model is to make one, then the graders.
 
 What must outlive the controller is in the rows: an item is queued until it is judged, and the counters of a run change
 in the transaction that judges its items. After a restart the rest continues. The runs of one owner wait for each other.
@@ -45,7 +45,7 @@ from train.graders.templates import Sample
 
 WINDOW_S = 24 * 3600.0
 DELETE_WITHIN_S = 5.0
-AT_ONCE = 8
+AT_ONCE = 32
 _CHECK_S = 60.0
 _ERROR_CHARACTERS = 2000
 _KEPT_BYTES = 256 << 10
@@ -134,7 +134,7 @@ class EvalRunner:
             return f"the runs of one owner take turns, and {first} goes on"
         if row.status == "queued" or not row.model:
             return ""
-        return self._context.batch_engines.room(row.model).why
+        return self._context.asking.why(row.key_id, row.model)
 
     async def _judged(self, run_id: str) -> None:
         """Raises RunFailed."""
@@ -151,16 +151,23 @@ class EvalRunner:
             if source.source.type == "file_content":
                 source.source.content.clear()
         row = replace(row, data_source={})
-        while items := evals.queued_items(self._db, run_id, AT_ONCE):
-            self._check_may_go_on(row)
-            judging = [asyncio.create_task(self._item(row, source, graders, item)) for item in items]
-            try:
-                judged = await asyncio.gather(*judging)
-            finally:
-                for task in judging:  # one that fails stops no other by itself
-                    task.cancel()
-            if not await self._store(run_id, items, judged):
-                return  # it was cancelled or deleted meanwhile
+        judging: dict[asyncio.Task[dict[str, Any]], EvalItemRow] = {}
+        place = -1
+        try:
+            while True:
+                self._check_may_go_on(row)
+                for item in evals.queued_items(self._db, run_id, AT_ONCE - len(judging), place):
+                    judging[asyncio.create_task(self._item(row, source, graders, item))] = item
+                    place = item.place
+                if not judging:
+                    break
+                done, _ = await asyncio.wait(judging, return_when=asyncio.FIRST_COMPLETED)
+                if not self._store(run_id, [(judging.pop(task), task.result()) for task in done]):
+                    return  # it was cancelled or deleted meanwhile
+        finally:
+            for task in judging:
+                task.cancel()
+            await asyncio.gather(*judging, return_exceptions=True)
         self._end(run_id, "completed", None)
 
     def _check_may_go_on(self, row: EvalRunRow) -> None:
@@ -328,46 +335,43 @@ class EvalRunner:
             result[field] = "; ".join(graded.messages)[:_ERROR_CHARACTERS]
         return result
 
-    async def _store(self, run_id: str, items: list[EvalItemRow], judged: list[dict[str, Any]]) -> bool:
-        """Store each item together with the run's counters; after each, the loop is free for others for as long as it
-        took. False: the run has ended meanwhile."""
-        for item, one in zip(items, judged, strict=True):
-            began_s = time.monotonic()
-            with self._db.transaction():
-                row = evals.find_run(self._db, run_id)
-                if row is None or row.finished:
-                    return False
-                self._store_item(row, item, one)
-            await asyncio.sleep(time.monotonic() - began_s)
+    def _store(self, run_id: str, judged: list[tuple[EvalItemRow, dict[str, Any]]]) -> bool:
+        """Store items together with the run's counters. False: the run has ended meanwhile."""
+        with self._db.transaction():
+            row = evals.find_run(self._db, run_id)
+            if row is None or row.finished:
+                return False
+            results = {name: dict(of) for name, of in row.results.items()}
+            usage = {model: Counter(of) for model, of in row.usage.items()}
+            counts, size = Counter(row.counts), row.bytes
+            for item, one in judged:
+                for answer in one.pop("usage"):
+                    usage.setdefault(answer.model, Counter()).update(
+                        invocation_count=1,
+                        prompt_tokens=answer.prompt_tokens,
+                        completion_tokens=answer.completion_tokens,
+                        cached_tokens=answer.cached_tokens,
+                    )
+                for result in one["results"]:
+                    rewarded = "error" not in result
+                    _add(
+                        results.setdefault(result["name"], {}),
+                        **{"passed" if result["passed"] else "failed": 1},
+                        rewarded=int(rewarded),
+                        reward=result["score"] if rewarded else 0.0,
+                    )
+                counts[one["status"]] += 1
+                size += len(json.dumps([one.get("sample"), one["results"]]))
+                evals.update_item(self._db, item.id, **one)
+            evals.update_run(
+                self._db,
+                row.id,
+                results=results,
+                usage={model: dict(of) for model, of in usage.items()},
+                counts=dict(counts),
+                bytes=size,
+            )
         return True
-
-    def _store_item(self, row: EvalRunRow, item: EvalItemRow, one: dict[str, Any]) -> None:
-        results = {name: dict(of) for name, of in row.results.items()}
-        usage = {model: Counter(of) for model, of in row.usage.items()}
-        for answer in one.pop("usage"):
-            usage.setdefault(answer.model, Counter()).update(
-                invocation_count=1,
-                prompt_tokens=answer.prompt_tokens,
-                completion_tokens=answer.completion_tokens,
-                cached_tokens=answer.cached_tokens,
-            )
-        for result in one["results"]:
-            rewarded = "error" not in result
-            _add(
-                results.setdefault(result["name"], {}),
-                **{"passed" if result["passed"] else "failed": 1},
-                rewarded=int(rewarded),
-                reward=result["score"] if rewarded else 0.0,
-            )
-        evals.update_item(self._db, item.id, **one)
-        evals.update_run(
-            self._db,
-            row.id,
-            results=results,
-            usage={model: dict(of) for model, of in usage.items()},
-            counts={**row.counts, one["status"]: row.counts.get(one["status"], 0) + 1},
-            bytes=row.bytes + len(json.dumps([one.get("sample"), one["results"]])),
-        )
 
 
 def _add(sums: dict[str, float], **more: float) -> None:

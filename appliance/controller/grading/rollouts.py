@@ -40,7 +40,7 @@ class RolloutGrading:
         pairs = [(Sample(one["text"], one.get("tools", [])), one["item"]) for one in samples]
 
         async def ask(body: dict[str, Any]) -> ModelAnswer:
-            with self._saying.waiting(job_id, "judge", body["model"]):
+            with self._saying.waiting(job_id, row.key_id, "judge", body["model"]):
                 return await self._answers.ask(row.key_id, body, ANSWER_WITHIN_S)
 
         try:

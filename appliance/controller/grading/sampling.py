@@ -1,5 +1,5 @@
 """Lets engines of the base model sample a training job's rollouts: on capacity that interactive requests leave idle,
-with as many requests at once as a batch may have lines, and behind everybody in an engine's queue.
+behind everybody in an engine's queue.
 
 A question names the version that answers it. A question that is asked `in_flight` continues on the newest version that
 the job has asked about: as soon as a question names a newer one, answers by older ones are interrupted where they are.
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from appliance.controller.batches.metering import BYTES_PER_TOKEN, Metering, Sent, spent_by
+from appliance.controller.access.model_access import may_use, unknown_model
+from appliance.controller.access.spending import Spending, quota_of
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.spans import Line, is_newer, lines, written
-from appliance.controller.interfaces.ports import SAMPLING, LineReturned
+from appliance.controller.interfaces.ports import LineReturned
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
@@ -44,7 +45,7 @@ class _Question:
     """One question of a job's ranks, while its requests are asked. key_id: who pays. patience_s: after the last answer,
     at moved_s. flying: its requests at engines, by their ids, each with the version that answers; taken: the room of
     engines that they take, in requests. why: no further request is made. died: an engine died with one of its requests;
-    counted: that engine was already counted for another question. spent: rows for Metering."""
+    counted: that engine was already counted for another question. spent: rows for Spending."""
 
     job_id: str
     key_id: str
@@ -77,9 +78,9 @@ class RolloutSampling:
     """Invariants: `_asking` has the questions of which some requests may be at engines, by model, in the order in which
     they came; `_newest` the version that each job has asked about last."""
 
-    def __init__(self, context: ControllerContext, metering: Metering, patience_s: float = PATIENCE_S):
-        self._db, self._engines, self._patience_s = context.db, context.batch_engines, patience_s
-        self._metering = metering
+    def __init__(self, context: ControllerContext, spending: Spending, patience_s: float = PATIENCE_S):
+        self._db, self._engines, self._patience_s = context.db, context.sampling_engines, patience_s
+        self._spending = spending
         self._asking: defaultdict[str, list[_Question]] = defaultdict(list)
         self._newest: dict[str, str] = {}
         self._moved = asyncio.Event()  # set and replaced when a request has ended or a question has no more
@@ -90,7 +91,7 @@ class RolloutSampling:
         """Models whose rollouts are to be sampled, and those that teach, may be woken, for as long as their jobs run;
         called every `WANTS_EVERY_S`."""
         wanted = [*jobs.models_sampled(self._db), *job_records.teachers_of_running(self._db)]
-        self._engines.wants(list(dict.fromkeys(wanted)), SAMPLING)
+        self._engines.wants(list(dict.fromkeys(wanted)))
         for job_id in self._gave_up | self._deaths.keys() | self._newest.keys():
             row = jobs.find(self._db, job_id)
             if row is not None and row.finished:
@@ -111,8 +112,10 @@ class RolloutSampling:
             }
         row, model = jobs.find(self._db, job_id), request["base"]["model"]
         key = keys.find(self._db, row.key_id) if row is not None and row.key_id is not None else None
-        if (refusal := self._metering.refusal(key, model, time.time(), needs_scope=False)) is not None:
-            return {"samples": [], "why": str(refusal.body["error"]["message"])}
+        if key is not None and not may_use(self._db, key.id, model):
+            return {"samples": [], "why": unknown_model(model).message}
+        if key is not None and (quota := quota_of(self._db, key, time.time())).spent_until_s is not None:
+            return {"samples": [], "why": f"the quota of its key, {quota.spent}, is used up"}
         await self.look()
         patience_s = 0.0 if job_id in self._gave_up else self._patience_s
         in_flight = request.get("in_flight", False)
@@ -180,7 +183,7 @@ class RolloutSampling:
         base = question.asked["base"]
         asking = self._asking[base["model"]]
         own = [one for one in asking if one.job_id == question.job_id]
-        room = self._engines.sampling_room(base["model"], base["version"])
+        room = self._engines.room(base["model"], base["version"])
         # Otherwise an owner who has requests there would get each place back that one of them leaves.
         share = -(-room.lines // len({one.job_id for one in asking}))
         wanted = question.lines[0].share
@@ -215,25 +218,23 @@ class RolloutSampling:
         body = line.request(f"{request['policy']['name']}@{version}", request["room"], request["ends"])
         # An answer that goes on has had its prompt paid for.
         prompt = 0 if line.spans else len(line.tokens)
-        wanted = {"n": line.n, "max_tokens": body["sampling_params"]["max_tokens"]}
-        sent = Sent(sampling.URL, wanted, prompt * BYTES_PER_TOKEN)
+        unread = _spent(question.key_id, base["model"], "", prompt, 0)
         try:
             answer = await self._engines.sample(base["model"], base["version"], body, request_id)
         except asyncio.CancelledError:
-            # A caller who gives up pays for what was computed meanwhile.
-            question.spent += self._metering.left(question.key_id, base["model"], [sent])
+            question.spent.append(unread)
             raise
         if answer.silent:
-            question.spent += self._metering.left(question.key_id, base["model"], [sent])
+            question.spent.append(unread)
         if answer.status != 200:
             raise ValueError(_message(answer.body) or f"an engine answered with status {answer.status}")
         try:
             made = sampling.read(answer.body, line.n)
         except ValueError:
-            question.spent += self._metering.left(question.key_id, base["model"], [sent])
+            question.spent.append(unread)
             raise
         count = sum(len(one.ids) for one in made)
-        question.spent.append(spent_by(question.key_id, base["model"], base["version"], prompt, count))
+        question.spent.append(_spent(question.key_id, base["model"], base["version"], prompt, count))
         return made
 
     async def _something_moves(self) -> None:
@@ -256,10 +257,17 @@ class RolloutSampling:
         """Records what engines wrote as its owner's usage of the base model. A step does not fail because a disk is
         full."""
         try:
-            self._metering.pay(question.spent)
+            if question.spent:
+                self._spending.take(question.spent)
         except sqlite3.Error as error:
             log.warning("what a job's rollouts used is counted with the next ones: %s", error)
 
 
 def _message(body: Any) -> str:
     return str((body.get("error") or {}).get("message") or "") if isinstance(body, dict) else ""
+
+
+def _spent(key_id: str, model: str, version: str, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """One request, as `Spending.take` takes it. key_id: "" for the box itself."""
+    tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return {"key": key_id, "model": model, "version": version, "requests": 1, "errors": 0, **tokens}

@@ -24,14 +24,14 @@ class Saying:
     said about failures, until nothing fails."""
 
     def __init__(self, context: ControllerContext, after_s: float = SAY_AFTER_S):
-        self._db, self._engines, self._after_s = context.db, context.batch_engines, after_s
+        self._db, self._asking, self._after_s = context.db, context.asking, after_s
         self._waited: dict[str, tuple[str, float]] = {}
         self._failed: dict[str, Hashable] = {}
 
     @contextmanager
-    def waiting(self, job_id: str, whom: str, model: str) -> Iterator[None]:
+    def waiting(self, job_id: str, key_id: str | None, whom: str, model: str) -> Iterator[None]:
         """Says that the job waits, and why, if this takes long. whom: what the model is to it."""
-        timer = asyncio.get_running_loop().call_later(self._after_s, self._waits, job_id, whom, model)
+        timer = asyncio.get_running_loop().call_later(self._after_s, self._waits, job_id, key_id, whom, model)
         try:
             yield
         finally:
@@ -47,8 +47,8 @@ class Saying:
     def nothing_failed(self, job_id: str) -> None:
         self._failed.pop(job_id, None)
 
-    def _waits(self, job_id: str, whom: str, model: str) -> None:
-        why = self._engines.room(model).why or "its engines are busy"
+    def _waits(self, job_id: str, key_id: str | None, whom: str, model: str) -> None:
+        why = self._asking.why(key_id, model) or "its engines are busy"
         text = f"the job waits for its {whom} {model}, up to {ANSWER_WITHIN_S / 60:.0f} minutes: {why}"
         said, at_s = self._waited.get(job_id, ("", 0.0))
         if said != text or time.monotonic() - at_s > SAY_AGAIN_S:

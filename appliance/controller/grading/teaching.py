@@ -7,14 +7,17 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from appliance.controller.batches.retry import ended_engines
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.saying import ANSWER_WITHIN_S, Saying
-from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.gateway.core.errors import ENGINES_DIED
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import keys
 from serve.core import scoring
+
+
+class _EnginesDied(str):
+    """The gateway's message of a request of which two engines died."""
 
 
 class Teaching:
@@ -34,13 +37,13 @@ class Teaching:
             return {"failed": f"the API key of the job {how}, and its teacher is asked on behalf of it"}
         teacher = found.judge["teacher"]
         versions = set[str]()
-        with self._saying.waiting(job_id, "teacher", teacher):
+        with self._saying.waiting(job_id, row.key_id, "teacher", teacher):
             asking = (self._asked(row.key_id, teacher, one, versions) for one in question["samples"])
             answers = await asyncio.gather(*asking)
         if versions.difference(found.taught_by):
             job_records.taught(self._db, job_id, versions)
         errors = [one if isinstance(one, str) else "" for one in answers]
-        if fatal := next(filter(ended_engines, errors), ""):
+        if fatal := next((one for one in answers if isinstance(one, _EnginesDied)), ""):
             # The same sample would make an engine die again in each step, and others would lose their requests with it.
             return {"failed": f"an answer of the student cannot be shown to its teacher {teacher}: {fatal}"}
         if counted := Counter(filter(None, errors)):
@@ -60,7 +63,9 @@ class Teaching:
         if isinstance(answer, str):
             return answer
         if answer.status != 200:
-            return _message(answer)
+            error = answer.body.get("error") or {} if isinstance(answer.body, dict) else {}
+            message = str(error.get("message") or f"its engine answered with status {answer.status}")
+            return _EnginesDied(message) if error.get("code") == ENGINES_DIED else message
         try:
             found = scoring.read(answer.body, tokens, sample["answer"])
         except ValueError as error:
@@ -68,8 +73,3 @@ class Teaching:
         if answer.version:
             versions.add(answer.version)
         return found
-
-
-def _message(answer: EngineAnswer) -> str:
-    body = answer.body if isinstance(answer.body, dict) else {}
-    return str((body.get("error") or {}).get("message") or f"its engine answered with status {answer.status}")

@@ -175,11 +175,6 @@ class ControllerConfig(BaseModel):
     # --- batches
     batch_max_lines: int = Field(50_000, ge=1)
     """Requests in the input file of a batch."""
-    batch_lines_per_engine: int = Field(16, ge=1)
-    """Batch lines that an idle engine processes at once."""
-    batch_busy_inflight: int = Field(4, ge=1)
-    """An engine with this many interactive requests takes no lines, but for one of its model; below it, proportionally
-    fewer."""
 
     # --- responses
     responses_kept_days: float = Field(30.0, ge=0)

@@ -280,7 +280,7 @@ class TierPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchCapacity:
-    """How many batch lines a model's engines may process now. why: what keeps them few, or none."""
+    """How many requests of rollouts a model's engines may process now. why: what keeps them few, or none."""
 
     lines: int
     why: str = ""
@@ -298,7 +298,7 @@ class EngineAnswer:
 
 
 class LineReturned(Exception):
-    """A line got no answer: its engine was wanted for something else (`yielded`), or died. Send it again."""
+    """A request got no answer: its engine was wanted for something else (`yielded`), or died. Send it again."""
 
     def __init__(self, reason: str, *, yielded: bool):
         super().__init__(reason)
@@ -316,29 +316,11 @@ class NodePort(Protocol):
         """Each node as it answers now, as the admin API shows it."""
 
 
-SAMPLING = "rollouts"
-"""Who wants models for the rollouts of jobs (`BatchEngines.wants`)."""
+class SamplingEngines(Protocol):
+    """Engines for the rollouts of jobs, on the capacity that interactive requests leave idle."""
 
-
-class BatchEngines(Protocol):
-    """Engines for batch lines, on the capacity that interactive requests leave idle."""
-
-    def host(self, model: str) -> str:
-        """The model on whose engines a name is answered: itself, except for versions, aliases and adapters. What counts
-        places at engines counts them by it: each checkpoint of an adapter had as many of its own."""
-
-    def room(self, model: str) -> BatchCapacity:
-        """Total over all batches."""
-
-    async def send(
-        self, model: str, url: str, body: dict[str, Any], request_id: str, *, owner: str, alone: bool = False
-    ) -> EngineAnswer:
-        """The answer to one line, after the checks that every request passes. owner: of the key that asks, "" for the
-        box itself. alone: no other line is on its engine meanwhile; it waits for those that are there. Raises
-        LineReturned."""
-
-    def sampling_room(self, model: str, version: str) -> BatchCapacity:
-        """As `room`, of the engines that have this version of the model's weights, for rollouts."""
+    def room(self, model: str, version: str) -> BatchCapacity:
+        """Of the engines that have this version of the model's weights, for all jobs together."""
 
     async def sample(self, model: str, version: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         """The answer of one of those engines to a request of serve.core.sampling. The model that it names may be one in
@@ -348,9 +330,8 @@ class BatchEngines(Protocol):
         """Those of these requests of `sample` that run answer with what they have, as soon as their engine has heard
         it; for one that does not nothing changes."""
 
-    def wants(self, models: list[str], asker: str = "batches") -> None:
-        """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces
-        what the same asker wanted before."""
+    def wants(self, models: list[str]) -> None:
+        """These models may be woken if that disturbs nobody, in place of those that were wanted before."""
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when room may have changed, or after this time."""

@@ -45,7 +45,9 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         body = await _json_of(request)
 
         def told(row: ResponseRow) -> Response:
-            return _stream(background.follow(row, -1, caller)) if body.get("stream") else _json(row.response.encode())
+            if body.get("stream"):
+                return _stream(background.follow(row.id, -1, caller.owner))
+            return _json(row.response.encode())
 
         if not isinstance(body, dict) or body.get("background") is not True:
             raise BadRequest("This endpoint takes only responses in background.", param="background")
@@ -70,8 +72,6 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
         def make() -> ResponseRow:
             row = _queued(body, caller)
-            if body.get("stream"):
-                background.check_followers(caller, row.bytes)
             context.quotas.check_background(caller, row.bytes)
             stored.add([row])
             return row
@@ -93,7 +93,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             return _json(row.response.encode())
         if not row.background:
             raise BadRequest("Only a response created in background can be streamed later.", param="stream")
-        return _stream(background.follow(row, -1 if starting_after is None else starting_after, caller))
+        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after, caller.owner))
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:

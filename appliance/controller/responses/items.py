@@ -11,7 +11,6 @@ from typing import Any
 
 import orjson
 
-from appliance.gateway.routing.table import cache_salt
 from appliance.store.rows import ResponseRow
 
 Item = dict[str, Any]
@@ -30,15 +29,6 @@ def items_of(given: Any) -> list[Item]:
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [item for item in given if isinstance(item, dict)]
-
-
-def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
-    """A body for an engine that bypasses the gateways, salted as they salt what they forward: entries of the prefix
-    cache from one owner's requests are used only for that owner."""
-    own = body.get("cache_salt")
-    if own is not None and not isinstance(own, str):
-        return body  # the check refuses it
-    return {**body, "cache_salt": cache_salt(owner, own or "")}
 
 
 def turn_items(row: ResponseRow) -> list[Item]:

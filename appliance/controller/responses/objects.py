@@ -85,12 +85,6 @@ def next_event(events: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
     return next(events, None)
 
 
-def error_event(place: int, code: str, message: str) -> bytes:
-    """What ends a stream early, in wire format."""
-    error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": place}
-    return b"event: error\ndata: %b\n\n" % orjson.dumps(error)
-
-
 def _events(response: Object) -> Iterator[tuple[str, Object]]:
     status = response["status"]
     begun = {**response, "status": "queued", "output": [], "usage": None, "error": None, "incomplete_details": None}

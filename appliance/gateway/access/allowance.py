@@ -77,10 +77,11 @@ class OwnerUse:
 
 
 class KeyUse:
-    """One key's buckets, its owner's open work, and the tokens that its open requests may take."""
+    """One key's buckets, its owner's open work, and the tokens that its open requests may take. batch: of its requests
+    of class batch, else of all others."""
 
-    def __init__(self, owner: OwnerUse) -> None:
-        self.owner = owner
+    def __init__(self, owner: OwnerUse, batch: bool = False) -> None:
+        self.owner, self.batch = owner, batch
         self.allowance: Allowance | None = None
         self.under_way = 0
 

@@ -24,15 +24,16 @@ _SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_to
 
 class Spending:
     """Spending of all keys at one gateway process. events: counters, by name. workers: how many processes share the
-    port. tell_others: sends them what a key has spent here (`heard`): its id, requests and tokens."""
+    port. tell_others: sends them what a key has spent here (`heard`). callers: by the id of the key."""
 
     def __init__(self, events: defaultdict[str, int], workers: int) -> None:
-        self.tell_others: Callable[[str, int, int], None] = lambda key, requests, tokens: None
+        self.tell_others: Callable[[str, bool, int, int], None] = lambda key, batch, requests, tokens: None
         self._events = events
         self._workers = workers
-        self._callers: dict[str, Caller] = {}
-        # By key and owner: a key may get another owner, whose open requests it then shares.
-        self._uses: dict[tuple[str, str], KeyUse] = {}
+        self.callers: dict[str, Caller] = {}
+        # By key, owner and class: a key may get another owner, whose open requests it then shares, and class batch has
+        # an allowance of its own.
+        self._uses: dict[tuple[str, str, bool], KeyUse] = {}
         self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
         # By address, the latest last.
         self._logins: dict[str, Bucket] = {}
@@ -41,13 +42,13 @@ class Spending:
 
     def apply(self, callers: Iterable[Caller]) -> None:
         """Apply a new table: drop the state of removed keys; their open requests keep a reference to it."""
-        self._callers = {caller.id: caller for caller in callers}
-        self._uses = {name: use for name, use in self._uses.items() if name[0] in self._callers}
+        self.callers = {caller.id: caller for caller in callers}
+        self._uses = {name: use for name, use in self._uses.items() if name[0] in self.callers}
 
-    def use_of(self, caller: Caller) -> KeyUse:
-        name = caller.id, caller.owner
+    def use_of(self, caller: Caller, *, batch: bool = False) -> KeyUse:
+        name = caller.id, caller.owner, batch
         if name not in self._uses:
-            self._uses[name] = KeyUse(self._owners[caller.owner])
+            self._uses[name] = KeyUse(self._owners[caller.owner], batch)
         return self._uses[name]
 
     # -- before the body is read
@@ -147,17 +148,19 @@ class Spending:
         if refused is not None:
             self._events["rate_limited"] += 1
             raise errors.rate_limited(*refused)
-        self._tell(request.caller, requests, tokens)
+        self._tell(request, requests, tokens)
 
-    def _tell(self, caller: Caller, requests: int, tokens: int) -> None:
+    def _tell(self, request: Request, requests: int, tokens: int) -> None:
+        caller, use = request.caller, request.use
+        assert caller is not None and use is not None
         if caller.requests_per_minute is not None or caller.tokens_per_minute is not None:
-            self.tell_others(caller.id, requests, tokens)
+            self.tell_others(caller.id, use.batch, requests, tokens)
 
-    def heard(self, key: str, requests: int, tokens: int) -> None:
+    def heard(self, key: str, batch: bool, requests: int, tokens: int) -> None:
         """Another process of this port reports what a key has spent there."""
-        if key in self._callers:
-            caller = self._callers[key]
-            self._allowance(caller, self.use_of(caller)).spend(requests, tokens)
+        if key in self.callers:
+            caller = self.callers[key]
+            self._allowance(caller, self.use_of(caller, batch=batch)).spend(requests, tokens)
 
     # -- when it is over
 
@@ -171,10 +174,17 @@ class Spending:
             tokens.completion = request.stream_events
         correction = tokens.total - request.charged
         self._allowance(caller, use).spend(0, correction)
-        self._tell(caller, 0, correction)
+        self._tell(request, 0, correction)
         used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
         sums = self._sums[caller.id, request.model, request.model_version]
         sums.update(requests=1, errors=int(request.status >= 500), **used)
+
+    def gave_way(self, request: Request) -> None:
+        """Give back what a request of class batch has spent that comes again."""
+        caller, use = request.caller, request.use
+        assert caller is not None and use is not None
+        self._allowance(caller, use).spend(-1, -request.charged)
+        self._tell(request, -1, -request.charged)
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""

@@ -73,12 +73,14 @@ class GatewayConfig:
     """Everything the gateway process needs to know.
 
     `name` identifies this gateway on the bus; worker i of several appends "-i". /health answers with `boot`, so that
-    the starter can tell this gateway from another program on the same port. `controller_socket` is the controller's
-    socket for gateways; the file `token_path` holds the token that proves to it that a gateway wrote a head.
+    the starter can tell this gateway from another program on the same port. `private_socket` is where it listens to the
+    box itself, which names a key by its id. `controller_socket` is the controller's socket for gateways; the file
+    `token_path` holds the token that proves to it that a gateway wrote a head.
     """
 
     controller_socket: str
     bus_socket: str
+    private_socket: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     name: str = "gateway"
@@ -120,9 +122,9 @@ class GatewayConfig:
             raise ConfigInvalid("port: 0 given with several workers, expected a fixed port they can share")
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
-        for name in ("controller_socket", "bus_socket"):
+        for name in ("controller_socket", "bus_socket", "private_socket"):
             # sun_path holds 108 bytes with its terminating NUL.
-            if len(os.fsencode(getattr(config, name))) > 107:
+            if len(os.fsencode(getattr(config, name) or "")) > 107:
                 raise ConfigInvalid(f"{name}: path longer than 107 bytes, use a shorter run directory")
         return config
 

@@ -178,13 +178,16 @@ def engine_failed(status: int = 502) -> HttpError:
     return server_error(status, f"The engine serving this model {what}. The request can be sent again.", code)
 
 
+ENGINES_DIED: Final = "engines_died"
+
+
 def engines_died_of_it() -> HttpError:
     """Clients that retry by themselves are told not to: each time would cost engines again."""
     message = (
         "Two engines of this model ended while they had this request, so it is sent to no other. Please change it, or "
         "ask whoever runs the box what the engines' logs say."
     )
-    return server_error(502, message, "engines_died", should_retry=False)
+    return server_error(502, message, ENGINES_DIED, should_retry=False)
 
 
 # -- limits

@@ -16,6 +16,8 @@ from appliance.gateway.core.routes import Kind
 VERSION = b"x-appliance-model-version"
 # A client's, for work that gives way to people: `batch`.
 CLASS = b"x-appliance-class"
+# On the private socket, where the box itself asks: the id of the key it asks for, empty for none.
+KEY_ID = b"x-appliance-key-id"
 # The tunnel to another node says so (runtime/network/tunnel.py).
 UNREACHED = b"x-appliance-unreached"
 # Headers that pass in neither direction. Some servers treat `_` and `-` in header names as equal, so a client's

@@ -137,6 +137,10 @@ class Caller(Struct, frozen=True):
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
+THE_BOX: Final = Caller("", "box", frozenset({ADMIN}))
+"""Work that no key asked for, as a command on the box itself begins it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """A login with the caller that it stands for. until_s: Unix time of its end."""

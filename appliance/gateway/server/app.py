@@ -30,7 +30,7 @@ from appliance.gateway.http import wire
 from appliance.gateway.inference.inference import Inference
 from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
-from appliance.gateway.routing.table import Caller
+from appliance.gateway.routing.table import THE_BOX, Caller
 from appliance.gateway.state.exchange import ClientGone, Exchange
 from appliance.gateway.state.reports import metrics_text
 from appliance.gateway.state.state import State
@@ -126,12 +126,16 @@ class App:
         """Checks everything that a request's head determines. Raises HttpError."""
         state, request, route = self._state, exchange.request, exchange.request.route
         if route.kind not in KEYLESS:
-            digest = key_digest(request.headers)
-            login = "" if digest else login_digest(request)
+            private = exchange.connection.private
+            digest = "" if private else key_digest(request.headers)
+            login = "" if private or digest else login_digest(request)
             if state.generation < 0:
                 raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
-            request.caller = caller = self._of_key(digest) if digest else self._of_login(request, login)
-            request.use = state.spending.use_of(caller)
+            if private:
+                request.caller = caller = self._of_id(request.headers.get(wire.KEY_ID, b"").decode("latin-1"))
+            else:
+                request.caller = caller = self._of_key(digest) if digest else self._of_login(request, login)
+            request.use = state.spending.use_of(caller, batch=request.headers.get(wire.CLASS) == b"batch")
             check_scopes(route, caller)
         elif route.kind is Kind.PAGE:
             html = b"text/html" in request.headers.get(b"accept", b"").lower()
@@ -151,6 +155,12 @@ class App:
             whom = "Ask whoever runs this box for another one."
             raise errors.invalid_key(f"This API key expired at {minute(caller.expires_s)}. {whom}")
         raise errors.invalid_key()
+
+    def _of_id(self, key_id: str) -> Caller:
+        caller = self._state.spending.callers.get(key_id) if key_id else THE_BOX
+        if caller is None or (caller.expires_s is not None and caller.expires_s <= time.time()):
+            raise errors.invalid_key()
+        return caller
 
     def _of_login(self, request: Request, digest: str) -> Caller:
         session = self._state.sessions.get(digest)

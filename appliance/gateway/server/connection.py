@@ -28,11 +28,11 @@ _ONCE: Final = frozenset(
 
 class Connection(HttpToolsProtocol):
     """running: the cycle of the request being answered, or answered last; `cycle` is uvicorn's name for the last one
-    parsed. refusal: why its bytes are not read any more."""
+    parsed. refusal: why its bytes are not read any more. private: it came by the private socket."""
 
-    def __init__(self, config: Config, server_state: ServerState, state: State) -> None:
+    def __init__(self, config: Config, server_state: ServerState, state: State, *, private: bool = False) -> None:
         super().__init__(config, server_state, {})
-        self.state = state
+        self.state, self.private = state, private
         self.running: Any = None
         self.refusal: HttpError | None = None
         self._task: asyncio.Task[None] | None = None

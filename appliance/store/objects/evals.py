@@ -102,11 +102,12 @@ def find_item(db: Database, run_id: str, item_id: str) -> EvalItemRow | None:
     return db.one(EvalItemRow, "SELECT * FROM eval_items WHERE id = ? AND run_id = ?", [item_id, run_id])
 
 
-def queued_items(db: Database, run_id: str, limit: int) -> list[EvalItemRow]:
+def queued_items(db: Database, run_id: str, limit: int, after: int = -1) -> list[EvalItemRow]:
+    """Items to be judged, in the order of the data, from the one behind the place `after`."""
     return db.all(
         EvalItemRow,
-        "SELECT * FROM eval_items WHERE run_id = ? AND status = 'queued' ORDER BY seq LIMIT ?",
-        [run_id, limit],
+        "SELECT * FROM eval_items WHERE run_id = ? AND status = 'queued' AND place > ? ORDER BY seq LIMIT ?",
+        [run_id, after, limit],
     )
 
 

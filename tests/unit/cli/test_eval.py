@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from appliance.cli.jobs.eval import interval
-from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer
+from appliance.controller.interfaces.ports import EngineAnswer
 from tests.unit.cli.conftest import ControlledBox
 
 GRADER = {
@@ -34,7 +33,7 @@ def test_models_are_asked_a_suite_and_shown_side_by_side(box: ControlledBox, tmp
         choice = {"index": 0, "message": {"role": "assistant", "content": "4"}}
         return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
 
-    box.context.batch_engines.rule = four
+    box.context.sampling_engines.rule = four
     made = box.json("eval", "run", "starter", *written(tmp_path, "4", "4", "5", "4"), "--wait")
     (run,) = made["runs"]
     assert run["status"] == "completed" and run["model"] == "starter"
@@ -60,16 +59,12 @@ def test_a_run_where_an_evaluation_belongs_is_told_apart(box: ControlledBox):
 
 
 def test_what_a_run_waits_for_is_shown(box: ControlledBox, tmp_path: Path):
-    async def silent(body):
-        await asyncio.Event().wait()
-
-    box.context.batch_engines.rule = silent
-    box.context.batch_engines.room = lambda model: BatchCapacity(0, "its engines are busy")
+    box.context.sampling_engines.rows.places = 0
     made = box.json("eval", "run", "starter", *written(tmp_path, "4"))
     evals_shown = ("eval", "show", made["id"])
     found = next(run for run in (box.json(*evals_shown)["runs"][0] for _ in range(3000)) if run["status"] != "queued")
     assert found["status"] == "in_progress", found
-    assert "waits: its engines are busy" in box.run(*evals_shown).stdout
+    assert "waits: no engine of the model is awake" in box.run(*evals_shown).stdout
     again = box.json("eval", "run", "starter", *written(tmp_path, "4")[:2], "--eval", made["id"])["runs"][0]
     assert f"turns, and {made['runs'][0]['id']} goes on" in again["waits_for"]
 

@@ -20,7 +20,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import FromBox
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.store.records import keys
+from appliance.store.records import keys, usage
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import RecordingKeySink, SimulatedModelOps, SimulatedScheduler, simulated_context
 from train.graders import host
@@ -90,6 +90,11 @@ class Control:
         """Event texts of a job, oldest first."""
         events = await self.sdk.fine_tuning.jobs.list_events(job_id, limit=100)
         return [event.message for event in events.data][::-1]
+
+
+def spent(control: Control, by: usage.By = "key") -> dict[str, usage.Spent]:
+    now_s = time.time()
+    return {found.name: found for found in usage.report(control.db, by, now_s - 60, now_s)}
 
 
 @pytest.fixture(scope="session", autouse=True)

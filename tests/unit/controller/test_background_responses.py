@@ -6,32 +6,28 @@ import asyncio
 import json
 import sqlite3
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.batches import background_responses, followers
+from appliance.controller.batches import background_responses
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
-from appliance.controller.interfaces.principal import Principal
 from appliance.controller.responses import objects
-from appliance.store.database import Database
 from appliance.store.objects import responses
-from appliance.store.records import keys
-from appliance.store.rows import ResponseRow
+from runtime import background_tasks
 from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import Control
+from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_responses import answer, copy, name, send
 
-WHO = Principal("key_test", frozenset({"inference"}), "req_test", "key_test")
+WHO = "key_test"
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
-    return control.context.batch_engines
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    return control.context.sampling_engines
 
 
 def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
@@ -62,6 +58,7 @@ async def test_it_is_queued_at_once_and_answered_later(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
     made = await asked(control, temperature=0.5, metadata={"a": "b"})
     assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
+    await asyncio.sleep(0)
     assert engines(control).wanted == ["starter"]
     with pytest.raises(openai.BadRequestError) as caught:
         await control.sdk.responses.create(model="starter", input="x", background=True, previous_response_id=made.id)
@@ -113,7 +110,7 @@ async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Con
     [
         ([EngineAnswer(400, {"error": {"message": "too long"}})], "invalid_prompt", "too long"),
         ([EngineAnswer(500, {})], "server_error", "500"),
-        ([LineReturned("lost", yielded=False)] * 2, "server_error", "not sent to a third (lost)"),
+        ([LineReturned("lost", yielded=False)], "server_error", "lost"),
     ],
 )
 async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control, script, code: str, words: str):
@@ -122,24 +119,18 @@ async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control,
     assert found.status == "failed" and found.error.code == code and words in found.error.message
 
 
-async def test_after_an_engine_died_with_it_it_is_asked_once_more_and_alone(control: Control):
-    scripted(control, LineReturned("lost", yielded=False), EngineAnswer(200, answer(1, "at last"), "v1"))
-    assert (await ended(control, (await asked(control)).id)).output_text == "at last"
-    assert len(engines(control).sent) == 2 and engines(control).sent_alone == engines(control).sent[1:]
-
-
 async def test_an_engine_that_is_wanted_elsewhere_is_no_failure(control: Control):
     scripted(control, *[LineReturned("wanted", yielded=True)] * 5, EngineAnswer(200, answer(1, "at last"), "v1"))
     assert (await ended(control, (await asked(control)).id)).output_text == "at last"
 
 
-@pytest.mark.parametrize("broken", ["begin", "charge", "end"])
+@pytest.mark.parametrize("broken", ["begin", "end"])
 async def test_what_a_full_disk_does_not_take_is_written_later(control: Control, monkeypatch, broken: str):
     """It was in progress for a day, and had a place at an engine all the time: a few, and nobody's were begun."""
-    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(background_responses, "ROOM_EVERY_S", 0.01)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
     scripted(control, *[EngineAnswer(200, answer(number, "2", model="starter"), "v1") for number in range(3)])
     failed, left = list[str](), [sqlite3.OperationalError("database or disk is full")] * 3
-    going_on = control.app.state.background
 
     def failing(name: str, of: Any, when: Any) -> Any:
         real = getattr(of, name)
@@ -152,66 +143,9 @@ async def test_what_a_full_disk_does_not_take_is_written_later(control: Control,
 
         monkeypatch.setattr(of, name, run)
 
-    if broken == "charge":
-        failing("charge", going_on._metering, lambda more: True)
-    else:
-        failing("update", responses, lambda more: (more.get("status") == "in_progress") is (broken == "begin"))
+    failing("update", responses, lambda more: (more.get("status") == "in_progress") is (broken == "begin"))
     assert (await ended(control, (await asked(control)).id)).status == "completed"
-    assert failed and not going_on._flying and not going_on._claims and not going_on._waiting
-
-
-async def test_what_was_answered_before_a_stop_is_written_and_not_asked_again(control: Control, monkeypatch):
-    """It was paid for when it was answered, asked again by the next controller, and paid for again."""
-    scripted(control, EngineAnswer(200, answer(1, "2", model="starter"), "v1"))
-    going_on, left = control.app.state.background, [sqlite3.OperationalError("database or disk is full")] * 2
-    real, refused = responses.update, asyncio.Event()
-
-    def update(*told: Any, **more: Any) -> None:
-        if left and more.get("status") == "completed":
-            refused.set()
-            raise left.pop()
-        real(*told, **more)
-
-    monkeypatch.setattr(responses, "update", update)
-    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.01)
-    made = await asked(control)
-    await asyncio.wait_for(refused.wait(), 60)
-    await going_on.stop()
-    row = responses.find(control.db, made.id)
-    assert row is not None and row.status == "completed" and not left and not going_on._answered
-
-
-@pytest.mark.parametrize("ends", ["its model is gone", "a day has passed", "it is cancelled"])
-async def test_an_end_that_a_full_disk_does_not_take_leaves_it_where_it_waits(control: Control, monkeypatch, ends: str):
-    """Nobody knew of it any more, and its row was queued until the next start."""
-    control.as_key("ann")
-    engines(control).lines = 0
-    made = await asked(control)
-    going_on, left = control.app.state.background, [sqlite3.OperationalError("database or disk is full")]
-    real = responses.update
-
-    def update(*told: Any, **more: Any) -> None:
-        if left and more.get("status") in ("failed", "cancelled"):
-            raise left.pop()
-        real(*told, **more)
-
-    monkeypatch.setattr(responses, "update", update)
-    row = responses.find(control.db, made.id)
-    assert row is not None and made.id in going_on._waiting
-
-    def end() -> None:
-        if ends == "it is cancelled":
-            going_on.cancel(row)
-        elif ends == "a day has passed":
-            going_on.keep_house(row.created_s + 2 * 86400)
-        else:
-            going_on._may_go(made.id, "nobodys", going_on._claims[made.id], set())
-
-    with pytest.raises(sqlite3.OperationalError):
-        end()
-    assert made.id in going_on._waiting and made.id in going_on._claims
-    end()
-    assert made.id not in going_on._waiting and not list(responses.unfinished(control.db))
+    assert failed and len(engines(control).sent) == 1
 
 
 async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Control):
@@ -240,32 +174,6 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
     assert not list(responses.unfinished(control.db))
     with pytest.raises(openai.NotFoundError):
         await control.sdk.responses.retrieve(other.id)
-
-
-@pytest.mark.parametrize("way", ["cancel", "delete", "revoke"])
-async def test_background_response_taken_back_charges_the_prompt(control: Control, way: str):
-    key_id = control.as_key("ann")
-    begun = asyncio.Event()
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        begun.set()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    engines(control).rule = rule
-    made = await asked(control, "x" * 4000, max_output_tokens=64)
-    await asyncio.wait_for(begun.wait(), 60)
-    if way == "revoke":
-        admin = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
-        (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=admin)).raise_for_status()
-    else:
-        await getattr(control.sdk.responses, way)(made.id)
-    async with asyncio.timeout(60):
-        while not (found := control.db.execute("SELECT * FROM usage").fetchall()):
-            await asyncio.sleep(0.002)
-    (row,) = found
-    assert (row["key_id"], row["model"], row["requests"]) == (key_id, "starter", 1)
-    assert row["prompt_tokens"] > 1000 and row["completion_tokens"] == 0
 
 
 async def test_what_has_ended_since_it_was_found_is_not_cancelled_and_is_deleted_once(control: Control):
@@ -313,6 +221,7 @@ async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks
         await asked(control, f"ann {number}", model=("starter@v1", "starter")[number % 2])
     control.as_key("ben")
     made = await asked(control, "ben")
+    await asyncio.sleep(0)
     engine.lines = 2
     async with asyncio.timeout(60):
         while len(engine.sent) < 2:
@@ -321,36 +230,6 @@ async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks
     assert {body["input"][0]["content"] for body in engine.sent} == {"ann 0", "ben"} and engine.most_at_once == 2
     held.set()
     await ended(control, made.id)
-
-
-async def test_those_that_begin_or_end_together_are_written_one_by_one(control: Control, monkeypatch):
-    """Rows of 4 MB: 32 that began at once held it for 1.8 s, and as they ended for 4."""
-    engines(control).lines = 0
-    made = [await asked(control, str(number)) for number in range(8)]
-    together, turn, written_in = asyncio.Event(), 0, list[int]()
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer:
-        if len(engines(control).sent) == len(made):
-            together.set()
-        await together.wait()
-        return EngineAnswer(200, answer(len(written_in), "2"), "v1")
-
-    async def turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    background = control.app.state.background
-    set_row = background._set
-    monkeypatch.setattr(background, "_set", lambda *told, **more: (written_in.append(turn), set_row(*told, **more))[1])
-    engines(control).rule = rule
-    others = asyncio.create_task(turns())
-    engines(control).lines = len(made)
-    for one in made:
-        assert (await ended(control, one.id)).status == "completed"
-    others.cancel()
-    assert len(written_in) == len(set(written_in)) == 2 * len(made), "others had a turn between two rows"
 
 
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
@@ -388,7 +267,7 @@ async def test_nothing_of_what_is_followed_is_read_parsed_or_written_on_the_loop
     monkeypatch.setattr(background_responses, "orjson", json_of)
     monkeypatch.setattr(objects, "orjson", json_of)
     monkeypatch.setattr(responses, "find", noted(responses.find))
-    told = [event async for event in control.app.state.background.follow(row, -1, WHO)]
+    told = [event async for event in control.app.state.background.follow(row.id, -1, WHO)]
     assert len(told) == 10 and len(seen) > 10 and threading.get_ident() not in seen
 
 
@@ -405,7 +284,7 @@ async def test_who_follows_misses_no_end_that_comes_while_a_thread_is_at_it(cont
 
     monkeypatch.setattr(objects, "next_event", ends_meanwhile)
     async with asyncio.timeout(background_responses.COMMENT_EVERY_S / 2):
-        told = [event async for event in background.follow(row, 1, WHO)]
+        told = [event async for event in background.follow(row.id, 1, WHO)]
     assert told[-1].startswith(b"event: response.incomplete") and b": waiting\n\n" not in told
 
 
@@ -426,20 +305,6 @@ def test_events_never_change_while_a_response_goes_on():
     assert told(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
 
 
-async def test_followers_that_do_not_read_hold_so_much_of_an_owner_and_no_more(control: Control, monkeypatch):
-    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
-    engines(control).lines = 0
-    made = await asked(control, instructions="x" * 6000)
-    row = responses.find(control.db, made.id)
-    background: BackgroundResponses = control.app.state.background
-    first = background.follow(row, -1, WHO)
-    assert b"response.created" in await anext(first)
-    with pytest.raises(openai.RateLimitError, match="hold"):
-        await control.sdk.with_options(max_retries=0).responses.retrieve(made.id, stream=True)
-    await first.aclose()
-    assert not background._followers.bytes
-
-
 async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control, monkeypatch):
     """A bound of 1 GiB took 4 of the disk, and one of 128 MiB 512 of memory."""
 
@@ -447,17 +312,10 @@ async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control
         row = responses.find(control.db, made.id)
         return row.bytes, len(f"{row.input}{row.response}{row.request or ''}".encode())
 
-    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 30_000)
     engines(control).lines = 0
     made = await asked(control, instructions="\U0001f600" * 2500)
     told, held = stored()
     assert told == held > 10_000
-    background: BackgroundResponses = control.app.state.background
-    first = background.follow(responses.find(control.db, made.id), -1, WHO)
-    assert b"response.created" in await anext(first)
-    with pytest.raises(openai.RateLimitError, match="hold"):
-        await control.sdk.with_options(max_retries=0).responses.retrieve(made.id, stream=True)
-    await first.aclose()
     await control.sdk.responses.cancel(made.id)
     told, held = stored()
     assert told == held
@@ -468,51 +326,6 @@ async def test_texts_are_counted_in_bytes_and_not_in_characters(control: Control
     assert told == held > 7000
 
 
-async def test_a_stream_that_is_asked_for_again_is_one_more_follower(control: Control, monkeypatch):
-    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
-    scripted(control, EngineAnswer(200, answer(1, "2", instructions="x" * 6000), "v1"))
-    background: BackgroundResponses = control.app.state.background
-    body = {"model": "starter", "input": "1+1?", "background": True, "stream": True, "instructions": "x" * 6000}
-    again = {"headers": {"idempotency-key": "once"}, "json": body}
-    told = (await control.http.post("/v1/responses", **again)).text
-    assert "response.completed" in told
-    row = responses.find(control.db, json.loads(told.partition("data: ")[2].partition("\n")[0])["response"]["id"])
-    first = background.follow(row, -1, WHO)  # nobody has asked it for an event yet
-    refused = await control.http.post("/v1/responses", **again)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
-    del first
-    await asyncio.sleep(0)
-    assert not background._followers.bytes, "one that never began has left, too"
-    assert "response.completed" in (await control.http.post("/v1/responses", **again)).text
-
-
-async def test_a_follower_holds_what_the_answer_has_become(control: Control, monkeypatch):
-    monkeypatch.setattr(followers, "FOLLOWED_BYTES", 20_000)
-    engines(control).lines = 0
-    made = await asked(control)
-    row = responses.find(control.db, made.id)
-    background: BackgroundResponses = control.app.state.background
-    both = [background.follow(row, -1, WHO) for _ in range(2)]
-    for one in both:
-        assert b"response.created" in await anext(one) and b"response.queued" in await anext(one)
-    responses.update(control.db, made.id, status="completed", response=json.dumps(answer(1, "x" * 8000)))
-    assert b"response.in_progress" in await anext(both[0])
-    told = [event async for event in both[1]]
-    assert len(told) == 1 and b"event: error" in told[0] and b"too_many_streams" in told[0]
-    assert b"response.completed" in [event async for event in both[0]][-1]
-    assert not background._followers.bytes
-
-
-async def test_an_answer_that_its_engine_gave_back_is_charged_once(control: Control):
-    given_back: list[int] = []
-    background: BackgroundResponses = control.app.state.background
-    background._metering.give_back = lambda key, tokens: given_back.append(tokens)
-    scripted(control, *[LineReturned("wanted", yielded=True)] * 2, EngineAnswer(200, answer(1, "at last"), "v1"))
-    made = await asked(control)
-    assert (await ended(control, made.id)).output_text == "at last"
-    assert len(given_back) == 2 and given_back[0] > 0
-
-
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):
     engines(control).lines = 0
     made = await asked(control)
@@ -520,7 +333,7 @@ async def test_a_restart_takes_up_what_is_unfinished(control: Control):
     responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
     engines(control).lines = 4
     scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
-    again = BackgroundResponses(control.context, control.app.state.responses, control.app.state.batches.metering)
+    again = BackgroundResponses(control.context, control.app.state.responses)
     again.start()
     try:
         assert (await ended(control, made.id)).output_text == "after all"
@@ -528,40 +341,30 @@ async def test_a_restart_takes_up_what_is_unfinished(control: Control):
         await again.stop()
 
 
-async def test_one_that_waits_for_a_day_fails_and_one_of_a_revoked_key_goes(control: Control):
+async def test_background_response_that_waits_for_a_day_fails(control: Control, monkeypatch):
+    monkeypatch.setattr(background_responses, "DAY_S", 0.05)
     engines(control).lines = 0
-    made = await asked(control)
-    row, _ = keys.create(control.db, "laptop", ["inference"])
-    theirs = {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference"}
-    body = {"model": "starter", "input": "x", "background": True}
-    other = (await control.http.post("/v1/responses", json=body, headers=theirs)).json()
-    keys.revoke(control.db, row.id)
-    await control.app.state.responses.keep_house(time.time())
-    control.app.state.background.keep_house(time.time() + 86401)
-    found = await control.sdk.responses.retrieve(made.id)
+    found = await ended(control, (await asked(control)).id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
-    assert responses.find(control.db, other["id"]) is None and not list(responses.unfinished(control.db))
+    assert engines(control).wanted == [] == engines(control).sent
 
 
-async def test_housekeeping_reads_none_that_wait(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """An owner has 200 of 2 MiB: reading them held the loop for 0.6 s, every half minute, and a start all in memory."""
+async def test_background_response_ends_with_its_key(control: Control):
     engines(control).lines = 0
-    for _ in range(3):
-        await asked(control, "x" * 1000)
-    reads: list[str] = []
-    find = responses.find
+    key_id = control.as_key("ann")
+    made = await asked(control)
+    (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
+    await control.app.state.background.revoked_ended()
+    row = responses.find(control.db, made.id)
+    assert row is not None and row.status == "failed" and "was revoked" in row.response
+    assert engines(control).wanted == [] == engines(control).sent
 
-    def counted(db: Database, response_id: str) -> ResponseRow | None:
-        reads.append(response_id)
-        return find(db, response_id)
 
-    monkeypatch.setattr(responses, "find", counted)
-    control.app.state.background.keep_house(time.time())
-    assert not reads
-    waiting = responses.unfinished(control.db)
-    assert len([next(waiting)]) == len(reads) == 1, "one after the other"
-    control.app.state.background.keep_house(time.time() + 86401)
-    assert len(set(reads)) == 3 and not list(responses.unfinished(control.db))
+async def test_background_response_is_asked_for_its_key(control: Control):
+    key_id = control.as_key("ann")
+    scripted(control, EngineAnswer(200, answer(1), "v1"))
+    await ended(control, (await asked(control)).id)
+    assert engines(control).asked_by == [key_id]
 
 
 async def test_what_an_answer_adds_counts_for_its_owner_at_once(control: Control):
@@ -571,53 +374,6 @@ async def test_what_an_answer_adds_counts_for_its_owner_at_once(control: Control
     assert (await ended(control, (await asked(control)).id)).status == "completed"
     assert control.app.state.responses._bytes - before > 100_000
     assert sum(control.app.state.responses._unchecked.values()) > 100_000
-
-
-async def test_what_it_cost_is_counted_for_its_key(control: Control):
-    row, _ = keys.create(control.db, "laptop", ["inference"])
-    theirs = {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference"}
-    spent = {"input_tokens": 11, "output_tokens": 7, "total_tokens": 18}
-    scripted(control, EngineAnswer(200, answer(1, usage=spent), "v1"))
-    body = {"model": "starter", "input": "x", "background": True}
-    made = (await control.http.post("/v1/responses", json=body, headers=theirs)).json()
-    async with asyncio.timeout(60):
-        while not responses.find(control.db, made["id"]).finished:  # type: ignore[union-attr]
-            await asyncio.sleep(0.002)
-    (found,) = control.db.execute("SELECT key_id, prompt_tokens, completion_tokens FROM usage").fetchall()
-    assert tuple(found) == (row.id, 11, 7)
-
-
-@pytest.mark.parametrize("limit", ["tokens_per_day", "tokens_per_minute", "requests_per_minute"])
-async def test_its_keys_limits_hold_back_what_was_accepted_and_nobody_else(control: Control, limit: str, monkeypatch):
-    monkeypatch.setattr(background_responses, "LOOK_EVERY_S", 0.005)
-    details = {
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
-    used = {"input_tokens": 4, "output_tokens": 1, "total_tokens": 5, **details}
-
-    async def rule(_: dict[str, Any]) -> EngineAnswer:
-        return EngineAnswer(200, answer(1, "2", usage=used), "v1")
-
-    engines(control).rule, engines(control).lines = rule, 1
-    key_id = control.as_key("spender", **{limit: 1})
-    first, second = await asked(control), await asked(control)
-    assert (await ended(control, first.id)).status == "completed"
-    spender = dict(control.http.headers)
-    control.as_key("other")
-    assert (await ended(control, (await asked(control)).id)).status == "completed"
-    control.http.headers.update(spender)
-    assert (await control.sdk.responses.retrieve(second.id)).status == "queued" and len(engines(control).sent) == 2
-    keys.update(control.db, key_id, **{limit: None})
-    assert (await ended(control, second.id)).status == "completed"
-
-
-async def test_one_whose_keys_quota_comes_back_too_late_fails_and_says_so(control: Control, monkeypatch):
-    monkeypatch.setattr(background_responses, "DAY_S", 0.0)
-    control.as_key("spender", tokens_per_day=0)
-    found = await ended(control, (await asked(control)).id)
-    assert (found.status, found.error.code) == ("failed", "rate_limit_exceeded") and "quota" in found.error.message
-    assert not engines(control).sent
 
 
 async def test_a_repeated_request_makes_one(control: Control):
@@ -655,7 +411,7 @@ async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch
     monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
     engines(control).lines = 0
     made = await asked(control)
-    follow = control.app.state.background.follow(responses.find(control.db, made.id), -1, WHO)
+    follow = control.app.state.background.follow(made.id, -1, WHO)
     assert (await anext(follow)).startswith(b"event: response.created\n")
     assert (await anext(follow)).startswith(b"event: response.queued\n")
     assert await anext(follow) == b": waiting\n\n"

@@ -14,9 +14,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batches import input_lines, share, work
+from appliance.controller.batches import input_lines, work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.bus import asking
 from appliance.controller.files import quarantine
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.objects import batches, models
@@ -45,8 +46,8 @@ def jsonl(rows: list[Any]) -> bytes:
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
-    return control.context.batch_engines
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    return control.context.sampling_engines
 
 
 async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:
@@ -191,6 +192,41 @@ async def test_requests_that_are_no_batch_are_refused(control: Control):
             await call("batch_unknown")
 
 
+async def test_batch_lines_are_asked_for_its_key_and_stored_nowhere(control: Control):
+    key_id = control.as_key("ann")
+    rows = [line(0, url="/v1/responses", body={"model": "starter", "input": "x", "store": True})]
+    assert (await ended(control, await begun(control, rows, "/v1/responses"))).status == "completed"
+    assert engines(control).asked_by == [key_id]
+    assert engines(control).sent == [{"model": "starter", "input": "x", "store": False}]
+
+
+async def test_batch_says_which_limit_of_its_key_it_waits_for(control: Control, monkeypatch):
+    monkeypatch.setattr(asking, "MOST_RETRY_S", 0.01)
+    spent = {"error": {"message": "This API key has used up its quota.", "code": "insufficient_quota"}}
+
+    async def rule(_: dict[str, Any]) -> EngineAnswer:
+        return EngineAnswer(429, spent)
+
+    engines(control).rule = rule
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    batch = await until(control, batch_id, lambda b: b.waiting_for)
+    assert (batch.status, batch.waiting_for) == ("in_progress", spent["error"]["message"])
+    engines(control).rule = None
+    assert (await ended(control, batch_id)).request_counts.completed == 3
+
+
+async def test_batch_asks_again_while_a_gateway_does_not_know_its_key(control: Control, monkeypatch):
+    monkeypatch.setattr(work, "LOOK_EVERY_S", 0.01)
+    refused = iter([EngineAnswer(401, {"error": {"message": "no", "code": "invalid_api_key"}})])
+
+    async def rule(_: dict[str, Any]) -> EngineAnswer | None:
+        return next(refused, None)
+
+    engines(control).rule = rule
+    batch = await ended(control, await begun(control, [line(0)]))
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+
+
 async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
@@ -232,33 +268,6 @@ async def test_a_line_that_was_called_back_is_sent_again_and_answered_once(contr
     batch = await ended(control, await begun(control, [line(0), line(1)]))
     assert batch.request_counts.completed == 2 and len(seen) == 10
     assert len(await content(control, batch.output_file_id)) == 2
-
-
-async def test_a_line_that_ends_engines_ends_two_and_fails_no_other_line(control: Control):
-    """All lines that are at the engine with it die with it, and are asked alone later."""
-    first, full, deaths = 0, asyncio.Event(), 0
-
-    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
-        nonlocal first, deaths
-        deadly = body["messages"][0]["content"] == "0+1?"
-        if first < 4:
-            first += 1
-            if first == 4:
-                full.set()
-            await full.wait()
-        elif not deadly:
-            return None
-        deaths += deadly
-        raise LineReturned("connection lost", yielded=False)
-
-    engines(control).rule = rule
-    batch = await ended(control, await begun(control, [line(n) for n in range(12)]))
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (11, 1) and deaths == 2
-    alone = [body["messages"][0]["content"] for body in engines(control).sent_alone]
-    assert sorted(alone) == ["0+1?", "1+1?", "2+1?", "3+1?"], "those that were there as it died"
-    (failed,) = await content(control, batch.error_file_id)
-    assert failed["custom_id"] == "r0" and failed["response"]["status_code"] == 502
-    assert failed["response"]["body"]["error"]["code"] == "engines_died"
 
 
 async def _hang_after(control: Control, answered: int) -> None:
@@ -346,7 +355,7 @@ async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
     answered_before = {json.loads(row)["custom_id"] for row in kept}
     sent_before = len(engines(control).sent)
     quarantine.sweep(control.context)
-    runner = BatchRunner(control.context, control.app.state.batches.metering)
+    runner = BatchRunner(control.context)
     runner.start()
     async with asyncio.timeout(60):
         await runner.tasks.idle()
@@ -376,7 +385,7 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     )
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
-    runner = BatchRunner(control.context, control.app.state.batches.metering)
+    runner = BatchRunner(control.context)
     runner.start()
     async with asyncio.timeout(60):
         await runner.tasks.idle()
@@ -446,19 +455,6 @@ async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypat
     assert len(await content(control, batch.output_file_id)) == 3
 
 
-async def test_the_oldest_batch_of_a_model_goes_first(control: Control):
-    engines(control).lines = 0
-    first = await begun(control, [line(n) for n in range(4)])
-    await until(control, first, lambda b: b.status == "in_progress")
-    second = await begun(control, [line(n) for n in range(10, 14)])
-    batch = await until(control, second, lambda b: b.waiting_for)
-    assert batch.waiting_for == "an older batch at the same engines goes first"
-    engines(control).lines = 1
-    await ended(control, second)
-    asked = [body["messages"][0]["content"] for body in engines(control).sent]
-    assert asked == [f"{n}+1?" for n in (*range(4), *range(10, 14))]
-
-
 async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
     """The lines of one owner's batch, 32 times 50,000 of them, kept everybody else's waiting."""
     control.as_key("ann")
@@ -472,24 +468,6 @@ async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
     await ended(control, second)
     asked = [body["messages"][0]["content"] for body in engines(control).sent]
     assert asked.index("103+1?") < 12
-
-
-@pytest.mark.parametrize(
-    ("lines", "flying", "given"),
-    [
-        (4, {"ann": 4}, {"ben": 1}),
-        (1, {"ann": 4}, {"ben": 1}),  # interactive requests have come
-        (0, {"ann": 4}, {}),  # no engine is open
-        (4, {"ann": 4, "cyd": 1}, {}),
-        (4, {"ann": 3}, {"ben": 1}),
-        (4, {"cyd": 4}, {"ann": 1}),
-    ],
-)
-def test_where_one_owner_has_all_places_another_has_one_beside_them(
-    lines: int, flying: dict[str, int], given: dict[str, int]
-):
-    """He waited for the end of a line, which may be as long as a model may write."""
-    assert share.slots(lines, {"ann": 9, "ben": 3}, flying, {"ben": 1}) == given
 
 
 async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks(control: Control):
@@ -513,47 +491,15 @@ async def test_owners_take_turns_however_many_names_of_the_same_engines_one_asks
     assert len(engine.sent) == 44 and engine.most_at_once == 2
 
 
-async def test_a_line_that_comes_back_wakes_one_batch_of_each_owner(control: Control):
-    """All of them looked whether they may send, five owners' hundred and sixty: 50 ms of the loop for each line."""
-    engine, runner = engines(control), control.app.state.batches
-    engine.lines = 1
-    held = asyncio.Event()
-
-    async def rule(_: dict[str, Any]) -> None:
-        await held.wait()
-
-    engine.rule = rule
-    for owner in ("ann", "bob"):
-        control.as_key(owner)
-        for _ in range(4):
-            await begun(control, [line(0), line(1)])
-    works = runner._works.values()
-    async with asyncio.timeout(60):
-        while not all(one.opened for one in works) or not any(one.flying for one in works):
-            await asyncio.sleep(0.005)
-    asking = next(one for one in works if one.flying)
-    for one in works:
-        one.wake.clear()
-    runner.returned(asking)
-    woken = [one.owner for one in works if one.wake.is_set()]
-    assert asking.wake.is_set() and sorted(woken) == ["ann", "bob"] and len(works) == 8
-    held.set()
-    engine.rule, engine.lines = None, 4
-    await asyncio.wait_for(runner.tasks.idle(), 60)
-    assert len(engine.sent) == 16
-
-
 async def test_a_line_that_meets_a_bug_fails_its_batch_and_leaves_its_place_to_others(control: Control, monkeypatch):
     """It used to stay among those at engines: four such lines of one owner kept everybody's batches of the model from
     all engines until they expired."""
-    real = engines(control).send
 
-    async def send(model: str, url: str, body: dict[str, Any], request_id: str, **more: Any) -> EngineAnswer:
+    async def rule(body: dict[str, Any]) -> None:
         if body.get("user") == "bug":
             raise RecursionError
-        return await real(model, url, body, request_id, **more)
 
-    monkeypatch.setattr(engines(control), "send", send)
+    engines(control).rule = rule
     monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
     control.as_key("ann")
     odd = {"model": "starter", "messages": [{"role": "user", "content": "1"}], "user": "bug"}
@@ -602,30 +548,6 @@ async def test_a_batch_goes_on_when_even_its_failure_could_not_be_written(contro
     batch = await ended(control, batch_id)
     assert not full and batch.status == "completed" and batch.request_counts.completed == 3
     assert len(await content(control, batch.output_file_id)) == 3 and control.context.background.degraded() == []
-
-
-async def test_lines_are_read_some_at_a_time_and_others_come_between(control: Control, monkeypatch):
-    """All for which engines had room were read in one go, and each may have eight megabytes."""
-    monkeypatch.setattr(work, "_READ_AT_ONCE_BYTES", 1)
-    engines(control).lines = 8
-    turn, read_in = 0, list[int]()
-    parse = work.input_lines.parse
-
-    async def others() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    def noted(raw: bytes) -> dict[str, Any]:
-        read_in.append(turn)
-        return parse(raw)
-
-    monkeypatch.setattr(work.input_lines, "parse", noted)
-    counting = asyncio.create_task(others())
-    batch = await ended(control, await begun(control, [line(n) for n in range(8)]))
-    counting.cancel()
-    assert batch.status == "completed" and len(read_in) == 8 == len(set(read_in))
 
 
 async def test_the_errors_of_a_batch_are_short_whatever_its_lines_name(control: Control):

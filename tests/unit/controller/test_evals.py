@@ -127,7 +127,8 @@ async def test_who_makes_the_box_ask_a_model_needs_the_scope_of_inference_and_th
 
 async def test_a_model_without_a_chat_template_is_asked_nothing_and_no_engine_is_wanted(control: Control):
     """Runs that sample or judge and graders are refused when they are made; work that was accepted before, in words."""
-    key_id, sent = control.as_key("ann", owner="ann"), answers(control, "yes")
+    control.as_key("ann", owner="ann")
+    sent = answers(control, "yes")
     judged, plain = await made(control, ASKERS), await made(control)
     models.update_version(control.db, "starter", "v1", meta={"chat_template": False})
     for path, body in (
@@ -138,17 +139,9 @@ async def test_a_model_without_a_chat_template_is_asked_nothing_and_no_engine_is
     ):
         error = (await control.http.post(f"/v1{path}", json=body)).json()["error"]
         assert error["code"] == "model_not_supported" and "has no chat template" in error["message"], (path, error)
-    told = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 5.0)
-    assert "has no chat template" in told.error and not sent
+    assert not sent
     model_settings.add(control.db, "starter", {"chat_template": "{{ messages[0].content }}"}, "d", "ann", 0.0)
     assert (await ended(control, plain, asked())).status == "completed" and sent, "it was given one"
-
-
-async def test_work_of_a_key_without_inference_asks_no_model(control: Control):
-    """Also work that was accepted by an older box."""
-    key_id, sent = control.as_key("tuner", scopes=["fine_tuning"]), answers(control, "yes")
-    told = await control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 5.0)
-    assert told.error == "the key that asks needs the scope: inference" and not sent
 
 
 async def ended(control: Control, eval_id: str, source: Any) -> Any:
@@ -159,7 +152,7 @@ async def ended(control: Control, eval_id: str, source: Any) -> Any:
 
 
 def answers(control: Control, text: str) -> list[dict[str, Any]]:
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
     sent: list[dict[str, Any]] = []
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
@@ -168,7 +161,7 @@ def answers(control: Control, text: str) -> list[dict[str, Any]]:
         used = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
         return EngineAnswer(200, {"choices": [choice], "usage": used}, "v1")
 
-    control.context.batch_engines.rule = rule
+    control.context.sampling_engines.rule = rule
     return sent
 
 
@@ -432,8 +425,8 @@ async def test_what_no_item_has_is_refused_with_the_run(control: Control):
 
 async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     control.as_key("carol")
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
-    control.context.batch_engines.lines = 0
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    control.context.sampling_engines.lines = 0
     eval_id = await made(control)
     run = await control.sdk.evals.runs.create(eval_id, data_source=asked())
     while len(evals.queued_items(control.db, run.id, 9)) != 2:
@@ -441,7 +434,7 @@ async def test_a_run_is_cancelled_and_keeps_what_was_judged(control: Control):
     cancelled = await control.sdk.evals.runs.cancel(run.id, eval_id=eval_id)
     assert cancelled.status == "canceled" and cancelled.result_counts.total == 2
     await control.app.state.evaluations.tasks.idle()
-    assert control.context.batch_engines.wanted == []
+    assert control.context.sampling_engines.wanted == []
     assert [one.id async for one in control.sdk.evals.runs.list(eval_id, status="canceled")] == [run.id]
     assert (await control.sdk.evals.runs.delete(run.id, eval_id=eval_id)).deleted
 
@@ -465,13 +458,37 @@ async def test_a_run_that_is_deleted_while_it_is_prepared_ends_without_a_word(
     assert (await control.http.get(f"/v1/evals/{eval_id}/runs/{run.id}")).status_code == 404
 
 
+async def test_slow_item_keeps_no_other_from_being_judged(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "AT_ONCE", 2)
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    slow, said = asyncio.Event(), list[str]()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        said.append(text := body["messages"][-1]["content"])
+        if said.index(text) == 0:
+            await slow.wait()
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
+        return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
+
+    control.context.sampling_engines.rule = rule
+    items = {"type": "file_content", "content": [{"item": {"answer": str(n)}} for n in range(6)]}
+    run = await control.sdk.evals.runs.create(await made(control), data_source=asked(source=items))
+    async with asyncio.timeout(60):
+        while len(evals.queued_items(control.db, run.id, 9)) > 1:
+            await asyncio.sleep(0.002)
+    slow.set()
+    await control.app.state.evaluations.tasks.idle()
+    found = evals.find_run(control.db, run.id)
+    assert found is not None and found.status == "completed" and sum(found.counts.values()) == 6
+
+
 async def test_after_a_restart_the_rest_is_judged_once(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "AT_ONCE", 1)
     eval_id = await made(control)
     stored = EvalRunner._store
 
-    async def once(self: EvalRunner, *args: Any) -> bool:
-        await stored(self, *args)
+    def once(self: EvalRunner, *args: Any) -> bool:
+        stored(self, *args)
         raise asyncio.CancelledError  # as if the controller ended here
 
     monkeypatch.setattr(EvalRunner, "_store", once)
@@ -501,14 +518,14 @@ async def test_a_revoked_keys_run_fails_and_says_so(control: Control):
 
 async def test_a_key_that_is_revoked_while_an_item_is_judged_has_no_more_of_it_judged(control: Control):
     key_id = control.as_key("carol")
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
 
     async def rule(body: dict[str, Any]) -> EngineAnswer:
         keys.revoke(control.db, key_id)
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
         return EngineAnswer(200, {"choices": [choice], "usage": {}}, "v1")
 
-    control.context.batch_engines.rule = rule
+    control.context.sampling_engines.rule = rule
     run = await control.sdk.evals.runs.create(await made(control), data_source=asked())
     await control.app.state.evaluations.tasks.idle()
     found = evals.find_run(control.db, run.id)
@@ -967,7 +984,7 @@ async def test_what_the_data_has_is_not_written_again(control: Control):
 
 async def test_the_row_of_a_run_is_no_longer_than_its_body(control: Control):
     """With \\u00e9 for each of its characters a body of 3 MiB was a row of 9, which held the loop for 55 ms."""
-    control.context.batch_engines.lines = 0
+    control.context.sampling_engines.lines = 0
     eval_id = await made(control)
     await control.sdk.evals.runs.create(eval_id, data_source=asked())  # the next one waits for its turn
     items = given(*(("\u00e9" * 500, "b") for _ in range(10)))
@@ -977,76 +994,8 @@ async def test_the_row_of_a_run_is_no_longer_than_its_body(control: Control):
     assert evals.find_run(control.db, run.id).data_source == items
 
 
-async def test_of_what_one_key_asks_a_model_few_wait_for_it(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """Each looks whenever anything changes: a run that asked 256 things took 60 ms of the loop every time."""
-    key_id = control.as_key("carol")
-    looks: list[str] = []
-    models = control.app.state.evaluations._answers
-    room = models._room
-    monkeypatch.setattr(models, "_room", lambda model, asker: looks.append(model) or False)
-    body = {"model": "starter", "messages": []}
-    asking = [asyncio.create_task(models.ask(key_id, body, 60)) for _ in range(4 * model_answers.MAX_OF_A_KEY)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert len(looks) == model_answers.MAX_OF_A_KEY
-    answers(control, "yes")
-    monkeypatch.setattr(models, "_room", room)
-    assert {answer.text for answer in await asyncio.gather(*asking)} == {"yes"}
-    assert not models._turns
-
-
-async def test_who_waits_for_an_engine_looks_for_room_and_for_nothing_else(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """Of one owner's 384 questions each looked up its key and its model whenever anything changed: 70 ms."""
-    key_id = control.as_key("carol")
-    waiting = control.app.state.evaluations._answers
-    looks, refusals = list[str](), list[str]()
-    refused = waiting._refused
-    monkeypatch.setattr(waiting, "_room", lambda model, asker: looks.append(model) or False)
-    monkeypatch.setattr(waiting, "_refused", lambda *asked: (refusals.append(asked[2]), refused(*asked))[1])
-
-    async def asked_until(looked: int) -> asyncio.Task[Any]:
-        asking = asyncio.create_task(waiting.ask(key_id, {"model": "starter", "messages": []}, 60))
-        while len(looks) < looked:
-            await control.context.batch_engines.changed(1)
-        return asking
-
-    (await asked_until(20)).cancel()
-    assert refusals == ["starter"]
-    monkeypatch.setattr(model_answers, "REFUSED_EVERY_S", 0.01)
-    asking = await asked_until(25)
-    keys.revoke(control.db, key_id)
-    assert "revoked" in (await asking).error, "it hears of it all the same"
-
-
-@pytest.mark.parametrize("ends", ["key", "model"])
-async def test_what_is_at_an_engine_ends_with_its_key_and_its_model(
-    control: Control, monkeypatch: pytest.MonkeyPatch, ends: str
-):
-    """Eight answers of an evaluation, each as long as a model may write, went on after their key was revoked."""
-    key_id, engine = control.as_key("carol"), control.context.batch_engines
-    waiting, begun, paid = control.app.state.evaluations._answers, asyncio.Event(), list[dict[str, Any]]()
-    monkeypatch.setattr(model_answers, "REFUSED_EVERY_S", 0.01)
-    monkeypatch.setattr(waiting._metering, "pay", paid.extend)
-
-    async def rule(_: dict[str, Any]) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    engine.rule = rule
-    asking = asyncio.create_task(waiting.ask(key_id, {"model": "starter", "messages": []}, 3600))
-    await begun.wait()
-    if ends == "key":
-        keys.revoke(control.db, key_id)
-    else:
-        keys.update(control.db, key_id, models=["another"])
-    assert ("revoked" if ends == "key" else "does not exist") in (await asking).error
-    assert not engine._at_once and not waiting._flying and [row["key"] for row in paid] == [key_id]
-
-
 async def test_questions_share_the_places_of_engines_by_whatever_names_they_ask_them(control: Control):
-    key_id, engine = control.as_key("carol"), control.context.batch_engines
+    key_id, engine = control.as_key("carol"), control.context.sampling_engines
     engine.lines, engine.hosts, held = 2, {"starter@v1": "starter"}, asyncio.Event()
 
     async def rule(_: dict[str, Any]) -> None:
@@ -1064,13 +1013,13 @@ async def test_questions_share_the_places_of_engines_by_whatever_names_they_ask_
         await engine.changed(1)
     assert len(engine.sent) == 2
     held.set()
-    assert {told.status for told in await asyncio.gather(*asking)} == {200} and not waiting._flying
+    assert {told.status for told in await asyncio.gather(*asking)} == {200}
 
 
 async def test_owners_take_turns_at_engines_however_much_one_of_them_asks(control: Control):
     """Who had asked first went first: with many names of the same engines, or jobs, one owner had hundreds of questions
     in front of another's."""
-    engine, waiting = control.context.batch_engines, control.app.state.evaluations._answers
+    engine, waiting = control.context.sampling_engines, control.app.state.evaluations._answers
     engine.lines, told = 0, list[str]()
 
     async def rule(body: dict[str, Any]) -> None:
@@ -1088,61 +1037,6 @@ async def test_owners_take_turns_at_engines_however_much_one_of_them_asks(contro
     engine.lines = 1
     assert {one.status for one in await asyncio.gather(*asking)} == {200}
     assert told[:4].count("dave") == 2, told
-
-
-async def test_another_owner_waits_for_no_answer_where_one_has_all_places(control: Control):
-    """Beside sixteen questions of long answers another's four short ones waited a minute, on a box, instead of 4 s."""
-    engine, waiting = control.context.batch_engines, control.app.state.evaluations._answers
-    engine.lines, sent, held = 2, list[str](), asyncio.Event()
-
-    async def rule(body: dict[str, Any]) -> None:
-        sent.append(owner := body["messages"][0]["content"])
-        if owner == "carol":
-            await held.wait()
-
-    engine.rule = rule
-
-    def ask(owner: str, key_id: str) -> asyncio.Task[Any]:
-        body = {"model": "starter", "messages": [{"role": "user", "content": owner}]}
-        return asyncio.create_task(waiting.answer(key_id, model_answers.URL, body, 60))
-
-    carol, dave = control.as_key("carol"), control.as_key("dave")
-    long = [ask("carol", carol) for _ in range(4)]
-    while len(sent) < 2:
-        await engine.changed(1)
-    assert {one.status for one in await asyncio.gather(*(ask("dave", dave) for _ in range(3)))} == {200}
-    assert sent == ["carol"] * 2 + ["dave"] * 3
-    held.set()
-    await asyncio.gather(*long)
-
-
-async def test_limits_that_hold_back_a_keys_questions_are_asked_once_for_all(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """384 of one key that had its minute's requests took the loop 70 ms whenever anything changed, room or not."""
-    key_id = control.as_key("carol")
-    waiting = control.app.state.evaluations._answers
-    monkeypatch.setattr(model_answers, "LIMITED_EVERY_S", 3600.0)
-    room, looks, asked, refusals = waiting._room, list[str](), list[int](), list[str]()
-    refused, is_limited = waiting._refused, True
-    monkeypatch.setattr(waiting, "_room", lambda model, asker: looks.append(model) or room(model, asker))
-    monkeypatch.setattr(waiting, "_refused", lambda *told: (refusals.append(told[2]), refused(*told))[1])
-    monkeypatch.setattr(
-        waiting._metering,
-        "waits_for",
-        lambda key, tokens, **_: asked.append(tokens) or ("its limit" if is_limited else ""),
-    )
-    body = {"model": "starter", "messages": []}
-    asking = [asyncio.create_task(waiting.ask(key_id, body, 60)) for _ in range(8)]
-    for _ in range(10):
-        await control.context.batch_engines.changed(1)
-    assert (len(asked), len(looks)) == (1, 1), "its others did not even look for room"
-    assert len(refusals) == 8, "each once, whether it may ask at all"
-    is_limited = False
-    answers(control, "yes")
-    waiting._held_until_s[key_id] = 0.0
-    assert {answer.text for answer in await asyncio.gather(*asking)} == {"yes"}
-    assert len(asked) == 9 and not waiting._held_until_s
 
 
 def test_a_sample_is_read_from_its_text_or_its_first_choice() -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.batches.metering import Metering
-from appliance.controller.grading import grader_routes, model_answers
+from appliance.controller.grading import grader_routes
 from appliance.controller.grading import judged as judged_module
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
 from appliance.controller.grading.saying import Saying
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
-from appliance.store.records import usage
 from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import SCOPES, Control
+from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_evals import CHECK
 from tests.unit.controller.test_jobs import prompts
 from train.graders import host as host_module
@@ -38,8 +35,8 @@ JUDGE: Any = {
 
 
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
-    return control.context.batch_engines
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    return control.context.sampling_engines
 
 
 def judged(control: Control, *answers: str | EngineAnswer | LineReturned) -> list[dict[str, Any]]:
@@ -147,8 +144,8 @@ async def test_code_runs_in_the_sandbox_or_is_refused_at_once(control: Control, 
     assert caught.value.code == "python_graders_unavailable" and "no Landlock" in caught.value.message
 
 
-async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control, monkeypatch: pytest.MonkeyPatch):
-    control.as_key("carol")
+async def test_a_model_of_the_box_judges_and_is_asked_for_the_key(control: Control, monkeypatch: pytest.MonkeyPatch):
+    key_id = control.as_key("carol")
     clock = itertools.count()  # a second between two looks
     monkeypatch.setattr(judged_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     sent = judged(control, json.dumps({"reason": "close", "result": 0.75}))
@@ -158,28 +155,7 @@ async def test_a_model_of_the_box_judges_and_is_paid_for(control: Control, monke
     assert found.metadata.execution_time > 1, "with the time of the judge"
     assert found.api_model_grader_token_usage_per_model == {"starter": {"total_tokens": 29}}
     assert sent[0]["messages"] == [{"role": "user", "content": "2+2: 4"}] and "structured_outputs" in sent[0]
-    assert engines(control).wanted == []
-    rows = usage.report(control.context.db, "model", 0, time.time())
-    assert [(row.name, row.prompt_tokens, row.completion_tokens) for row in rows] == [("starter", 20, 9)]
-
-
-async def test_a_question_on_which_an_engine_dies_is_asked_once_more_and_alone(control: Control, monkeypatch):
-    """It may have stood beside the one that kills engines: only a second death is its own."""
-    died, gave_back = LineReturned("its engine died", yielded=False), LineReturned("its engine leaves", yielded=True)
-    send, alone = engines(control).send, []
-
-    async def noted(*arguments: Any, **options: Any) -> EngineAnswer:
-        alone.append(options["alone"])
-        return await send(*arguments, **options)
-
-    monkeypatch.setattr(engines(control), "send", noted)
-    judged(control, gave_back, died, gave_back, '{"reason": "", "result": 1}')
-    assert (await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})).reward == 1
-    assert alone == [False, False, True, True]
-    judged(control, died, died)
-    found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
-    assert found.metadata.errors.api_model_grader_server_error
-    assert "had it alone" in (found.metadata.errors.api_model_grader_server_error_details or "")
+    assert engines(control).wanted == [] and engines(control).asked_by == [key_id]
 
 
 async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Control):
@@ -195,10 +171,20 @@ async def test_an_answer_that_is_no_grade_or_an_error_has_its_flag(control: Cont
 
 async def test_a_judge_without_engines_says_so_in_time(control: Control, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grader_routes, "ANSWER_WITHIN_S", 0.05)
-    monkeypatch.setattr(model_answers, "LOOK_EVERY_S", 0.01)
     engines(control).lines = 0
     found = await control.sdk.fine_tuning.alpha.graders.run(grader=JUDGE, model_sample="", item={"q": ""})
     assert "no answer within" in (found.metadata.errors.api_model_grader_server_error_details or "")
+
+
+async def test_judge_of_a_key_that_ends_says_so(control: Control):
+    key_id = control.as_key("carol")
+    engines(control).lines = 0
+    asking = asyncio.create_task(control.app.state.graders.ask(key_id, {"model": "starter", "messages": []}, 60.0))
+    async with asyncio.timeout(60):
+        while not engines(control).wanted:
+            await asyncio.sleep(0)
+    (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)).raise_for_status()
+    assert (await asking).error == "the key that asks was revoked" and not engines(control).sent
 
 
 async def judged_job(control: Control) -> str:
@@ -213,11 +199,10 @@ def answers_of(*texts: str) -> dict[str, Any]:
 async def test_a_job_says_that_it_waits_for_its_judge_and_goes_on(control: Control, monkeypatch: pytest.MonkeyPatch):
     """It stood still for 74 s while its judge's engines were started again, and its events had not a word of it; after
     five minutes without one (a mode `train`) it failed."""
-    monkeypatch.setattr(model_answers, "LOOK_EVERY_S", 0.01)
     job_id, context = await judged_job(control), control.context
     judged(control, '{"result": 1}')
     engines(control).lines, hosts = 0, GraderHosts()
-    answers = ModelAnswers(context, Metering(control.db, context.publish_keys))
+    answers = ModelAnswers(context)
     grading = RolloutGrading(context, hosts, answers, Saying(context, after_s=0.01))
     asking = asyncio.create_task(grading.grade(job_id, answers_of("good")))
     try:

@@ -7,26 +7,25 @@ from fractions import Fraction
 
 import pytest
 
-from appliance.controller.batches.metering import Metering
+from appliance.controller.access.spending import Spending
 from appliance.controller.grading.sampling import PATIENCE_S, TRIES, RolloutSampling
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.store.objects import jobs
 from tests.simulator.control_plane import SimulatedEngines
-from tests.unit.controller.conftest import Control
-from tests.unit.controller.test_batch_metering import spent
+from tests.unit.controller.conftest import Control, spent
 
 ROOM = 4
 
 
 @pytest.fixture
 def engines(control: Control) -> SimulatedEngines:
-    assert isinstance(control.context.batch_engines, SimulatedEngines)
-    control.context.batch_engines.rule = written
-    return control.context.batch_engines
+    assert isinstance(control.context.sampling_engines, SimulatedEngines)
+    control.context.sampling_engines.rule = written
+    return control.context.sampling_engines
 
 
 def sampling_of(control: Control, patience_s: float = PATIENCE_S) -> RolloutSampling:
-    return RolloutSampling(control.context, Metering(control.context.db, control.context.publish_keys), patience_s)
+    return RolloutSampling(control.context, Spending(control.context.db, control.context.publish_keys), patience_s)
 
 
 async def written(body):

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -235,7 +236,7 @@ async def start_box() -> AsyncIterator[Start]:
     boxes: list[Box] = []
     folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
 
-    async def start(**overrides: Any) -> Box:
+    async def start(private: socket.socket | None = None, **overrides: Any) -> Box:
         config = GatewayConfig.from_mapping(
             {
                 "controller_socket": str(folder / "controller.sock"),
@@ -248,7 +249,7 @@ async def start_box() -> AsyncIterator[Start]:
         )
         config = dataclasses.replace(config)
         gateway = Gateway(config)
-        box = Box(gateway, await gateway.listen(config.host, 0), folder)
+        box = Box(gateway, await gateway.listen(config.host, 0, private=private), folder)
         box.state.on_change = box.changes.append
         box.keys = {
             hashlib.sha256(key.encode()).hexdigest(): {"id": id, "scopes": scopes} for key, (id, scopes) in KEYS.items()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from typing import Any
 
 from appliance.gateway.state.reports import load_report
 
-from .conftest import Box, Start, Wire, chat, request_bytes
+from .conftest import KEY, Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
 
 BATCH = "X-Appliance-Class: batch\r\n"
 ANN = "sk-test-inference"
 URL = "/v1/chat/completions"
+KEY_DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
 
 
 class Engine:
@@ -124,9 +126,7 @@ async def test_batch_is_not_held_and_is_no_demand(start_box: Start) -> None:
     assert all(int(request.headers["x-vllm-priority"]) > 1 << 49 for request in engine.seen)
     refused = await box.ask("POST", URL, chat(), headers=BATCH)
     assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "batch_gives_way", "1")
-    row = load_report(box.state)["models"]["m"]
-    assert row["inflight"] == row["held"] == row["prompt_tokens"] == row["arrived_requests"] == 0
-    assert row["last_request_s"] is None
+    assert "m" not in load_report(box.state)["models"], "it is no demand"
     assert load_report(box.state)["replicas"]["e0"]["inflight"] == 2, "a drain waits for them"
     people = await send(box, "person")
     await box.until(lambda: "person" in engine.running)
@@ -163,3 +163,21 @@ async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Sta
     assert plain_row["prompt_tokens"] < 30, "of the stream alone, which had begun"
     engine.end("person")
     assert (await person.response()).status == 200
+
+
+async def test_batch_that_gives_way_costs_its_key_nothing(start_box: Start) -> None:
+    box, engine = await crowded(start_box, 2)
+    box.keys[KEY_DIGEST]["requests_per_minute"] = 2
+    box.apply()
+    line = await send(box, "line", BATCH)
+    await box.until(lambda: len(engine.running) == 1)
+    refused = [await box.ask("POST", URL, chat(), headers=BATCH) for _ in range(4)]
+    assert {one.error["code"] for one in refused} == {"batch_gives_way"}
+    engine.end("line")
+    assert (await line.response()).status == 200
+    (row,) = box.state.spending.take_sums()
+    assert (row["requests"], row["errors"]) == (1, 0)
+    engine.end("hi")
+    assert (await box.ask("POST", URL, chat(), headers=BATCH)).status == 200
+    assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "rate_limit_exceeded"
+    assert (await box.ask("POST", URL, chat())).status == 200, "class batch has an allowance of its own"

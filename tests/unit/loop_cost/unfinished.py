@@ -19,8 +19,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import upload_routes
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OwnerBounds
-from appliance.controller.interfaces.ports import SAMPLING, EngineAnswer
-from appliance.gateway.core.config import Limits
+from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.store.database import Database
 from appliance.store.objects import files, uploads
 from appliance.store.records import canaries, keys
@@ -30,8 +29,8 @@ from appliance.store.rows import (
     KeyRow,
     UploadPartRow,
 )
-from appliance.wiring.batch_engines import Circumstances, SocketEngines
 from appliance.wiring.routing_table import BusRouting
+from appliance.wiring.wishes import Circumstances, Wishes
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.workload import Demand
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
@@ -77,7 +76,6 @@ class _Engines(SimulatedEngines):
         super().__init__()
         self.lines = LINES_AT_ENGINES
         self._may_answer = asyncio.Semaphore(0)
-        self._news = asyncio.Event()
         self.rule = self._waits
 
     async def _waits(self, _: dict[str, Any]) -> EngineAnswer | None:
@@ -87,17 +85,6 @@ class _Engines(SimulatedEngines):
     def answer(self, number: int) -> None:
         for _ in range(number):
             self._may_answer.release()
-
-    def tell(self) -> None:
-        """As a gateway's report does."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def changed(self, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
-        except TimeoutError:
-            return
 
 
 @contextmanager
@@ -119,7 +106,8 @@ async def _measure(folder: Path, owners: int, meter: Meter) -> Unfinished:
         db.execute("PRAGMA synchronous = OFF")
         insert_model(db, MODEL, info={})
         context = simulated_context(folder, db, disk_floor_bytes=0)
-        engines = context.batch_engines = _Engines()
+        engines = context.sampling_engines = _Engines()
+        context.asking = engines.asking
         app = create_app(context)
         app.openapi()
         async with app.router.lifespan_context(app):
@@ -192,11 +180,11 @@ class _Box:
             for _ in range(BOUNDS.background):
                 await self._ask("/v1/responses", {"model": MODEL, "input": "hi", "background": True}, headers)
         background = self._app.state.background
-        self._found.begun["responses"] = len(background._waiting) + len(background._flying)
+        self._found.begun["responses"] = len(background._tasks)
         await asyncio.sleep(0.1)
         for name, happens in (
             ("batches and responses wait", lambda: None),
-            ("engines have news", engines.tell),
+            ("engines have news", engines.asking.table_changed),
             ("a line comes back", lambda: engines.answer(1)),
             ("all lines at engines come back", lambda: engines.answer(LINES_AT_ENGINES)),
         ):
@@ -279,21 +267,14 @@ class _Box:
         """Models that batches, evaluations, responses and rollouts want, of all owners, among all that there are."""
         each = BOUNDS.batches + BOUNDS.eval_runs + BOUNDS.background
         names = [f"model-{number}" for number in range(self._owners * BOUNDS.models * 5)]
-        lines = SocketEngines(
-            counted._Bus(),  # type: ignore[arg-type]
-            self._context.config,
-            Limits(),
-            BusRouting(counted._Bus(), self._db, 10.0).host,  # type: ignore[arg-type]
-            lambda: Circumstances("serve", False, 1),
-            lambda: None,
-        )
+        bus, wanted = counted._Bus(), names[: self._owners * each]
+        now = Circumstances("serve", False, 1)
+        wishes = Wishes(bus, BusRouting(bus, self._db, 10.0).host, lambda: wanted, lambda: wanted, lambda: now)  # type: ignore[arg-type]
 
         async def round_of_the_scheduler() -> None:
-            demand = lines.demands()
+            demand = wishes.demands()
             for name in names:
                 demand(name, Demand())
 
-        for asker in ("batches", SAMPLING):
-            lines.wants(names[: self._owners * each], asker)
-        self._found.begun["wanted models"] = len(names[: self._owners * each])
+        self._found.begun["wanted models"] = len(wanted)
         await self.count("the scheduler asks which models are wanted", round_of_the_scheduler())

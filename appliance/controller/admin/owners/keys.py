@@ -141,6 +141,7 @@ class KeyEnds:
             )
         for batch_id in stopped["batches"]:
             self._runner.poke(batch_id)  # it checks itself that its key is revoked
+        context.asking.end_key(key_id)
         drop_first_key(context, row)
         return stopped
 

@@ -1,0 +1,172 @@
+"""Asking models through the gateway: waiting for places, owners in turn, and sending again as the gateway says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import orjson
+
+from appliance.controller.bus import asking
+from appliance.controller.bus.asking import Asker, Asking
+from appliance.controller.interfaces.ports import EngineAnswer
+
+URL = "/v1/chat/completions"
+Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+class Gateway:
+    """running, said: requests at it, and what each of all says, in the order of arrival."""
+
+    def __init__(self, slots: int = 4, engines: int = 1):
+        self.table: dict[str, Any] = {"m": {"replicas": [{"state": "open"}] * engines, "slots": slots}}
+        self.running, self.said, self.most, self.nudges = 0, list[str](), 0, 0
+        self.end = asyncio.Event()
+        self.answer: Answer = self.waits
+        self.asking = Asking(httpx.MockTransport(self.posted), lambda: self.table, lambda name: name[:1], self.nudge)
+
+    def nudge(self) -> None:
+        self.nudges += 1
+
+    async def posted(self, request: httpx.Request) -> httpx.Response:
+        self.said.append(orjson.loads(request.content)["text"])
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self.answer(request)
+        finally:
+            self.running -= 1
+
+    async def waits(self, _: httpx.Request) -> httpx.Response:
+        await self.end.wait()
+        return httpx.Response(200, json={"ok": True})
+
+    def ask(self, text: str, owner: str = "ann", model: str = "m") -> asyncio.Task[EngineAnswer]:
+        async def body() -> dict[str, Any]:
+            return {"model": model, "text": text}
+
+        return asyncio.create_task(self.asking.ask(Asker(f"key_{owner}", owner), model, URL, body, "req_1"))
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_requests_take_half_of_the_slots_of_engines_that_are_awake():
+    gateway = Gateway(slots=4, engines=3)
+    tasks = [gateway.ask(str(number)) for number in range(9)]
+    await turns()
+    assert gateway.running == 6
+    gateway.end.set()
+    assert {(await task).status for task in tasks} == {200} and gateway.most == 6
+    assert not gateway.asking._taken.total() and not gateway.asking._queues and not gateway.asking.models
+
+
+async def test_owner_with_one_request_is_next_however_many_another_has():
+    gateway = Gateway(slots=2)
+    tasks = [gateway.ask(f"ann{number}") for number in range(5)]
+    await turns()
+    tasks.append(gateway.ask("ben", "ben"))
+    gateway.end.set()
+    await asyncio.gather(*tasks)
+    assert gateway.said[:2] == ["ann0", "ben"]
+
+
+async def test_request_of_a_sleeping_model_wants_it_and_goes_once_it_is_awake():
+    gateway = Gateway(engines=0)
+    gateway.end.set()
+    task = gateway.ask("hi")
+    await turns()
+    assert list(gateway.asking.models) == ["m"] and gateway.nudges == 1 and not gateway.said
+    assert gateway.asking.why("key_ann", "m") == asking.NOT_AWAKE
+    gateway.table["m"]["replicas"] = [{"state": "open"}]
+    gateway.asking.table_changed()
+    assert (await task).status == 200 and gateway.nudges == 2 and not gateway.asking.why("key_ann", "m")
+
+
+async def test_request_of_a_name_that_sleeps_keeps_no_other_name_of_the_host_waiting():
+    gateway = Gateway()
+    gateway.end.set()
+    gateway.table["m@old"] = {"replicas": [], "slots": 4}
+    asleep = gateway.ask("old", model="m@old")
+    assert (await gateway.ask("new", "ben")).status == 200
+    asleep.cancel()
+    await asyncio.gather(asleep, return_exceptions=True)
+    assert not gateway.asking._queues and not gateway.asking._taken.total()
+
+
+async def test_request_of_an_unknown_model_is_the_gateways_to_refuse():
+    gateway = Gateway()
+    gateway.end.set()
+    assert (await gateway.ask("hi", model="x")).status == 200
+
+
+async def test_request_that_gives_way_is_sent_again_and_keeps_its_place():
+    gateway = Gateway(slots=2)
+    refusals = [httpx.Response(503, headers={"retry-after": "0.01"}, json={"error": {"message": "busy"}})] * 3
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return refusals.pop() if refusals else httpx.Response(200, json={})
+
+    gateway.answer = answer
+    first = gateway.ask("first")
+    await turns()
+    assert gateway.asking.why("key_ann", "m") == "busy"
+    second = gateway.ask("second", "ben")
+    assert {(await first).status, (await second).status} == {200}
+    assert not gateway.asking.why("key_ann", "m") and gateway.said.count("first") + gateway.said.count("second") == 5
+
+
+async def test_request_that_waits_for_its_keys_limits_leaves_its_place_to_others(monkeypatch):
+    monkeypatch.setattr(asking, "QUOTA_RETRY_S", 60.0)
+    gateway = Gateway(slots=2)
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        spent = request.headers["x-appliance-key-id"] == "key_ann"
+        return httpx.Response(429 if spent else 200, json={"error": {"message": "quota", "code": "insufficient_quota"}})
+
+    gateway.answer = answer
+    limited = gateway.ask("limited")
+    await turns()
+    assert (await gateway.ask("other", "ben")).status == 200 and gateway.asking.why("key_ann", "m") == "quota"
+    limited.cancel()
+    await asyncio.gather(limited, return_exceptions=True)
+    assert not gateway.asking._limited and not gateway.asking._refusals
+
+
+async def test_request_is_sent_again_once_the_gateway_is_back(monkeypatch):
+    monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
+    gateway, left = Gateway(), [httpx.ConnectError("no"), httpx.ReadError("cut")]
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        if left:
+            raise left.pop()
+        return httpx.Response(200, json={})
+
+    gateway.answer = answer
+    assert (await gateway.ask("hi")).status == 200 and len(gateway.said) == 3
+
+
+async def test_waiting_requests_of_a_key_that_ends_are_refused_and_others_go_on():
+    gateway = Gateway(engines=0)
+    gateway.end.set()
+    tasks = [gateway.ask("hi"), gateway.ask("hi", "ben")]
+    await turns()
+    gateway.asking.end_key("key_ann")
+    assert (await tasks[0]).status == 401
+    gateway.table["m"]["replicas"] = [{"state": "open"}]
+    gateway.asking.table_changed()
+    assert (await tasks[1]).status == 200 and not gateway.asking._taken.total()
+
+
+async def test_answer_that_is_not_json_is_an_error():
+    gateway = Gateway()
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=b"<html>")
+
+    gateway.answer = answer
+    assert (await gateway.ask("hi")).status == 502

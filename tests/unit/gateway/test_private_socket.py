@@ -1,0 +1,110 @@
+"""The box itself asks by the private socket and names a key by its id; clients of the public port cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from runtime.network.sockets import private_socket
+
+from .conftest import Box, Response, Start, Wire, chat, request_bytes, salted
+from .upstreams import Reply, UpstreamRequest, answer_chat
+
+URL = "/v1/chat/completions"
+BATCH = "X-Appliance-Class: batch\r\n"
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> socket.socket:
+    made = private_socket(tmp_path / "asking.sock")
+    made.listen()
+    made.setblocking(False)
+    return made
+
+
+async def ask_privately(box: Box, listener: socket.socket, headers: str) -> Response:
+    wire = Wire(*await asyncio.open_unix_connection(listener.getsockname()))
+    box.wires.append(wire)
+    await wire.send(request_bytes("POST", URL, chat(), key=None, headers=headers))
+    return await wire.response()
+
+
+@pytest.fixture
+async def box(start_box: Start, listener: socket.socket) -> Box:
+    box = await start_box(private=listener)
+    await box.engine("e0")
+    box.serve("m", "e0")
+    return box
+
+
+async def test_private_socket_is_for_its_owner_alone(listener: socket.socket) -> None:
+    assert Path(listener.getsockname()).stat().st_mode & 0o777 == 0o600
+
+
+async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: socket.socket) -> None:
+    seen: list[UpstreamRequest] = []
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        seen.append(request)
+        await answer_chat(request, reply)
+
+    box.engines["e0"].script = script
+    answer = await ask_privately(box, listener, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
+    assert answer.status == 200
+    (row,) = box.state.spending.meter.take()
+    assert (row["key"], row["requests"]) == ("key_inference", 1)
+    assert salted(b"{}", "key_inference")[3:-1] in seen[0].body
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ("X-Appliance-Key-Id: key_tuning\r\n", 403),
+        ("X-Appliance-Key-Id: key_unknown\r\n", 401),
+        ("X-Appliance-Key-Id: key_all\r\nX-Appliance-Key-Id: key_inference\r\n", 401),
+        ("X-Appliance-Key-Id: \r\n", 200),
+        ("", 200),
+    ],
+)
+async def test_private_request_may_what_its_key_may(
+    box: Box, listener: socket.socket, headers: str, status: int
+) -> None:
+    assert (await ask_privately(box, listener, headers + BATCH)).status == status
+
+
+async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
+    box: Box, listener: socket.socket
+) -> None:
+    began, end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def waits(request: UpstreamRequest, reply: Reply) -> None:
+        began.release()
+        await end.wait()
+        await answer_chat(request, reply)
+
+    box.engines["e0"].script = waits
+    asking = [
+        asyncio.create_task(ask_privately(box, listener, f"X-Appliance-Key-Id: {name}\r\n{BATCH}"))
+        for name in ("key_all", "")
+    ]
+    for _ in asking:
+        await began.acquire()
+    box.keys.clear()
+    box.apply()
+    assert (await asking[0]).status == 401
+    end.set()
+    assert (await asking[1]).status == 200
+
+
+@pytest.mark.parametrize("key", [None, "sk-test-tuning"])
+async def test_public_request_is_of_no_key_that_it_names(start_box: Start, key: str | None) -> None:
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0")
+    for name in ("X-Appliance-Key-Id", "x_appliance_key_id", "X-Appliance-Key-ID"):
+        for value in ("key_all", ""):
+            answer = await box.ask("POST", URL, chat(), key=key, headers=f"{name}: {value}\r\n{BATCH}")
+            assert answer.status == (401 if key is None else 403)
