@@ -114,7 +114,7 @@ class VersionLoader:
         """Unmap what is staged or loaded, in the background, because unlocking takes time."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
-            self._beside.submit(lambda: mapped.exception() or mapped.result().close())
+            self._beside.submit(_close, mapped)
 
     def _begin(self) -> None:
         me = threading.get_native_id()
@@ -218,6 +218,11 @@ class VersionLoader:
             if not experts and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
                 return f"{name} is quantised ({type(method).__name__})"
         return ""
+
+
+def _close(mapped: Future[VersionSource]) -> None:
+    if mapped.exception() is None:
+        mapped.result().close()
 
 
 def skip_unused_packing(model: torch.nn.Module) -> None:

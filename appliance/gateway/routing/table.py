@@ -137,7 +137,7 @@ class Caller(Struct, frozen=True):
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
-THE_BOX: Final = Caller("", "box", frozenset({ADMIN}))
+THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")
 """Work that no key asked for, as a command on the box itself begins it."""
 
 
