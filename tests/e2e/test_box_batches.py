@@ -135,7 +135,7 @@ def test_background_response_and_evaluation_are_asked_for_their_key(box: WholeBo
 
 def test_revoked_key_ends_its_batch_in_words(box: WholeBox) -> None:
     client = client_of(box, "cyd")
-    batch = begun(client, LINES, 64)
+    batch = begun(client, 20 * LINES, 64)
     wait_for(lambda: answered(client, batch.id), "an answer", 300)
     box.run("key", "revoke", "cyd")
     admin = box.client()

@@ -89,7 +89,7 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
     asked = [{"role": "user", "content": "weather?"}]
     (choice,) = (await sdk.chat.completions.create(messages=asked, **forced)).choices
     (call,) = choice.message.tool_calls
-    assert call.function.name == "weather" and choice.message.content is None
+    assert call.function.name == "weather" and not choice.message.content
     assert json.loads(call.function.arguments) == {"city": "Bern"}
     arguments = ""
     async for part in await sdk.chat.completions.create(messages=asked, stream=True, **forced):
