@@ -522,7 +522,7 @@ def test_axe_finds_no_fault_on_any_page(
         page.evaluate(f"location.hash = {json.dumps(href)}")
         settled(page)
         found[href] = faults_of(page, axe)
-    assert len(found) > len(places) + 8
+    assert len(found) > len(places) + 4
     assert {place: faults for place, faults in found.items() if faults} == {}
     page.evaluate("document.querySelector('main').append(document.createElement('img'))")
     assert any(fault.startswith("image-alt") for fault in faults_of(page, axe)), "it sees a fault where one is"
