@@ -1,5 +1,5 @@
 """What the box adds to vLLM's workers: loads of versions from shared memory, called over `collective_rpc`, and what a
-sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`; serve.cpu.worker has the CPU's.
+sleep of level 2 on a GPU would lose. `ShmGPUWorker` is set with `--worker-cls`; cpu_worker.py has the CPU's.
 """
 
 from __future__ import annotations

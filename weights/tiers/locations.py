@@ -12,12 +12,8 @@ from weights.tiers.objects_s3 import S3Objects
 def objects_at(location: Location) -> Objects:
     """The store at a location whose `url` is set. Raises TierUnavailable if its settings make no client."""
     assert location.url is not None
-    return s3_at(location) if location.url.startswith("s3://") else DirectoryObjects(Path(location.url))
-
-
-def s3_at(location: Location) -> S3Objects:
-    """The bucket at a location whose `url` begins with s3://. Raises TierUnavailable if its settings make no client."""
-    assert location.url is not None
+    if not location.url.startswith("s3://"):
+        return DirectoryObjects(Path(location.url))
     bucket, _, prefix = location.url.removeprefix("s3://").partition("/")
     file = location.credentials_file
     return S3Objects(

@@ -22,8 +22,6 @@ for _name in ("boto3", "botocore", "s3transfer", "urllib3"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 _MISSING = ("NoSuchKey", "404", "NotFound")
-_CHANGED = ("PreconditionFailed", "412")
-_BLOCK = 1 << 20
 _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 
 
@@ -88,23 +86,6 @@ class S3Objects:
                 for entry in page.get("Contents", ()):
                     yield entry["Key"][len(self._prefix) :], entry["Size"]
 
-    def tagged(self) -> Iterator[tuple[str, int, str]]:
-        """Every key, its bytes, and a tag that is another for other bytes."""
-        with self._translated(""):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix, PaginationConfig={"PageSize": self._page_keys}
-            )
-            for page in pages:
-                for entry in page.get("Contents", ()):
-                    yield entry["Key"][len(self._prefix) :], entry["Size"], entry["ETag"]
-
-    def blocks(self, key: str, tag: str) -> Iterator[bytes]:
-        """The bytes that have this tag, 1 MiB at a time. Raises ObjectDamaged if they are others by now, or gone."""
-        with self._translated(key):
-            yield from self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, IfMatch=tag)[
-                "Body"
-            ].iter_chunks(_BLOCK)
-
     def delete(self, key: str) -> None:
         with self._translated(key):
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
@@ -121,8 +102,6 @@ class S3Objects:
             code, operation = error.response.get("Error", {}).get("Code", "unknown"), error.operation_name
             if code in _MISSING:
                 raise ObjectDamaged("it is missing", path=self.where + key) from error
-            if code in _CHANGED:
-                raise ObjectDamaged("it was changed meanwhile", path=self.where + key) from error
             kind = TierFull if code in _FULL else TierUnavailable
             raise kind(f"{self.where}: {operation} was refused with {code}") from None
         except (BotoCoreError, OSError) as error:

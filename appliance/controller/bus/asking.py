@@ -118,7 +118,7 @@ class Asking:
                     async with self._place(asker, model):
                         answer, retry_s = await self._post(asker, url, orjson.dumps(await body()), request_id)
                         if retry_s is None and not died and _engine_died(answer):
-                            died, retry_s = True, AWAY_RETRY_S  # of another request perhaps; twice is no chance
+                            died, retry_s = True, AWAY_RETRY_S  # perhaps of another request
                         if retry_s is None:
                             return answer
                         self._refusals[named] = str(answer.body["error"]["message"])
@@ -221,6 +221,6 @@ def _engine_died(answer: EngineAnswer) -> bool:
 
 
 def _places(row: Mapping[str, Any]) -> int:
-    """How many requests of class batch a model's engines take at once, as the gateway counts (`Router`)."""
+    """How many requests of class batch a model's engines take at once: half of their slots."""
     engines = sum(replica["state"] == OPEN for replica in row.get("replicas", ()))
     return engines * max(1, (row.get("slots") or UNKNOWN_SLOTS) // 2)

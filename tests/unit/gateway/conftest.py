@@ -22,6 +22,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import cache_salt
 from appliance.gateway.state.state import State
+from runtime.network.sockets import private_socket
 from tests.unit.gateway.tables import parse_table
 
 from .upstreams import DummyUpstream, Script, answer_chat
@@ -268,6 +269,15 @@ async def start_box() -> AsyncIterator[Start]:
                 await upstream.stop()
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> socket.socket:
+    """The private socket, to start a box with."""
+    made = private_socket(tmp_path / "asking.sock")
+    made.listen()
+    made.setblocking(False)
+    return made
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,20 +12,11 @@ import pytest
 
 from appliance.controller.bus.asking import Asker, Asking
 from appliance.controller.interfaces.ports import EngineAnswer
-from runtime.network.sockets import private_socket
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, answer_chat
 
 URL = "/v1/chat/completions"
-
-
-@pytest.fixture
-def listener(tmp_path: Path) -> socket.socket:
-    made = private_socket(tmp_path / "asking.sock")
-    made.listen()
-    made.setblocking(False)
-    return made
 
 
 @pytest.fixture

@@ -8,21 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.network.sockets import private_socket
-
 from .conftest import Box, Response, Start, Wire, chat, request_bytes, salted
 from .upstreams import Reply, UpstreamRequest, answer_chat
 
 URL = "/v1/chat/completions"
 BATCH = "X-Appliance-Class: batch\r\n"
-
-
-@pytest.fixture
-def listener(tmp_path: Path) -> socket.socket:
-    made = private_socket(tmp_path / "asking.sock")
-    made.listen()
-    made.setblocking(False)
-    return made
 
 
 async def ask_privately(box: Box, listener: socket.socket, headers: str) -> Response:

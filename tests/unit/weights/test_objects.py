@@ -9,7 +9,6 @@ from moto.server import ThreadedMotoServer
 
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import ObjectDamaged, TierUnavailable
-from weights.tiers import objects_s3
 from weights.tiers.objects import DirectoryObjects
 from weights.tiers.objects_s3 import S3Objects
 from weights.tiers.packed import PackedTier
@@ -88,23 +87,6 @@ def test_listing_goes_past_one_page(s3):
         s3.put(f"objects/{number}", b"")
     s3._client.put_object(Bucket="weights-test", Key="box-10/objects/x", Body=b"")
     assert [key for key, _ in s3.list("objects/")] == [f"objects/{number}" for number in range(7)]
-
-
-def test_what_was_seen_is_read_by_blocks_or_not_at_all(s3, monkeypatch):
-    monkeypatch.setattr(objects_s3, "_BLOCK", 4)
-    s3.put("a/b.jsonl", b"one two three")
-    s3.put("c", b"")
-    ((key, nbytes, tag), (_, _, empty)) = sorted(s3.tagged())
-    assert (key, nbytes) == ("a/b.jsonl", 13) and tag != empty
-    assert list(s3.blocks(key, tag)) == [b"one ", b"two ", b"thre", b"e"]
-    s3.put("a/b.jsonl", b"one two three")
-    assert sorted(s3.tagged())[0][2] == tag, "the same bytes are not new"
-    s3.put("a/b.jsonl", b"four")
-    with pytest.raises(ObjectDamaged, match="changed meanwhile"):
-        next(s3.blocks(key, tag))
-    s3.delete(key)
-    with pytest.raises(ObjectDamaged, match="missing"):
-        next(s3.blocks(key, tag))
 
 
 def test_what_cannot_be_reached_says_so_without_credentials(server, credentials, caplog):
