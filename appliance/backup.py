@@ -31,7 +31,7 @@ from weights.tiers.objects import Objects
 DATABASE, COPY, LOCK = "appliance.db", ".backup.db", "backup.lock"
 # Logs describe this machine, caches are made again, private keys stay here, and the rest belongs to one run.
 LEFT_OUT = frozenset(
-    ("logs", "cache", "away-jobs", "before-upgrades", "ca", "first-key", "ray.token")
+    ("logs", "cache", "away-jobs", "ca", "first-key", "ray.token")
     + ("box.json", "box.lock", "last-backup.json", LOCK, COPY, f"{COPY}-journal")
     + (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
 )

@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS, SHORT_LISTS, NEIGHBOURS, AT_ONCE = 40, 400, 150, 4
 PAUSE_S = 0.01
 _VALUES = 2_000
-"""Of the JSON of one of the long rows: a page ends where it has 65,536 of weight."""
+"""In the JSON of one of the long rows."""
 
 
 def main() -> int:

@@ -40,7 +40,6 @@ from appliance.controller.http.middleware import (
     BodyLimits,
     InFlight,
     KnownAtGateways,
-    ReadsInTurns,
     RequestIds,
 )
 from appliance.controller.http.routers import make_router
@@ -61,8 +60,6 @@ from appliance.controller.openai import (
     response_routes,
 )
 from appliance.controller.responses.stored import StoredResponses
-from appliance.store.chunks import little_by_little
-from appliance.store.database import BOX
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
 from appliance.store.records import keys as keys_of_store
@@ -123,7 +120,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             for part in (compared, validation, running, runner):
                 await part.tasks.stop()
             await background.stop()
-            await stored.tasks.stop()
             await evaluations.tasks.stop()
             await graders.stop()
 
@@ -138,7 +134,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             Middleware(RequestIds),
             Middleware(KnownAtGateways, caught_up=lambda: context.key_sink.caught_up()),
             Middleware(InFlight, owner_of=owner_of),
-            Middleware(ReadsInTurns, owner_of=owner_of),
             Middleware(BodyLimits, config=context.config),
         ],
     )
@@ -187,27 +182,22 @@ async def _keep_house(context: ControllerContext, stored: StoredResponses) -> No
     """One round of housekeeping. A failing part does not stop the others."""
     now_s = time.time()
     with context.background.guard("housekeeping of files and uploads"):
-        await keep_house(context, now_s)
+        session_keys.revoke_old(context, now_s)
+        page_sessions.keep_house(context, now_s)
+        await asyncio.to_thread(keep_house, context, now_s)
     with context.background.guard("housekeeping of what was kept long enough"):
-        await retention.keep_house(context, now_s)
+        await asyncio.to_thread(retention.keep_house, context, now_s)
     with context.background.guard("housekeeping of stored responses"):
-        await stored.keep_house(now_s)
+        await asyncio.to_thread(stored.keep_house, now_s)
 
 
-async def keep_house(context: ControllerContext, now_s: float) -> None:
+def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete expired files and uploads, and forget requests that can no longer be repeated."""
-    for file_id in await context.db.read(BOX, file_rows.expired, context.db, now_s=now_s):
-        if (row := file_rows.find_expired(context.db, file_id, now_s=now_s)) is not None:
+    db, config = context.db, context.config
+    for file_id in file_rows.expired(db, now_s=now_s):
+        if (row := file_rows.find_expired(db, file_id, now_s=now_s)) is not None:
             storage.remove(context, row)
-        await asyncio.sleep(0)
-    await upload_routes.keep_house(context, now_s)
-    await session_keys.keep_house(context, now_s)
-    page_sessions.keep_house(context, now_s)
-    if (reserve := context.db.reserve) is not None:
-        reserve.keep()
-        if reserve.in_log_bytes:
-            await context.db.carry_over()
-    before_s = now_s - context.config.idempotency_keep_s
-    await little_by_little(partial(idempotency.forget_some, context.db, before_s))
-    before_s = now_s - min(context.config.retry_window_s, context.config.idempotency_keep_s)
-    await little_by_little(partial(idempotency.forget_keyless, context.db, before_s))
+    upload_routes.keep_house(context, now_s)
+    session_keys.keep_house(context, now_s)
+    keyless_s = min(config.retry_window_s, config.idempotency_keep_s)
+    idempotency.delete_before(db, now_s - config.idempotency_keep_s, now_s - keyless_s)

@@ -42,7 +42,6 @@ from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
-from appliance.store.objects.callable_names import CallableNames
 from appliance.store.records import box, model_settings
 from appliance.store.rows import JobRow
 from appliance.tiers.flow import TierFlow
@@ -112,7 +111,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # Foundations: the database, shared memory, the devices, and the event hub.
     db = Database(paths.database)
-    db.keep_reserve(config.controller.database_reserve_bytes)
     store = _open_store(config, paths)
     devices = discover_devices(config.box.devices, untried=config.box.untried_devices)
     background, signals = BackgroundTasks(), Signals()
@@ -130,8 +128,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     spending = Spending(db, signals.keys_changed)
     sizes = EngineSizes(db, config.serve, partial(_of_engines, devices, loop), config.scheduler.max_asleep_per_device)
-    names = CallableNames(db)
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.published, loop.trouble, names)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, sizes.published, loop.trouble)
     transport = httpx.AsyncHTTPTransport(uds=str(paths.asking_socket), limits=httpx.Limits(max_connections=None))
     asking = Asking(transport, lambda: bus.models, routing.host, loop.nudge)
     sampling = SocketEngines(bus, config.gateway.limits, loop.nudge)
@@ -188,7 +185,6 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
             demands, job_lacks, learning.learned, memory.job_nodes, memory.job_sizes, memory.max_asleep, job_memory.keep
         ),
         signals.models_changed,
-        names,
     )
     trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)

@@ -18,7 +18,6 @@ from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.interfaces.errors import ApiError, SwapFailed
 from appliance.controller.jobs.events import add_message, answer_with
 from appliance.controller.models.activation import Activations
-from appliance.store.database import BOX
 from appliance.store.objects import evals, job_records, jobs, models
 from appliance.store.rows import EvalRunRow, JobRow
 
@@ -85,7 +84,7 @@ class Gates:
                 return _UNDECIDED, f"{run.id} {run.status}: {(run.error or {}).get('message', '')}"
         if not all(run.finished for run in runs):
             return None
-        passed = [await self._db.read(BOX, self._passed, run.id) for run in runs]
+        passed = [await asyncio.to_thread(self._passed, run.id) for run in runs]
         return threshold(passed[0], least) if least is not None else await asyncio.to_thread(not_worse, *passed)
 
     def _run(self, job_id: str, version: str, name: str) -> EvalRunRow:

@@ -1,4 +1,4 @@
-"""The controller process: the store, the scheduler loop, the bus and the control routes, on one asyncio loop.
+"""The controller process: the scheduler loop, the bus and the control routes on one asyncio loop, the store on threads.
 
     python -m appliance.controller.main --config-json JSON --ray-address HOST:PORT
 
@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,7 @@ from scheduler.ray.effects import RayEffects
 log = logging.getLogger(__name__)
 
 SUSPEND_S = 60.0
+THREADS = 64
 LOOK_AGAIN_S = 1.0
 DEGRADED_EVERY_S = 2.0
 # Limit for open requests when the controller ends: a client that follows a background response would block the exit.
@@ -93,6 +95,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # More than asyncio's own number, a few more than cores: reads of requests share them with copies that take minutes.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "controller"))
 
     parts = assemble(config, paths)
     # Before the first gateway connects: it would read a table without its keys as a revocation of all of them.

@@ -25,7 +25,6 @@ from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import SAID_BEFORE_S, Certificate
 from appliance.memory.memory_policy import gb
 from appliance.paths import SHM_MOUNT, BoxPaths
-from appliance.store.readers import reading_uri
 from runtime.devices.cpu import host_features
 from runtime.devices.kind import DeviceKind, DevicesRefused, Reading
 from runtime.devices.kinds import HOST, kind_of
@@ -321,7 +320,7 @@ def _keys(database: Path) -> Iterator[Finding]:
     query = "SELECT name FROM keys WHERE expires_s <= ? AND revoked_s IS NULL ORDER BY expires_s"
     none = "none expires within a week"
     try:
-        with closing(sqlite3.connect(reading_uri(database), uri=True)) as connection:
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             names = [name for (name,) in connection.execute(query, (time.time() + 7 * DAY_S,))]
     except sqlite3.Error:
         yield Finding("keys", "skip", "there is no box yet, or its database is of an earlier release", none)

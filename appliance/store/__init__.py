@@ -1,5 +1,5 @@
-"""The box's only truth, one SQLite database: opened, migrated, kept writable on a full disk.
+"""The box's only truth: one SQLite database for all threads of the controller.
 
 Never: Decides; tables stand in the packages below, one file each.
-Begin with database.py; what reads beside the writer is readers.py, in turns by reading_threads.py.
+Begin with database.py and schema.sql.
 """

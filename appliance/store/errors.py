@@ -2,16 +2,13 @@
 
 StoreError
 ├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
-├── SchemaTooNew        the file was written by a newer release
-├── NoRoomForCopy       an older release's file cannot be copied before its schema is changed
+├── OtherSchema         another version of this software wrote the file
 ├── RowNotFound         no row has this id
 ├── DuplicateRow        a row with this id or name exists already
 ├── UnknownCursor       `after` is the id of nothing in this list
 ├── IllegalTransition   a finished job, operation or hand-over was asked to change
 ├── UnknownColumn       a caller named a column that the table does not have
-├── WriteWhileReading   what reads on a thread of its own tried to write
-├── OpenedByParent      a forked child used the database of the process that it was forked from
-└── ReadingEnded        nobody waits for this reading any more, or the database is being closed
+└── OpenedByParent      a forked child used the database of the process that it was forked from
 """
 
 from __future__ import annotations
@@ -32,19 +29,11 @@ class DatabaseUnusable(StoreError):
         )
 
 
-class SchemaTooNew(StoreError):
+class OtherSchema(StoreError):
     def __init__(self, path: Path, found: int, known: int):
         super().__init__(
-            f"{path} has schema version {found}, this release knows versions up to {known}: "
-            "it was written by a newer release; start that one, or restore a backup made before the upgrade"
-        )
-
-
-class NoRoomForCopy(StoreError):
-    def __init__(self, path: Path, needed_bytes: int, free_bytes: int):
-        super().__init__(
-            f"{path} is of an older release, and is copied before its schema is changed. That needs "
-            f"{needed_bytes / 1e6:.0f} MB, and {free_bytes / 1e6:.0f} are free: make room, and start again"
+            f"{path} has schema version {found}, this release needs version {known}, and there is no way from one to "
+            "the other: start the release that wrote it, or start with an empty data directory (`box.data_dir`)"
         )
 
 
@@ -83,18 +72,6 @@ class IllegalTransition(StoreError):
 class UnknownColumn(StoreError):
     def __init__(self, table: str, columns: list[str]):
         super().__init__(f"{table} has no column {', '.join(sorted(columns))}")
-
-
-class WriteWhileReading(StoreError):
-    def __init__(self, sql: str):
-        super().__init__(
-            f"a reading does not write; decide on what it found and write on the database's thread: {sql[:80]}"
-        )
-
-
-class ReadingEnded(StoreError):
-    def __init__(self) -> None:
-        super().__init__("what was read is not wanted any more: who asked has left, or the database is being closed")
 
 
 class OpenedByParent(StoreError):

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import shutil
 import sqlite3
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.jobs.events import JobEvents, activate
 from appliance.controller.models import removal
 from appliance.models.opening import Opening
-from appliance.store.chunks import little_by_little
-from appliance.store.database import BOX, Database
-from appliance.store.errors import ReadingEnded
+from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
@@ -82,10 +78,10 @@ class JobRuns:
         self._snapshots = JobSnapshots(db, store, jobs_dir, tiers, back)
 
     async def catch_up(self, job_id: str) -> None:
-        """Ingest what was trained and asked while no controller was running, a few events at a time, with the loop free
-        in between. Called before ranks start again."""
-        left = deque(await self._db.read(BOX, self._missed, job_id))
-        await little_by_little(partial(self._ingest_some, job_id, left))
+        """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
+        left = await asyncio.to_thread(self._missed, job_id)
+        for first in range(0, len(left), _EVENTS_AT_ONCE):
+            await asyncio.to_thread(self._ingest_some, job_id, left[first : first + _EVENTS_AT_ONCE])
         await self._snapshots.removed(job_id)
 
     def _missed(self, job_id: str) -> list[dict[str, Any]]:
@@ -98,13 +94,11 @@ class JobRuns:
             if event["event"] in ("anomaly", "general") or (event["event"] == "metrics" and event["step"] not in known)
         ]
 
-    def _ingest_some(self, job_id: str, left: deque[dict[str, Any]]) -> bool:
-        """Ingest a few events; returns whether any are left."""
+    def _ingest_some(self, job_id: str, events: list[dict[str, Any]]) -> None:
         with self._db.transaction():
-            for _ in range(min(_EVENTS_AT_ONCE, len(left))):
-                if self._is_new(job_id, event := left.popleft()):
+            for event in events:
+                if self._is_new(job_id, event):
                     self._events.ingest(job_id, self._snapshots.with_way_back(job_id, event))
-        return bool(left)
 
     def _is_new(self, job_id: str, event: dict[str, Any]) -> bool:
         """Whether an event that `_missed` found was not ingested since."""
@@ -352,7 +346,7 @@ class JobRuns:
     async def will_succeed(self, job_id: str) -> None:
         try:
             await self._events.will_succeed(job_id)
-        except (OSError, sqlite3.Error, ReadingEnded) as error:  # the end of the job is told all the same
+        except (OSError, sqlite3.Error) as error:  # the end of the job is told all the same
             log.warning("the table of its steps is not written yet: %s", error, extra={"job_id": job_id})
 
     def on_stopped(self, job_id: str) -> None:

@@ -13,8 +13,7 @@ from appliance.controller.bus.demand_learning import Traffic
 from appliance.controller.bus.load import Load, ModelLoad
 from appliance.store.database import Database
 from appliance.store.objects import job_records, models
-from appliance.store.objects.adapters import AdapterRow
-from appliance.store.objects.callable_names import CallableNames
+from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import canaries, deployments, model_settings, session_keys
 from appliance.store.rows import CanaryRow, ModelRow
 from scheduler.core.failures import Trouble
@@ -71,14 +70,11 @@ class BusRouting:
             None,
         ),
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
-        names: CallableNames | None = None,
     ):
         """sizes: of a model's engines, context and cache of one in tokens, and the sequences that it computes at once;
-        None where the model does not say. trouble: what keeps engines of a model's version from starting. names: shared
-        with others that read them."""
+        None where the model does not say. trouble: what keeps engines of a model's version from starting."""
         self._bus, self._db, self._hold_s, self._sizes = bus, db, hold_s, sizes
         self._trouble = trouble
-        self._names = names or CallableNames(db)
         self._replicas: dict[str, _Served] = {}
         self._kv_tokens: dict[str, int | None] = {}
         self._said: set[str] = set()  # names already logged as unusable at the gateways
@@ -138,7 +134,7 @@ class BusRouting:
                 self._host_of[name] = host
         sizes = {name: self._sizes(row) for name, row in rows.items()}
         self._kv_tokens = {name: cache for name, (_, cache, _) in sizes.items()}
-        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in self._names.checkpoints()}
+        sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in job_records.checkpoint_names(self._db)}
         sizes |= {row.name: sizes.get(row.model, _UNKNOWN) for row in canaries.list_running(self._db)}
         audiences = models.audiences(self._db)
         silent = models.without_chat_template(self._db)
@@ -209,12 +205,12 @@ class BusRouting:
     def _callable(self, rows: Mapping[str, ModelRow]) -> dict[str, _Callable]:
         """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
         that are active or that some engine serves."""
-        guests = self._names.adapters()
+        guests = {row.name: row for row in list_callable(self._db)}
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}
         for name in deployed:
             found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
-        for checkpoint in self._names.checkpoints():
+        for checkpoint in job_records.checkpoint_names(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):

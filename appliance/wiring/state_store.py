@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,10 +16,8 @@ from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents, add_message
 from appliance.store.database import Database
 from appliance.store.ids import new_id
-from appliance.store.kept_rows import KeptRows
-from appliance.store.objects import jobs, models
-from appliance.store.objects.adapters import AdapterRow
-from appliance.store.objects.callable_names import CallableNames
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects.adapters import AdapterRow, list_callable
 from appliance.store.records import audit, box, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
@@ -70,12 +68,8 @@ class SqliteStateStore:
         size: BoxSize,
         live: Live,
         models_changed: Callable[[], Any],
-        names: CallableNames | None = None,
     ):
-        """names: shared with others that read them."""
         self._db, self._events, self._size, self._live = db, events, size, live
-        self._names = names or CallableNames(db)
-        self._unfinished = KeptRows(db, {"jobs": "ROW.id"}, _unfinished)
         self._models_changed = models_changed
         self._settings: dict[str, str] = {}
         self._demand: Callable[[str], Demand] = lambda model: Demand()  # until the first round
@@ -91,7 +85,7 @@ class SqliteStateStore:
             self.job_waiting(row.id, "the box was restarted")
 
     def load(self) -> Workload:
-        unfinished = self._finish_cancelled(self._unfinished.all())
+        unfinished = self._finish_cancelled(jobs.list_unfinished(self._db))
         ids = {row.id for row in unfinished}
         self._remaining_device_s = {job: left for job, left in self._remaining_device_s.items() if job in ids}
         self._said = {job: said for job, said in self._said.items() if job in ids}
@@ -100,7 +94,7 @@ class SqliteStateStore:
         self._settings, self._demand = model_settings.digests(self._db), self._live.demands()
         active = models.active_versions(self._db)
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
-        adapters = self._names.adapters()
+        adapters = {row.name: row for row in list_callable(self._db)}
         return Workload(
             policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
@@ -263,7 +257,7 @@ class SqliteStateStore:
                 settings=self._settings.get(row.model, ""),
                 beside=row.model,
             )
-            for row in self._names.checkpoints()
+            for row in job_records.checkpoint_names(self._db)
             if row.name not in adapters
         ]
 
@@ -316,8 +310,3 @@ class SqliteStateStore:
 
     def _bare(self, model: str, version: str) -> DeploymentView:
         return DeploymentView(model, version, settings=self._settings.get(model, ""))
-
-
-def _unfinished(db: Database, among: Sequence[str] | None) -> Iterator[tuple[str, JobRow]]:
-    for row in jobs.list_unfinished(db, among):
-        yield row.id, row

@@ -562,7 +562,6 @@ TASKS = {
     "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/operations.py Operations.begin": ONE_SHOT,
-    "appliance/controller/http/middleware.py _Arriving.has_turn": AWAITED,
     "appliance/controller/http/presence.py while_present": AWAITED,
     "appliance/gateway/main.py serve": AWAITED,
     "appliance/models/opening.py Opening._tried": AWAITED,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from appliance.controller.access.disk import Disk
-from appliance.controller.access.kept_bytes import KeptBytes
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
 from appliance.controller.interfaces.ports import KeySink
@@ -29,7 +28,6 @@ class Quotas:
     def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table: Callable[[], KeySink]):
         """table: the gateways' table, for its length."""
         self._db, self._config, self.disk, self._table = db, config, disk, table
-        self.kept = KeptBytes()
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
         self._again: set[str] = set()  # owners with a file in transit that may be there already
@@ -265,11 +263,6 @@ class Quotas:
             if not self._reading[owner]:
                 del self._reading[owner]
 
-    def gone(self, object_id: str, key_id: str | None) -> None:
-        """This file or upload of the key has left the store. Bytes that a request still has open stay its owner's."""
-        if key_id is not None:
-            self.kept.gone(object_id, self._owner(key_id))
-
     def answers_hold(self, batch_id: str, owner: str, beyond: int) -> None:
         """The answers of an unfinished batch have this many bytes more than its input has kept free for them. 0: or it
         has ended, and they are files."""
@@ -309,7 +302,7 @@ class Quotas:
         """Bytes of files."""
         owner, there = self._owner(key_id), holdings.files(self._db, key_id)[1]
         coming = 2 * holdings.uploads(self._db, key_id)[1] + self._arriving_bytes[owner]
-        return there + coming + self.kept.of(owner) + self._beyond(owner)
+        return there + coming + self._beyond(owner)
 
     def _owner(self, key_id: str) -> str:
         row = keys.find(self._db, key_id)

@@ -46,9 +46,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         degraded = [*context.background.degraded(), *context.main_troubles()]
         readings = context.device_readings()
         power = context.power_status()
-        return await answer(
-            db, caller.viewer, lambda: _status(context, caller, now, load, last, readings, degraded, power)
-        )
+        return await answer(db, lambda: _status(context, caller, now, load, last, readings, degraded, power))
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
@@ -59,12 +57,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
 
-        return await answer(db, caller.viewer, scraped)
+        return await answer(db, scraped)
 
     @router.get("/tiers", response_model=dict[str, Any])
     async def tiers(caller: Caller) -> Response:
         listed = context.tiers.status()
-        return await answer(db, caller.viewer, lambda: {"object": "list", "data": listed()})
+        return await answer(db, lambda: {"object": "list", "data": listed()})
 
     @router.get("/doctor")
     async def doctor(caller: Caller) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of
 from appliance.controller.responses.stored import DAY_S, StoredResponses
-from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import responses
 from appliance.store.records import keys
@@ -100,29 +99,21 @@ class BackgroundResponses:
                 await self._ending.idle()
 
     async def _end_revoked(self) -> None:
-        left = iter(responses.unfinished_of_revoked(self._db))
-        await little_by_little(lambda: self._end_next(left))
-
-    def _end_next(self, left: Iterator[str]) -> bool:
-        """False: none was left."""
-        for response_id in left:
-            row = responses.find(self._db, response_id)
+        for response_id in responses.unfinished_of_revoked(self._db):
+            row = await asyncio.to_thread(responses.find, self._db, response_id)
             if row is not None and not row.finished:
                 self.forget(response_id)
                 self._fail(row, "invalid_prompt", KEY_ENDED.format(keys.how_ended(self._db, row.key_id)))
-                return True
-        return False
 
     async def follow(self, response_id: str, after: int, owner: str) -> AsyncGenerator[bytes, None]:
         """Events of its stream with numbers above `after`, until it has ended."""
-        # Done on threads: all followers are told of its end in one turn of the loop, and each reads and writes it.
         db = self._db
-        while (row := await db.read(owner, responses.find, db, response_id)) is not None:
+        while (row := await asyncio.to_thread(responses.find, db, response_id)) is not None:
             sent_after = after
-            events = objects.events(await db.read(owner, orjson.loads, row.response), sent_after)
-            while (found := await db.read(owner, objects.next_event, events)) is not None:
-                after, event = found
-                yield event
+            events = objects.events(await asyncio.to_thread(orjson.loads, row.response), sent_after)
+            while (event := await asyncio.to_thread(next, events, None)) is not None:
+                after = event[0]
+                yield event[1]
             if after > sent_after:
                 continue  # it may have changed in the meantime
             if row.finished:
@@ -209,7 +200,5 @@ class BackgroundResponses:
     def _set(self, row: ResponseRow, response: dict[str, Any], **changes: Any) -> None:
         text = orjson.dumps(response).decode()
         size = responses.bytes_of(row.input, text, row.request if "request" not in changes else None)
-        standing = responses.standing(self._db, row.id)  # the row may have been read before its last change
         responses.update(self._db, row.id, response=text, bytes=size, **changes)
-        self._stored.grew(row.key_id, size - (row.bytes if standing is None else standing[1]))
         self._stored.tell(row.id)

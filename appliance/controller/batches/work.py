@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -91,7 +92,8 @@ class BatchWork:
             await self._finish("completed")
             return
         path = self._input_path(row)
-        lines = await self._context.file_work.run(row.owner, self._read, path, row.endpoint)
+        read = partial(self._read, path, row.endpoint)
+        lines = await to_thread.run_sync(read, limiter=self._context.file_threads)
         self._kept_free = ANSWERS_PER_INPUT * path.stat().st_size
         row = self._row()
         if row.status == "validating":

@@ -69,12 +69,11 @@ class Operations:
         progress = _Progress(self._context, operation_id)
         try:
             result = await work(progress.report)
-            await asyncio.sleep(0)  # recent reports are still queued on the loop
         except OperationFailed as error:
-            progress.end()
+            progress.write()
             operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": None})
         except asyncio.CancelledError:
-            progress.end()
+            progress.write()
             operations.fail(
                 db,
                 operation_id,
@@ -87,7 +86,7 @@ class Operations:
             raise
         except Exception as error:
             # An uncaught task exception would only be logged when collected: the caller must see the operation end.
-            progress.end()
+            progress.write()
             operations.fail(
                 db,
                 operation_id,
@@ -99,39 +98,28 @@ class Operations:
             )
             raise
         else:
-            progress.end()
+            progress.write()
             operations.succeed(db, operation_id, result)
 
 
 class _Progress:
-    """Forwards reports from any thread to the loop's thread, rate-limited."""
+    """Writes reports of any thread: each with a new message, others at most every `progress_every_s`."""
 
     def __init__(self, context: ControllerContext, operation_id: str):
         self._context, self._id = context, operation_id
-        self._loop = asyncio.get_running_loop()
         self._last: Progress | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._ended = False
+        self._next_s = 0.0
 
     def report(self, progress: Progress) -> None:
-        self._loop.call_soon_threadsafe(self._take, progress)
-
-    def end(self) -> None:
-        self._write()
-        self._ended = True
-
-    def _take(self, progress: Progress) -> None:
+        is_new = self._last is None or progress.message != self._last.message
         self._last = progress
-        if self._timer is None and not self._ended:
-            self._timer = self._loop.call_later(self._context.config.progress_every_s, self._write)
+        if is_new or time.monotonic() >= self._next_s:
+            self.write()
 
-    def _write(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._last is not None and not self._ended:
+    def write(self) -> None:
+        if self._last is not None:
             operations.set_progress(self._context.db, self._id, asdict(self._last))
-            self._last = None
+            self._next_s = time.monotonic() + self._context.config.progress_every_s
 
 
 def view(row: OperationRow) -> dict[str, Any]:

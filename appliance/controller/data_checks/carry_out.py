@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -164,6 +165,6 @@ async def _epoch(
     hours, db = dict[str, float | None](), context.db
     for name, full in (("lora", False), ("full", True)):
         method = body.method or DEFAULT.name
-        speeds = await db.read(caller.viewer, job_records.device_speeds, db, body.model, method, full)
+        speeds = await asyncio.to_thread(job_records.device_speeds, db, body.model, method, full)
         hours[name] = report["tokens"]["total"] / median(speeds) / 3600 if speeds else None
     return {"epoch": {"model": body.model, "device_hours": hours}}

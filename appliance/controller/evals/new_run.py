@@ -109,7 +109,7 @@ async def check_new_run(
     answers, their length, and names that no item has. model: that will be asked. Raises ApiError."""
     # On a thread: the schema of its answers may have 25,000 parts.
     check = partial(check_given, context, of, given, caller)
-    await context.db.read(caller.viewer, check)
+    await asyncio.to_thread(check)
     if isinstance(given, Sampled) and (sampling := given.sampling_params) is not None:
         await check_form(hosts, sampling.response_format, caller, "data_source.sampling_params.response_format")
         if sampling.text is not None:

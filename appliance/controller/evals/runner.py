@@ -29,7 +29,6 @@ from appliance.controller.grading.judged import graded_with_answers
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.responses.entries import entries
-from appliance.store.chunks import little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import evals
 from appliance.store.objects import files as file_rows
@@ -73,7 +72,6 @@ class EvalRunner:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._has_turn: dict[str, str] = {}  # the run of each owner that goes on
-        self._freeing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """After a restart: continue runs that have not ended, and deletions."""
@@ -82,16 +80,14 @@ class EvalRunner:
         self._free()
 
     async def delete(self, ids: Iterable[str], within_s: float | None = DELETE_WITHIN_S) -> None:
-        """Delete evals, with their runs, and runs. Nobody sees them from now on; the disk is freed little by little.
+        """Delete evals, with their runs, and runs. No list has them from now on; then the disk is freed.
         Returns when that is done, or after this time, while it goes on."""
         evals.delete(self._db, ids)
         await asyncio.wait([self._free()], timeout=within_s)
 
     def _free(self) -> asyncio.Task[None]:
-        if self._freeing is None or self._freeing.done():
-            freed = partial(little_by_little, partial(evals.delete_some, self._db))
-            self._freeing = self.tasks.add(self._context.background.keep("deletion of evaluations", freed))
-        return self._freeing
+        freed = partial(asyncio.to_thread, evals.delete_rows, self._db)
+        return self.tasks.add(self._context.background.keep("deletion of evaluations", freed))
 
     def begin(self, run_id: str) -> None:
         task = self.tasks.add(self._context.background.keep(f"evaluation: {run_id}", partial(self._run, run_id)))
@@ -200,7 +196,7 @@ class EvalRunner:
     async def _prepare(self, row: EvalRunRow, of: EvalRow, source: Jsonl | Sampled) -> bool:
         """Put its items into the store, checked by the schema, some at a time: as objects, a whole file takes 20 times
         its size. False: the run has ended or was deleted meanwhile. Raises RunFailed."""
-        clear = partial(little_by_little, partial(evals.clear_some, self._db, row.id))
+        clear = partial(asyncio.to_thread, evals.delete_items, self._db, row.id)
         await clear()  # what a preparation that was cut short has left
         try:
             chunks = self._chunks(row, of, source)

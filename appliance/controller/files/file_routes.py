@@ -134,9 +134,8 @@ async def _received(context: ControllerContext, request: Request, caller: Princi
 
 
 class _Content(FileResponse):
-    """The bytes of a file: one of the reader's downloads. Deleted while it is read, the file counts for its owner until
-    this reader has left. If several ranges are asked for, all of it is sent, as a server may (RFC 9110, 14.2): each
-    costs a thread."""
+    """The bytes of a file: one of the reader's downloads. If several ranges are asked for, all of it is sent, as a
+    server may (RFC 9110, 14.2): each costs a thread."""
 
     def __init__(self, context: ControllerContext, row: FileRow, caller: Principal, headers: dict[str, str]):
         super().__init__(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
@@ -145,7 +144,7 @@ class _Content(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name, value) for name, value in scope["headers"] if name != b"range" or b"," not in value]
         scope = {**scope, "headers": headers}
-        with self._quotas.reading(self._caller), self._quotas.kept.open(self._row.id, self._row.bytes):
+        with self._quotas.reading(self._caller):
             try:
                 # Opened once, and sent from there: it may be deleted after its row was read, and after its length was.
                 opened = await to_thread.run_sync(os.open, self.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -6,17 +6,16 @@ crash leaves. Parsing: python-multipart's push parser (https://multipart.fastapi
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from anyio import to_thread
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from appliance.controller.access.disk import insufficient_storage
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge, InvalidValue, shown
@@ -26,14 +25,12 @@ MAX_FILENAME_BYTES = 255
 _FIELD_BYTES = 1024
 _MAX_PARTS = 17  # the file and 16 fields
 _MAX_HEADER_BYTES = 16 * 1024
-# Everything except the file: the parser processes it byte by byte, on the loop that serves all requests.
+# Everything except the file: the parser processes it byte by byte.
 _MAX_FORM_BYTES = 64 * 1024
 _WRITE_BYTES = 2**20
 # Bytes that look like a boundary and are none (RFC 2046 allows no part to contain any) take the parser 2 µs each, and
 # split the file into pieces. A file has some by chance only if its boundary is shorter than any client's.
 _MOST_FALSE_BOUNDARIES = 1000
-_SLICE_BYTES = 2048
-"""How much the parser may go through byte by byte before others have their turn: about 1 ms."""
 
 
 @dataclass
@@ -75,15 +72,11 @@ async def receive(
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb", buffering=0) as out:
-            async for chunk in chunks:
-                form.count(chunk)
-                for slice_ in form.slices(chunk, parser):
-                    parser.write(slice_)
-                    if len(slice_) < len(chunk):
-                        await asyncio.sleep(0)
-                if form.pending_bytes >= _WRITE_BYTES:
-                    took(form.pending_bytes)
-                    await to_thread.run_sync(out.write, form.take())
+            async for piece in _pieces(chunks):
+                form.count(piece)
+                await to_thread.run_sync(parser.write, piece)
+                took(form.pending_bytes)
+                await to_thread.run_sync(out.write, form.take())
             parser.finalize()
             took(form.pending_bytes)
             await to_thread.run_sync(_finish, out, form.take())
@@ -101,6 +94,17 @@ async def receive(
         raise
 
 
+async def _pieces(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes, at least _WRITE_BYTES at a time but for the last."""
+    piece = bytearray()
+    async for chunk in chunks:
+        piece += chunk
+        if len(piece) >= _WRITE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece)
+
+
 def _malformed(error: FormParserError) -> BadRequest:
     return BadRequest(f"The multipart body is malformed: {error}.", code="invalid_multipart")
 
@@ -111,7 +115,7 @@ def _finish(out, rest: bytes) -> None:  # type: ignore[no-untyped-def]
 
 
 class _Form:
-    """Callbacks of the parser. They run between two awaits, so they only collect; `take` hands bytes to the writer."""
+    """Callbacks of the parser, on the thread that parses; `take` hands bytes to the writer."""
 
     def __init__(self, limit_bytes: int, part: str, delimiter: bytes):
         self._limit_bytes, self._part, self._delimiter = limit_bytes, part, delimiter
@@ -153,15 +157,6 @@ class _Form:
             )
         self._seen += len(chunk)
 
-    def slices(self, chunk: bytes, parser: MultipartParser) -> Iterator[bytes]:
-        """How many bytes to give to the parser at once. It only searches through bytes that are all a part's value."""
-        within = parser.state == MultipartState.PART_DATA and parser.index == 0
-        if (within and self._delimiter not in chunk) or self._ended:
-            yield chunk
-            return
-        for start in range(0, len(chunk), _SLICE_BYTES):
-            yield chunk[start : start + _SLICE_BYTES]
-
     def take(self) -> bytes:
         taken, self._pending, self.pending_bytes = b"".join(self._pending), [], 0
         return taken
@@ -176,8 +171,7 @@ class _Form:
         return Upload(self._filename, self._size, self._hash.hexdigest(), self._fields)
 
     def _part_begin(self) -> None:
-        # Parts of any name count as they begin: a part of 13 bytes takes the loop for 5 µs, and an upload has room for
-        # forty million.
+        # Parts of any name count as they begin: an upload has room for forty million.
         self._parts += 1
         if self._parts > _MAX_PARTS:
             raise BadRequest(f"The form has more than {_MAX_PARTS} parts.", code="invalid_multipart")

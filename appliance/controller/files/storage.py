@@ -9,8 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from anyio import to_thread
 
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart
@@ -18,13 +21,18 @@ from appliance.controller.interfaces.errors import BadRequest, InvalidValue, Not
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import files
 from appliance.store.rows import FileRow
-from train.data.check import DataReport
+from train.data.check import DataReport, Heard, check_training_file
+from train.methods.check_process import ANY, check_apart
+from train.methods.method import Method
+from train.methods.methods import convert
 
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "vision", "user_data")
 LEAVING_PREFIX = ".leaving-"
 EXPIRY_S = range(3600, 2_592_000 + 1)
 _BATCH_KEEP_S = 30 * 86400
 _CAUSES_SHOWN = 3
+APART_FROM_BYTES = 1 << 20
+"""A smaller file is checked sooner than a process starts."""
 
 
 def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
@@ -47,7 +55,6 @@ def remove(context: ControllerContext, row: FileRow) -> None:
         mark.touch(mode=0o600)
     try:
         files.delete(context.db, row.id)
-        context.quotas.gone(row.id, row.key_id)
         (context.files_dir / row.id).unlink(missing_ok=True)
     finally:
         mark.unlink(missing_ok=True)
@@ -100,6 +107,33 @@ def checked_purpose(purpose: str | None) -> str:
     return purpose
 
 
+async def checked(
+    context: ControllerContext,
+    path: Path,
+    chat_path: Path | None = None,
+    method: Method | None = None,
+    tokenizer: Path | None = None,
+    cut_at: int | None = None,
+    heard: Heard | None = None,
+) -> DataReport:
+    """Check a training file, in a process of its own if it is large or its tokens are counted. Raises OSError.
+
+    Args:
+        chat_path: where to write it in the method's format.
+        method: of the job that names it; None before one does.
+        tokenizer: the directory of a model whose tokens are counted.
+        cut_at: the number of tokens within which the method must have something left of an example.
+        heard: called on a thread with the progress.
+    """
+    if tokenizer is not None or path.stat().st_size >= APART_FROM_BYTES:
+        name = method.name if method else ANY
+        check = partial(check_apart, path, chat_path, name, tokenizer, cut_at, heard)
+    else:
+        how, refuses = (method.convert, method.refuses) if method else (convert, None)
+        check = partial(check_training_file, path, chat_path=chat_path, convert=how, refuses=refuses)
+    return await to_thread.run_sync(check, limiter=context.file_threads)
+
+
 async def described(
     context: ControllerContext,
     file_id: str,
@@ -121,7 +155,7 @@ async def described(
         keep_s = _BATCH_KEEP_S
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
-        found = await context.file_work.check(caller.owner, path)
+        found = await checked(context, path)
         # Without the tokens of each example, before they are copied one by one: a row stays small, and whoever plans a
         # job counts again, with the model's tokenizer.
         status, report = ("processed" if found.ok else "error"), asdict(replace(found, example_tokens=[]))

@@ -33,7 +33,6 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal, check_stands
-from appliance.store.chunks import CHUNK_ROWS, little_by_little
 from appliance.store.ids import new_id
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import uploads as upload_rows
@@ -163,7 +162,6 @@ async def _add_part(
         context.quotas.disk.check(count)
         mine += count
         under_way.arriving[row.id] += count
-        kept(count)
 
     part_id = new_id("part_")
     folder = _folder(context, row.id)
@@ -171,35 +169,34 @@ async def _add_part(
     incoming = folder / f"{multipart.INCOMING_PREFIX}{part_id}"
     under_way.parts[row.id] += 1
     under_way.settled[row.id] = settled_bytes
-    with context.quotas.kept.open(row.id) as kept:
-        try:
-            part = await multipart.receive(
-                request.stream(),
-                request.headers.get("content-type", ""),
-                incoming,
-                config.upload_part_bytes,
-                took,
-                "data",
-            )
-            _pending(context, row.id, caller)  # it may have ended while its bytes arrived
+    try:
+        part = await multipart.receive(
+            request.stream(),
+            request.headers.get("content-type", ""),
+            incoming,
+            config.upload_part_bytes,
+            took,
+            "data",
+        )
+        _pending(context, row.id, caller)  # it may have ended while its bytes arrived
 
-            def make() -> UploadPartRow:
-                if again:
-                    _check_parts(row, upload_rows.stored(db, row.id)[0])
-                os.rename(incoming, folder / part_id)
-                made = UploadPartRow(part_id, row.id, part.size, time.time())
-                upload_rows.insert_part(db, made)
-                under_way.settled[row.id] += part.size
-                return made
+        def make() -> UploadPartRow:
+            if again:
+                _check_parts(row, upload_rows.stored(db, row.id)[0])
+            os.rename(incoming, folder / part_id)
+            made = UploadPartRow(part_id, row.id, part.size, time.time())
+            upload_rows.insert_part(db, made)
+            under_way.settled[row.id] += part.size
+            return made
 
-            attempt = idempotency.Attempt.of(request, caller, PARTS_ROUTE, [row.id, part.sha256, part.fields])
-            made, _ = idempotency.once(db, config, attempt, partial(upload_rows.find_part, db, row.id), make)
-        finally:
-            under_way.arriving[row.id] -= mine
-            under_way.parts[row.id] -= 1
-            if not under_way.parts[row.id]:
-                del under_way.arriving[row.id], under_way.parts[row.id], under_way.settled[row.id]
-            incoming.unlink(missing_ok=True)
+        attempt = idempotency.Attempt.of(request, caller, PARTS_ROUTE, [row.id, part.sha256, part.fields])
+        made, _ = idempotency.once(db, config, attempt, partial(upload_rows.find_part, db, row.id), make)
+    finally:
+        under_way.arriving[row.id] -= mine
+        under_way.parts[row.id] -= 1
+        if not under_way.parts[row.id]:
+            del under_way.arriving[row.id], under_way.parts[row.id], under_way.settled[row.id]
+        incoming.unlink(missing_ok=True)
     return made
 
 
@@ -209,7 +206,7 @@ async def _complete(
     """Make the file. Raises BadRequest, Conflict, and what the disk and the quotas refuse."""
     db = context.db
     row = _pending(context, upload_id, caller)
-    _check_chosen(row, body, await db.read(row.owner, upload_rows.sizes, db, row.id))
+    _check_chosen(row, body, upload_rows.sizes(db, row.id))
     row = _pending(context, upload_id, caller)  # still
     if row.id in under_way.completing:
         raise _busy(row)
@@ -222,14 +219,12 @@ async def _complete(
     context.quotas.disk.check(row.bytes)
     under_way.completing.add(row.id)
     file_id = new_id("file-")
-    with context.quotas.kept.open(row.id) as kept, files.growing(context, file_id) as (incoming,):
-        kept(row.bytes)  # the file, until it has a row of its own
+    with files.growing(context, file_id) as (incoming,):
         try:
             await _drop_all_but(context, row, set(body.part_ids))
             try:
-                sha256, md5 = await context.file_work.run(
-                    row.owner, _join, _folder(context, row.id), body.part_ids, incoming
-                )
+                join = partial(_join, _folder(context, row.id), body.part_ids, incoming)
+                sha256, md5 = await to_thread.run_sync(join, limiter=context.file_threads)
             except FileNotFoundError:
                 _pending(context, upload_id, caller)  # it was cancelled or has expired, and its parts went
                 raise
@@ -260,19 +255,17 @@ async def _complete(
             under_way.completing.discard(row.id)
 
 
-async def keep_house(context: ControllerContext, now_s: float) -> None:
+def keep_house(context: ControllerContext, now_s: float) -> None:
     """End expired uploads, and delete the records of those that ended long ago."""
     for row in upload_rows.overdue(context.db, now_s=now_s):
         _end(context, row, "expired")
-        await to_thread.run_sync(_remove_bytes, context, row.id)  # it may have 10,000 parts
+        _remove_bytes(context, row.id)
     before_s = now_s - context.config.idempotency_keep_s - context.config.upload_open_s
-    await little_by_little(partial(upload_rows.forget_some, context.db, before_s))
+    upload_rows.delete_ended(context.db, before_s)
 
 
 def _end(context: ControllerContext, row: UploadRow, status: Literal["cancelled", "expired"]) -> None:
-    """Its announced bytes no longer count; those of parts that still arrive do until their requests have ended."""
     upload_rows.update(context.db, row.id, status=status)
-    context.quotas.gone(row.id, row.key_id)
 
 
 def _known(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
@@ -326,12 +319,8 @@ def _check_chosen(row: UploadRow, body: UploadComplete, known: dict[str, int]) -
 
 async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
     """Drop the parts not named: with them and the file the disk would hold three times the announced size."""
-    unnamed = sorted((await context.db.read(row.owner, upload_rows.sizes, context.db, row.id)).keys() - part_ids)
-    for first in range(0, len(unnamed), CHUNK_ROWS):
-        with context.db.transaction():
-            for part_id in unnamed[first : first + CHUNK_ROWS]:
-                upload_rows.delete_part(context.db, part_id)
-        await asyncio.sleep(0)
+    unnamed = sorted(upload_rows.sizes(context.db, row.id).keys() - part_ids)
+    await asyncio.to_thread(upload_rows.delete_parts, context.db, unnamed)
     await to_thread.run_sync(_unlink, _folder(context, row.id), unnamed)
 
 

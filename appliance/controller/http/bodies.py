@@ -1,8 +1,7 @@
 """What a body of JSON may cost: how long it may be and how many values it may hold, for each route; how it is read.
 
-Everything that a route does with its body runs on the controller's loop: parsing, checking, writing it to the store.
-Each takes its time for a byte and for a value, so that a bound of both, per route, is a bound of the time: 50 ms. Large
-bodies are parsed beside the loop.
+A coroutine checks and writes its body on the controller's loop, which takes time for each byte and value: a bound of
+both, per route, bounds that time. Large bodies are parsed on a thread.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@ Not `@app.middleware("http")`: with that, an exception reached clients as a clea
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from weakref import WeakValueDictionary
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,10 +23,6 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
 # Copies of answered responses, from gateways, which limit how much of them they buffer.
 _COPIES = "/internal/responses"
-_INTERNAL = "/internal/"
-READS_AT_ONCE = 4
-CONVERSATIONS_AT_ONCE = 16
-"""For gateways, of 8 MiB each: whoever asked for one conversation 1,200 times had the controller hold 10 GiB."""
 MOST_IN_FLIGHT = 1024
 """As many as one owner may have at one time: a gateway takes 20 in a second."""
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
@@ -113,79 +107,6 @@ def _bounded(scope: Scope) -> str | None:
     if scope["type"] != "http" or not isinstance(identity, Identity) or ADMIN in identity.scopes:
         return None
     return identity.key_id
-
-
-class _Arriving:
-    """The messages of a request, also those that came while it waited for its turn."""
-
-    def __init__(self, receive: Receive):
-        self._receive = receive
-        self._kept: deque[Message] = deque()
-
-    async def __call__(self) -> Message:
-        return self._kept.popleft() if self._kept else await self._receive()
-
-    async def left(self) -> None:
-        """Returns when its client has left."""
-        while (message := await self._receive())["type"] != "http.disconnect":
-            self._kept.append(message)
-
-    async def has_turn(self, turn: asyncio.Semaphore) -> bool:
-        """False: its client left before it had one."""
-        taking, leaving = asyncio.ensure_future(turn.acquire()), asyncio.ensure_future(self.left())
-        here = False
-        try:
-            await asyncio.wait({taking, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            here = taking.done() and not leaving.done()
-            return here
-        finally:
-            for task in (taking, leaving):
-                task.cancel()
-            await asyncio.gather(taking, leaving, return_exceptions=True)
-            if not here and not taking.cancelled():
-                turn.release()
-
-
-class ReadsInTurns:
-    """Works on few reads and deletions of one owner at once; the others wait until one of them is answered, or their
-    client has left. A limit per minute would not bound what they cost. A gateway's reads for responses that somebody
-    waits for have turns of their own, which end with their answer: it is in memory until then, and a gateway reads at
-    once. Administrators do not wait.
-
-    owner_of: the owner of a key's id."""
-
-    def __init__(self, app: ASGIApp, owner_of: Callable[[str], str], at_once: int = READS_AT_ONCE):
-        self._app, self._owner_of, self._at_once = app, owner_of, at_once
-        # Turns by owner, and by whether a gateway asks.
-        self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        key_id = _bounded(scope)
-        if key_id is None or scope["method"] not in ("GET", "HEAD", "DELETE"):
-            await self._app(scope, receive, send)
-            return
-        owner, internal = self._owner_of(key_id), scope["path"].startswith(_INTERNAL)
-        at_once = CONVERSATIONS_AT_ONCE if internal else self._at_once
-        turn = self._turns.setdefault((owner, internal), asyncio.Semaphore(at_once))
-        arriving = _Arriving(receive)
-        if not turn.locked():
-            await turn.acquire()
-        elif not await arriving.has_turn(turn):
-            return
-        held = True
-
-        async def send_and_give_turn(message: Message) -> None:
-            nonlocal held
-            if held and not internal and message["type"] == "http.response.start":
-                held = False  # the rest takes as long as its client: a download, events
-                turn.release()
-            await send(message)
-
-        try:
-            await self._app(scope, arriving, send_and_give_turn)
-        finally:
-            if held:
-                turn.release()
 
 
 class BodyLimits:

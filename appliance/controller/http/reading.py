@@ -1,48 +1,46 @@
-"""Answers requests that only read: the query, what is made of its rows, and the JSON of it, on a thread of the store's.
+"""Answers requests on threads: what a route finds in the store, and the JSON of it.
 
-A route does it by being no coroutine: `def` instead of `async def`. It then gets what it needs of the loop's own state
-as a parameter (`Status`, `Readings`), which is taken on the loop before. One that has more to ask of the loop is a
-coroutine and ends with `answer`. Which coroutines read on the loop themselves, and why they may, stands in
-tests/unit/controller/test_reading_routes.py.
+A route does it by being `def` instead of `async def`. It then gets what it needs of the loop's own state as a parameter
+(`Status`, `Readings`), which is taken on the loop before. A coroutine with more to ask of the loop ends with `answer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import wraps
 from typing import Annotated, Any
 
 import orjson
 from fastapi import Depends, Request, Response
 
 from appliance.controller.interfaces.ports import SchedulerStatus
-from appliance.controller.interfaces.principal import viewer_of_request
 from appliance.store.database import Database
 from runtime.devices.kind import Reading
 
-REQUEST: ContextVar[Request] = ContextVar("request")
-"""The request that this task answers; set by StrictRoute."""
+DATABASE: ContextVar[Database] = ContextVar("database")
+"""Set by StrictRoute for the task of each request."""
 
 
-async def answer(db: Database, whose: str | None, work: Callable[[], Any]) -> Response:
-    """What `work` finds, as JSON. whose: as in Database.read."""
-    return await db.read(whose, _response, work)
+async def answer(db: Database, work: Callable[[], Any]) -> Response:
+    """What `work` finds in the state of one moment, as JSON."""
+    return await asyncio.to_thread(_response, db, work)
 
 
-def on_a_thread(endpoint: Callable[..., Any]) -> Callable[..., Awaitable[Response]]:
-    """The endpoint as a coroutine that FastAPI calls on the loop."""
+def of_one_moment(endpoint: Callable[..., Any]) -> Callable[..., Response]:
+    """An endpoint for FastAPI's threads that only reads."""
 
     @wraps(endpoint)
-    async def answered(**values: Any) -> Response:
-        request = REQUEST.get()
-        return await answer(request.app.state.context.db, viewer_of_request(request), partial(endpoint, **values))
+    def answered(**values: Any) -> Response:
+        return _response(DATABASE.get(), lambda: endpoint(**values))
 
     return answered
 
 
-def _response(work: Callable[[], Any]) -> Response:
-    found = work()
+def _response(db: Database, work: Callable[[], Any]) -> Response:
+    with db.snapshot():
+        found = work()
     return found if isinstance(found, Response) else Response(orjson.dumps(found), media_type="application/json")
 
 

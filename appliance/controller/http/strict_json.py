@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope
 
 from appliance.controller.http.audited import audited
 from appliance.controller.http.bodies import Bound, bound_of, parsed
-from appliance.controller.http.reading import REQUEST, on_a_thread
+from appliance.controller.http.reading import DATABASE, of_one_moment
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge
 
 
@@ -68,7 +68,7 @@ class StrictRoute(APIRoute):
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any):
         """options: of APIRoute, as APIRouter gives them."""
         if not iscoroutinefunction(endpoint):
-            endpoint = on_a_thread(endpoint)
+            endpoint = of_one_moment(endpoint)
         self._options = options
         self.path, self.endpoint, self.name = path, endpoint, options.get("name") or get_name(endpoint)
         self.path_regex, self.path_format, self.param_convertors = compile_path(path)
@@ -90,7 +90,7 @@ class StrictRoute(APIRoute):
         handle, bound = super().get_route_handler(), bound_of(self.path)
 
         async def strict(request: Request) -> Response:
-            REQUEST.set(request)  # of this request's own task
+            DATABASE.set(request.app.state.context.db)
             return await handle(StrictRequest(request.scope, request.receive, bound))
 
         (method,) = self.methods

@@ -164,8 +164,6 @@ class ControllerConfig(BaseModel):
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes on the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""
-    database_reserve_bytes: int = Field(16 * MIB, ge=0)
-    """Space that the database reserves so that keys can still be revoked when the disk is full."""
     retry_window_s: Seconds = 3600.0
     """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
     idempotency_keep_s: Seconds = 24 * 3600.0

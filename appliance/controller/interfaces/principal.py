@@ -61,11 +61,6 @@ def named_principal(request: Request) -> Principal:
     return _standing(request)[0]
 
 
-def viewer_of_request(request: Request) -> str | None:
-    """`Principal.viewer` of who was found to ask; None before, and on routes that nobody needs a key for."""
-    return request.scope["state"].get("viewer")
-
-
 async def read_principal(request: Request) -> Principal:
     """Who asks. Raises KeyRevoked for a key that has ended, or got another secret, before the whole request was here,
     SessionEnded for a login that ended: gateways learn that a moment later than the store, or not at all while they
@@ -73,7 +68,6 @@ async def read_principal(request: Request) -> Principal:
     principal, ended = _standing(request)
     if ended:
         raise KeyRevoked(ended)
-    request.scope["state"]["viewer"] = principal.viewer
     _check_login(request.app.state.context.db, principal)
     return principal
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from appliance.controller.access.naming import checkpoint_name, resolve
 from appliance.controller.files import results
 from appliance.controller.jobs import forgetting, stable_names
-from appliance.store.database import BOX, Database
+from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
@@ -142,8 +142,8 @@ class JobEvents:
         """The ranks report no more: reads the job's steps on a thread, because there may be 100,000, judges them and
         writes their table."""
         row = jobs.get(self._db, job_id)
-        table = await self._db.read(BOX, _metrics_table, self._db, row)
-        judged = await self._db.read(BOX, _judge, self._db, row)
+        table = await asyncio.to_thread(_metrics_table, self._db, row)
+        judged = await asyncio.to_thread(_judge, self._db, row)
         made = await asyncio.to_thread(results.write, self._files_dir, table)
         self._forget_end(job_id)
         self._tables[job_id], self._verdicts[job_id] = made, judged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -109,8 +110,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
     else:
         full = chosen.resolved["full"]
         readings = context.device_readings()
-        drawn = await context.db.read(
-            caller.viewer, energy_views.estimate, context.db, readings, body.model, method.name, full,
+        drawn = await asyncio.to_thread(energy_views.estimate, context.db, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip
     return {**told, "device_hours": device_hours, "energy": drawn, "estimate": estimated}
@@ -130,7 +130,7 @@ async def _device_hours(
     speeds = list[float]()
     if not method.rolls_out:
         db = context.db
-        speeds = await db.read(caller.viewer, job_records.device_speeds, db, model, method.name, fields["full"])
+        speeds = await asyncio.to_thread(job_records.device_speeds, db, model, method.name, fields["full"])
     return dataset.n_tokens * fields["n_epochs"] / median(speeds) / 3600 if speeds else None
 
 
@@ -140,8 +140,8 @@ async def _counted(
     """What the job's validation would find in the file. Raises BadRequest and NotFound."""
     row = storage.known_file(context, file_id, caller, "training_file")
     await settings.refuse_unsafe(context, base)
-    report = await context.file_work.check(
-        row.owner, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)
+    report = await storage.checked(
+        context, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)
     )
     if report.ok and (reason := method.refuses(report.shape)) is not None:
         report.add_error(1, reason)

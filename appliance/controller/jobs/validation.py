@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from anyio import to_thread
+
 from appliance.controller.access.model_access import Resolved, base_of
 from appliance.controller.access.naming import resolve
 from appliance.controller.context.context import ControllerContext
@@ -134,9 +136,9 @@ class JobValidation:
             held_out = self._file(row.validation_file)
             held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl", tokenizer)
             messages += _told(held_out, held_out_report)
-        found = await context.file_work.run(
-            row.owner, data.compare_rows, folder / "train.jsonl", folder / "valid.jsonl" if held_out_report else None
-        )
+        valid_path = folder / "valid.jsonl" if held_out_report else None
+        compare = partial(data.compare_rows, folder / "train.jsonl", valid_path)
+        found = await to_thread.run_sync(compare, limiter=context.file_threads)
         if found.same_files:
             raise _SameRows(data.SAME_FILES)
         messages += [("warn", text) for text in found.warnings()]
@@ -154,8 +156,8 @@ class JobValidation:
         if ours is None or theirs is None:
             why = "the files of one of them are neither on disk nor in shared memory any more"
         else:
-            files = (folder / settings.TOKENIZER for folder in (ours, theirs))
-            why = await context.file_work.run(row.owner, differ_apart, *files)
+            compare = partial(differ_apart, ours / settings.TOKENIZER, theirs / settings.TOKENIZER)
+            why = await to_thread.run_sync(compare, limiter=context.file_threads)
         if why:
             raise _CannotTeach(f"{name} cannot teach {student.name}: {why}")
 
@@ -199,14 +201,14 @@ class JobValidation:
         return report
 
     async def _check(self, row: JobRow, file: FileRow, source: Path, **how: Any) -> DataReport:
-        """`FileWork.check`, which meanwhile reports its progress in the job's events."""
+        """`storage.checked`, which meanwhile reports its progress in the job's events."""
         far = ""
 
         def heard(examples: int, share: float) -> None:
             nonlocal far
             far = f": {examples:,} examples so far, {100 * share:.0f} % of the file"
 
-        checking = asyncio.ensure_future(self._context.file_work.check(row.owner, source, heard=heard, **how))
+        checking = asyncio.ensure_future(storage.checked(self._context, source, heard=heard, **how))
         try:
             while not (await asyncio.wait([checking], timeout=TELL_EVERY_S))[0]:
                 if self._still_validating(row.id):

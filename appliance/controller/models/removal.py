@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from appliance.controller.access.model_access import base_of, known_model, why_not_asked
 from appliance.controller.access.naming import CHALLENGER, resolve
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import Conflict, NotFound, OperationFailed
+from appliance.controller.interfaces.errors import Conflict, OperationFailed
 from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
-from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.objects import adapters, job_records, jobs, models
 from appliance.store.records import canaries
@@ -54,10 +52,8 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
     """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
 
     Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
-    between leaves unreferenced bytes, which the weight store's sweep deletes; of a model with many versions, whose rows
-    go a few at a time, it may leave the rest, which answers to nobody and can be deleted again. Raises Conflict, and
-    NotFound for what somebody else has deleted meanwhile, or is deleting: whoever comes later sees some versions alone,
-    and the bytes of the others would stay.
+    between leaves unreferenced bytes, which the weight store's sweep deletes. Raises Conflict, and NotFound for what
+    another request has deleted meanwhile.
     """
     db, model = context.db, found.model
     refuse_if_in_use(context, found, caller)
@@ -80,13 +76,7 @@ async def remove(context: ControllerContext, found: Doomed, caller: Principal) -
         await remove_bytes(context, version)
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
-    if model.id in context.models_leaving:
-        raise NotFound(f"{found.name} is being deleted already.", param="model", code="model_not_found")
-    context.models_leaving.add(model.id)
-    try:
-        leaving = await _delete_rows(context, found, caller)
-    finally:
-        context.models_leaving.discard(model.id)
+    leaving = _delete_rows(context, found, caller)
     context.scheduler.nudge(f"model {model.id} was deleted")
     await context.scheduler.withdraw(model.id)
     await _unload(context, leaving.adapters)
@@ -146,22 +136,14 @@ class _Leaving(NamedTuple):
     adapters: list[str]
 
 
-async def _delete_rows(context: ControllerContext, found: Doomed, caller: Principal) -> _Leaving:
+def _delete_rows(context: ControllerContext, found: Doomed, caller: Principal) -> _Leaving:
     """Deletes the rows of a whole model, and returns what they named."""
     db, model = context.db, found.model
-    leaving = await db.read(caller.viewer, _leaving, db, model.id)
-    doomed(context, found.name)
-    refuse_if_in_use(context, found, caller)
-    if len(leaving.paths) > chunks.CHUNK_ROWS:
-        models.update(db, model.id, active_version=None)  # nothing begins with it while its versions go
-        await chunks.little_by_little(partial(models.delete_some_versions, db, model.id))
+    with db.transaction():
         doomed(context, found.name)
-    models.delete(db, model.id)
-    return leaving
-
-
-def _leaving(db: Database, model: str) -> _Leaving:
-    versions = models.list_versions(db, model)
+        refuse_if_in_use(context, found, caller)
+        versions = models.list_versions(db, model.id)
+        models.delete(db, model.id)
     return _Leaving([paths_of(row) for row in versions], _adapters(versions))
 
 

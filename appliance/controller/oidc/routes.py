@@ -20,7 +20,7 @@ from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound
 from appliance.controller.interfaces.identity import GATEWAY
-from appliance.controller.interfaces.principal import ADMIN, Principal
+from appliance.controller.interfaces.principal import Principal
 from appliance.controller.oidc import people
 from appliance.controller.oidc.provider import Provider, refused
 
@@ -100,9 +100,8 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
             subject = people.subject_of(settings, claims)[: people.SHOWN_CHARACTERS]
             _told(context, request, "", "refused", subject=subject, why=error.message)
             raise
-        viewer = None if ADMIN in key.scopes else key.owner
         agent = request.headers.get("user-agent", "")
-        made = await logins.begin(context, key.id, viewer, agent=agent, secure=body.secure)
+        made = logins.begin(context, key.id, agent=agent, secure=body.secure)
         response.headers[logins.COOKIE] = made.cookie
         _told(context, request, key.id, "done", key=key.name, scopes=key.scopes)
         return made.shown

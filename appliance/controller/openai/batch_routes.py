@@ -6,7 +6,7 @@ import time
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 from pydantic import Field, StringConstraints
 
 from appliance.controller.batches.input_lines import ENDPOINTS
@@ -15,7 +15,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import storage as files
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
-from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, Conflict, InvalidValue, NotFound, shown
@@ -90,19 +89,15 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             runner.begin(row.id)
         return _view(row, _going(row, runner), caller)
 
-    @router.get("", response_model=dict[str, Any])
-    async def list_batches(caller: Caller, after: After = None, limit: Limit = 20) -> Response:
-        viewer = caller.viewer
-        page = await db.read(viewer, batches.page, db, viewer=viewer, after=after, limit=limit)
-        going = [_going(row, runner) for row in page.data]
-        of = dict(zip((row.id for row in page.data), going, strict=True))
-        return await answer(db, viewer, lambda: list_object(page, lambda row: _view(row, of[row.id], caller)))
+    @router.get("")
+    def list_batches(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        page = batches.page(db, viewer=caller.viewer, after=after, limit=limit)
+        return list_object(page, lambda row: _view(row, _going(row, runner), caller))
 
-    @router.get("/{batch_id}", response_model=dict[str, Any])
-    async def retrieve(batch_id: str, caller: Caller) -> Response:
-        row = await db.read(caller.viewer, _known, context, batch_id, caller)
-        going = _going(row, runner)
-        return await answer(db, caller.viewer, lambda: _view(row, going, caller))
+    @router.get("/{batch_id}")
+    def retrieve(batch_id: str, caller: Caller) -> dict[str, Any]:
+        row = _known(context, batch_id, caller)
+        return _view(row, _going(row, runner), caller)
 
     @router.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
     @router.get("/{completion_id}", response_model=dict[str, Any])
     async def retrieve(completion_id: str, caller: Caller) -> Response:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, caller.viewer, lambda: _shown(row, caller))
+        return await answer(db, lambda: _shown(row, caller))
 
     @router.post("/{completion_id}", response_model=dict[str, Any])
     async def update(completion_id: str, body: CompletionUpdate, caller: Caller) -> Response:
@@ -71,7 +71,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         await stored.find(completion_id, caller.viewer, COMPLETION)
         stored.describe(completion_id, body.metadata)
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, caller.viewer, lambda: _shown(row, caller))
+        return await answer(db, lambda: _shown(row, caller))
 
     @router.delete("/{completion_id}")
     async def delete(completion_id: str, caller: Caller) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def routes(context: ControllerContext, stored: StoredResponses) -> APIRouter:
         completion_id: str, caller: Caller, after: After = None, limit: Limit = 20, order: Order = "asc"
     ) -> Response:
         row = await stored.find(completion_id, caller.viewer, COMPLETION)
-        return await answer(db, caller.viewer, lambda: _messages(row, after, limit, newest_first=order == "desc"))
+        return await answer(db, lambda: _messages(row, after, limit, newest_first=order == "desc"))
 
     return router
 

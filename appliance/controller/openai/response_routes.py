@@ -4,6 +4,7 @@ fetch the conversation that an answer continues."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -73,12 +74,13 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         def make() -> ResponseRow:
             row = _queued(body, caller)
             context.quotas.check_background(caller, row.bytes)
-            stored.add([row])
+            responses.insert(context.db, row)
             return row
 
         row, made = idempotency.once(context.db, context.config, attempt, known_before, make)
         if made:
             background.begin(row)
+            await asyncio.to_thread(stored.make_room, [row])
         return told(row)
 
     @router.get("/{response_id}")
@@ -119,7 +121,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
     ) -> Response:
         await stored.find(response_id, caller.viewer)  # it may be on its way
         items = partial(_input_items, stored, response_id, caller.viewer, after, limit, newest_first=order == "desc")
-        return await answer(context.db, caller.viewer, items)
+        return await answer(context.db, items)
 
     return router
 

@@ -1,5 +1,5 @@
 """Turns kept answers into items of evaluations and of training files: a conversation in the form of chat completions,
-and its answer. Reads the store: within a reading, on a thread."""
+and its answer. Reads the store, on a thread."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Wanted:
 
 def entries(db: Database, owner: str, wanted: Wanted) -> Iterator[Entry]:
     """{"item", "sample"} of each that fits, newest first; each step reads a few rows on the thread that takes it."""
-    with db.reading():
+    with db.snapshot():
         ids = responses.newest_ids(db, owner, wanted.kind, model=wanted.model, metadata=wanted.metadata)
     left = wanted.limit
     for at in range(0, len(ids), _READ_AT_ONCE):
-        with db.reading():
+        with db.snapshot():
             rows = [responses.find(db, one) for one in ids[at : at + _READ_AT_ONCE] if _may_be_judged(db, one)]
             fitting = (row for row in rows if row is not None and _fits(row, wanted))
             found = [_entry(db, row) for row in fitting if row.kind == COMPLETION or _size(db, row) <= MAX_BYTES]

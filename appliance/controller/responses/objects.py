@@ -80,11 +80,6 @@ def events(response: Object, after: int = -1) -> Iterator[tuple[int, bytes]]:
             yield place, b"event: %b\ndata: %b\n\n" % (kind.encode(), body)
 
 
-def next_event(events: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
-    """The next one of `events`, which takes as long as the response is large; None: there is no more."""
-    return next(events, None)
-
-
 def _events(response: Object) -> Iterator[tuple[str, Object]]:
     status = response["status"]
     begun = {**response, "status": "queued", "output": [], "usage": None, "error": None, "incomplete_details": None}

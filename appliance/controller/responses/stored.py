@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import orjson
@@ -21,14 +20,11 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.responses.completions import completion_row
 from appliance.controller.responses.items import Item, items_of, turn_items
-from appliance.store.chunks import little_by_little
-from appliance.store.database import BOX
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
 from appliance.store.rows import AnswerKind, ResponseRow, ResponseStatus
 from appliance.store.upkeep import holdings
-from runtime.background_tasks import RunningTasks
 
 log = logging.getLogger("appliance.controller")
 
@@ -36,11 +32,6 @@ DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 MAX_TURNS = 2000
 CONVERSATION_BYTES = 64 << 20
-# After this many bytes of a key (each row counts at least _ROW_BYTES) its owner's limits are checked.
-_LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
-# More than are added before the next look; freeing 1 MiB takes SQLite some 20 ms.
-_AT_ONCE_BYTES = 2 * _LOOK_AFTER_BYTES
-_STORED_AT_ONCE_BYTES = 1 << 20  # which takes SQLite some 10 ms
 _TOUCH_EVERY_S = 3600.0
 _COMPLETION_ID_CHARS = 128
 _STATUSES = frozenset(get_args(ResponseStatus))
@@ -57,92 +48,54 @@ class Turn(NamedTuple):
 
 class StoredResponses:
     """Responses and chat completions of all owners. `viewer`: the calling owner, who sees only its own; None: an admin
-    or the box. tasks: what goes on behind an answer."""
+    or the box."""
 
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
-        self._unchecked: Counter[str] = Counter()  # by key: bytes since its owner's limits were last checked
-        self._bytes = responses.totals(context.db)[1]
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
         self._expected: Counter[str | None] = Counter()  # by viewer
-        self._continued: dict[str, tuple[str, float]] = {}  # id -> owner, when: earlier turns are still to be touched
-        self._background, self.tasks = context.background, RunningTasks()
-        self._touching: asyncio.Task[None] | None = None
 
     # --- in
 
     async def take(self, copies: list[Any]) -> int:
         """Store copies from a gateway: each {"key", "previous", "input", "response"}; of a chat completion `input` is
-        what it was asked with, an object. Returns how many were new. They are written on a thread, and stored so many
-        bytes at a time: 64 MiB come at once. Copies of a person who has left are not stored: a gateway keeps them while
-        the controller is away, and they would bring back a person who was forgotten."""
+        what it was asked with, an object. Returns how many were new. Copies of a person who has left are not stored: a
+        gateway keeps them while the controller is away, and they would bring back a person who was forgotten."""
         if not self._config.responses_kept_days:
             return 0
         if self._quotas.disk.room_bytes() <= 0:
             log.error("%d answered responses are not stored: the disk is short of space", len(copies))
             return 0
+        new = await asyncio.to_thread(self._add, copies)
+        for row in new:
+            self.tell(row.id)
+        return len(new)
+
+    def _add(self, copies: list[Any]) -> list[ResponseRow]:
+        """The new ones. Runs on a thread; one transaction each, for a copy may have megabytes."""
         named = {copy["key"] for copy in copies if isinstance(copy, dict) and isinstance(copy.get("key"), str)}
         owners = {key_id: keys.owner_of(self._db, key_id) for key_id in named}
-        left, new = deque(await asyncio.to_thread(_rows, copies, owners)), 0
-        while left:
-            rows, size = list[ResponseRow](), 0
-            while left and size < _STORED_AT_ONCE_BYTES:
-                rows.append(left.popleft())
-                size += rows[-1].bytes + _ROW_BYTES
-            gone = {key_id for key_id in {row.key_id for row in rows} if keys.owner_has_left(self._db, key_id)}
-            rows = [row for row in rows if row.key_id not in gone]
-            if size < _STORED_AT_ONCE_BYTES:
-                new += self.add(rows)
-                await asyncio.sleep(0)
-            else:
-                with self._db.log_is_left():
-                    new += self.add(rows)
-                await self._db.carry_over()
+        new = list[ResponseRow]()
+        for row in _rows(copies, owners):
+            with self._db.transaction():
+                if not keys.owner_has_left(self._db, row.key_id) and responses.insert(self._db, row):
+                    new.append(row)
+        self.make_room(new)
         return new
 
-    def add(self, rows: list[ResponseRow]) -> int:
-        new = 0
-        with self._db.transaction():
-            for row in rows:
-                if not responses.insert(self._db, row):
-                    continue
-                new += 1
-                self._bytes += row.bytes
-                self._unchecked[row.key_id] += row.bytes + _ROW_BYTES
-                if row.previous_id is not None and self._touched_some(row.previous_id, row.owner, row.used_s):
-                    self._continued[row.previous_id] = row.owner, row.used_s
-        if not self._continued:
-            for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
-                self._keep_bounds(key_id)
-            self._shrink()
-        elif self._touching is None or self._touching.done():
-            # Do this first, or making room would delete turns that a later response continues from; the next response
-            # makes room.
-            touch = self._background.keep("conversations that go on", self._touch_continued)
-            self._touching = self.tasks.add(touch)
-        for row in rows:
-            self.tell(row.id)
-        return new
-
-    async def _touch_continued(self) -> None:
-        """Turns are kept as long as a response that continues from them: touched a few at a time in a long
-        conversation."""
-        while self._continued:
-            response_id, (owner, at_s) = next(iter(self._continued.items()))
-            await little_by_little(partial(self._touched_some, response_id, owner, at_s))
-            self._continued.pop(response_id, None)
-
-    def _touched_some(self, response_id: str, owner: str, at_s: float) -> bool:
-        older_than_s = at_s - _TOUCH_EVERY_S
-        return responses.touch_some(
-            self._db, response_id, owner, max_turns=MAX_TURNS, now_s=at_s, older_than_s=older_than_s
-        )
-
-    def grew(self, key_id: str, more: int) -> None:
-        """A background response was answered: it has this many more bytes. The next response, or housekeeping, checks
-        its owner's bounds, because this call may be within the transaction that revokes a key."""
-        self._bytes += more
-        self._unchecked[key_id] += max(0, more)
+    def make_room(self, new: list[ResponseRow]) -> None:
+        """Touch what these new rows continue, then delete the least recently used beyond the limits. On a thread."""
+        for row in new:
+            if row.previous_id is not None:
+                times = {"now_s": row.used_s, "older_than_s": row.used_s - _TOUCH_EVERY_S}
+                responses.touch(self._db, row.previous_id, row.owner, max_turns=MAX_TURNS, **times)
+        for key_id in {row.key_id for row in new}:
+            bounds = self._quotas.bounds(key_id)
+            holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes)
+        if responses.totals(self._db)[1] > self._config.responses_bytes:
+            # To below the limit, or the next response would have to make room again.
+            deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))
+            log.info("responses_bytes is reached: deleted the %d least recently used", deleted)
 
     # --- out
 
@@ -170,7 +123,7 @@ class StoredResponses:
             last = await self.find(previous_id, viewer)
         except NotFound as error:
             raise previous_not_found(previous_id) from error
-        ids = await self._db.read(viewer, self._leading_to, last.id, viewer)
+        ids = await asyncio.to_thread(self._leading_to, last.id, viewer)
         if not last.finished:
             raise BadRequest(
                 f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
@@ -198,7 +151,7 @@ class StoredResponses:
         total exceeds what one request may hold: continuing must not allow more than a single request."""
         left = self._config.json_body_bytes
         for response_id in ids:
-            turn = await self._db.read(viewer, self._turn, response_id)
+            turn = await asyncio.to_thread(self._turn, response_id)
             left -= len(turn.text)
             if left < 0:
                 raise _too_long(ids[-1], self._config.json_body_bytes)
@@ -219,10 +172,8 @@ class StoredResponses:
 
     def delete(self, response_id: str, kind: AnswerKind = "response") -> None:
         """Raises NotFound: it was found on a thread and may have been deleted since."""
-        size = responses.delete(self._db, response_id)
-        if size is None:
+        if not responses.delete(self._db, response_id):
             raise _not_found(response_id, kind)
-        self._bytes -= size
         self.tell(response_id)
 
     # --- news
@@ -249,36 +200,12 @@ class StoredResponses:
 
     # --- time
 
-    async def keep_house(self, now_s: float) -> None:
-        for key_id in await self._db.read(BOX, responses.keys_without_owners, self._db):
-            await little_by_little(partial(responses.delete_of_key, self._db, key_id))
-        before_s = now_s - self._config.responses_kept_days * DAY_S
-        await little_by_little(partial(responses.delete_unused, self._db, before_s))
-        for key_id in list(self._unchecked):
-            await little_by_little(partial(self._keep_bounds, key_id))
-        self._bytes = responses.totals(self._db)[1]
-        await little_by_little(self._shrink)
-
-    def _keep_bounds(self, key_id: str) -> bool:
-        """Delete the least recently used responses of this key's owner beyond the limits, as many as may go at once.
-        False: none is beyond them."""
-        self._unchecked.pop(key_id, None)
-        bounds = self._quotas.bounds(key_id)
-        gone = holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes, _AT_ONCE_BYTES)
-        if gone:
-            self._bytes = responses.totals(self._db)[1]
-        return gone > 0
-
-    def _shrink(self) -> bool:
-        """Free as much as may be freed at once; False: there is enough room, or the rest is still being answered."""
-        if self._bytes <= self._config.responses_bytes:
-            return False
-        # Delete to below the limit, or the next response would have to make room again.
-        with self._db.transaction():
-            deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95), _AT_ONCE_BYTES)
-        self._bytes = responses.totals(self._db)[1]
-        log.info("responses_bytes is reached: deleted the %d least recently used", deleted)
-        return deleted > 0
+    def keep_house(self, now_s: float) -> None:
+        """On a thread."""
+        for key_id in responses.keys_without_owners(self._db):
+            responses.delete_of_key(self._db, key_id)
+        responses.delete_unused(self._db, now_s - self._config.responses_kept_days * DAY_S)
+        self.make_room([])
 
     async def _arrived(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:
         row = await self._visible(response_id, viewer, kind)
@@ -295,7 +222,7 @@ class StoredResponses:
         return await self._visible(response_id, viewer, kind) if arrived else None
 
     async def _visible(self, response_id: str, viewer: str | None, kind: AnswerKind) -> ResponseRow | None:
-        row = await self._db.read(viewer, responses.find, self._db, response_id)
+        row = await asyncio.to_thread(responses.find, self._db, response_id)
         return row if row is not None and row.kind == kind and viewer in (None, row.owner) else None
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from appliance.store.database import Database
@@ -41,22 +40,16 @@ class AdapterRow:
         return self.base if self.base_active == self.base_version else f"{self.base}@{self.base_version}"
 
 
-def list_callable(db: Database, of: Sequence[str] | None = None) -> list[AdapterRow]:
-    """Adapters by every name they can be called by: models with an active adapter version, checkpoints, canaries. of:
-    these models' alone."""
-    among, models = "", list(of or ())
-    if of is not None:
-        among = f"AND v.model IN ({', '.join('?' * len(models))}) "
+def list_callable(db: Database) -> list[AdapterRow]:
+    """Adapters by every name they can be called by: models with an active adapter version, checkpoints, canaries."""
     return db.all(
         AdapterRow,
         f"SELECT m.id AS name, {_FIELDS} FROM models m "
-        f"JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE {_IS_ADAPTER} {among}"
+        f"JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE {_IS_ADAPTER} "
         f"UNION ALL SELECT c.name, {_FIELDS} FROM checkpoints c "
-        f"JOIN versions v ON v.model = c.model AND v.version = c.version WHERE {_IS_ADAPTER} {among}"
+        f"JOIN versions v ON v.model = c.model AND v.version = c.version WHERE {_IS_ADAPTER} "
         f"UNION ALL SELECT n.model || '@' || n.version AS name, {_FIELDS} FROM canaries n "
-        f"JOIN versions v ON v.model = n.model AND v.version = n.version WHERE n.state = 'running' AND {_IS_ADAPTER} "
-        f"{among}",
-        models * 3,
+        f"JOIN versions v ON v.model = n.model AND v.version = n.version WHERE n.state = 'running' AND {_IS_ADAPTER}",
     )
 
 

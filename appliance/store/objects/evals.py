@@ -1,7 +1,7 @@
 """Evaluations, their runs, and the items of each run.
 
 viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself. What is deleted is seen
-by nobody from then on, and leaves the disk a few items at a time (`delete_some`).
+by nobody from then on, and `delete_rows` frees the disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Unpack
 
-from appliance.store import chunks
 from appliance.store.database import Database, Page, Part, owned_by, sql_list
 from appliance.store.rows import UNFINISHED_EVAL_RUN, EvalItemRow, EvalRow, EvalRunRow
 from appliance.store.table import Table
@@ -20,7 +19,6 @@ _MINE = "(?2 IS NULL OR owner = ?2)"
 _THERE = "id NOT IN (SELECT id FROM eval_deletions)"
 _RUN_THERE = f"{_THERE} AND eval_id NOT IN (SELECT id FROM eval_deletions)"
 _IN_SHORT = ", ".join("'{}' AS data_source" if one.name == "data_source" else one.name for one in fields(EvalRunRow))
-_ITEM_BYTES = "length(item) + coalesce(length(sample), 0) + coalesce(length(results), 0)"
 _TABLE, _RUNS, _ITEMS = Table("evals", EvalRow), Table("eval_runs", EvalRunRow), Table("eval_items", EvalItemRow)
 insert, update = _TABLE.insert, _TABLE.update
 insert_run, update_run = _RUNS.insert, _RUNS.update
@@ -70,20 +68,15 @@ def delete(db: Database, ids: Iterable[str]) -> None:
     db.many("INSERT OR IGNORE INTO eval_deletions VALUES (?)", [[one] for one in ids])
 
 
-def delete_some(db: Database) -> bool:
-    """Free the disk of a few items of what is deleted, then of it; False when nothing is left to be freed."""
-    first = db.execute("SELECT id FROM eval_deletions LIMIT 1").fetchone()
-    if first is None:
-        return False
-    run = db.execute("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1 LIMIT 1", [first["id"]]).fetchone()
-    if run is None or not clear_some(db, run["id"]):
+def delete_rows(db: Database) -> None:
+    """Free the disk of what is deleted."""
+    for deleted in db.column("SELECT id FROM eval_deletions"):
+        for run_id in db.column("SELECT id FROM eval_runs WHERE id = ?1 OR eval_id = ?1", [deleted]):
+            delete_items(db, run_id)
         with db.transaction():
-            if run is not None:
-                db.execute("DELETE FROM eval_runs WHERE id = ?", [run["id"]])
-            if run is None or run["id"] == first["id"]:
-                db.execute("DELETE FROM evals WHERE id = ?", [first["id"]])
-                db.execute("DELETE FROM eval_deletions WHERE id = ?", [first["id"]])
-    return True
+            db.execute("DELETE FROM eval_runs WHERE id = ?", [deleted])
+            db.execute("DELETE FROM evals WHERE id = ?", [deleted])
+            db.execute("DELETE FROM eval_deletions WHERE id = ?", [deleted])
 
 
 def unfinished_owner(db: Database, run_id: str) -> str | None:
@@ -142,6 +135,5 @@ def has_items(db: Database, run_id: str) -> bool:
     return db.value("SELECT 1 FROM eval_items WHERE run_id = ? LIMIT 1", [run_id]) is not None
 
 
-def clear_some(db: Database, run_id: str) -> bool:
-    """Delete a few items of the run; False: it has none."""
-    return chunks.delete_some(db, "eval_items", "run_id = ?", [run_id], _ITEM_BYTES)
+def delete_items(db: Database, run_id: str) -> None:
+    db.delete("eval_items", "run_id = ?", [run_id])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.rows import IdempotencyRow
 from appliance.store.table import Table
@@ -50,11 +49,7 @@ def forget(db: Database, key_id: str, route: str, resource_id: str) -> None:
     db.execute(f"DELETE FROM idempotency WHERE {where}", [key_id, route, resource_id])
 
 
-def forget_some(db: Database, before_s: float) -> bool:
-    """Delete a few of those made before this moment. False: none was left."""
-    return chunks.delete_few(db, "idempotency", "created_s < ?", [before_s])
-
-
-def forget_keyless(db: Database, before_s: float) -> bool:
-    """The same of those without a key of their own, which are found by their body, and for a shorter time."""
-    return chunks.delete_few(db, "idempotency", "idempotency_key IS NULL AND created_s < ?", [before_s])
+def delete_before(db: Database, before_s: float, keyless_before_s: float) -> None:
+    """Delete those made before these moments. keyless: without an Idempotency-Key, found by their body."""
+    db.delete("idempotency", "created_s < ?", [before_s])
+    db.delete("idempotency", "idempotency_key IS NULL AND created_s < ?", [keyless_before_s])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Unpack
 
-from appliance.store.database import Database, Page, PageBudget, Part, encode
+from appliance.store import database
+from appliance.store.database import Database, Page, Part, encode
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import (
     CheckpointNameRow,
@@ -35,13 +36,14 @@ def page_with_judges(
 ) -> tuple[Page[JobRow], dict[str, JobJudgeRow]]:
     """The page as far as it has room for the judges of jobs of these methods too, with one job at least, and these
     judges by job: a hundred graders have 200 MiB."""
-    budget, judges = PageBudget(), dict[str, JobJudgeRow]()
+    left, judges = database.PAGE_BYTES, dict[str, JobJudgeRow]()
     for number, row in enumerate(page.data):
         query = "SELECT judge, taught_by FROM job_judges WHERE job_id = ?"
         found = db.execute(query, [row.id]).fetchone() if row.method in methods else None
         if found is None:
             continue
-        if not budget.take([found["judge"]], [found["judge"]]) and number:
+        left -= len(found["judge"])
+        if left < 0 and number:
             return Page(page.data[:number], True), judges
         judges[row.id] = JobJudgeRow(row.id, json.loads(found["judge"]), json.loads(found["taught_by"]))
     return page, judges
@@ -147,11 +149,9 @@ def list_checkpoints(db: Database) -> list[CheckpointRow]:
     return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
 
 
-def checkpoint_names(db: Database, of: Sequence[str] | None = None) -> list[CheckpointNameRow]:
-    """What each round of the scheduler and each table need of all checkpoints, in order of creation. of: these models'
-    alone."""
-    where = "" if of is None else f"WHERE model IN ({', '.join('?' * len(of))}) "
-    return db.all(CheckpointNameRow, f"SELECT name, model, version FROM checkpoints {where}ORDER BY seq", of or ())
+def checkpoint_names(db: Database) -> list[CheckpointNameRow]:
+    """What each round of the scheduler and each table need of all checkpoints, in order of creation."""
+    return db.all(CheckpointNameRow, "SELECT name, model, version FROM checkpoints ORDER BY seq")
 
 
 def page_checkpoints(db: Database, job_id: str, **part: Unpack[Part]) -> Page[CheckpointRow]:

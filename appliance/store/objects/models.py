@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from typing import Unpack
 
-from appliance.store import chunks
 from appliance.store.database import Database, Page, Part
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import ModelRow, VersionRow
@@ -91,16 +89,6 @@ def active_versions(db: Database) -> dict[str, str]:
     return {name: version for name, version in rows.fetchall()}
 
 
-def active_among(db: Database, names: Collection[str]) -> dict[str, str]:
-    """Like `active_versions`, for these models."""
-    rows = db.execute(
-        f"SELECT id, active_version FROM models WHERE id IN ({', '.join('?' * len(names))}) "
-        "AND active_version IS NOT NULL",
-        list(names),
-    )
-    return {name: version for name, version in rows.fetchall()}
-
-
 def without_chat_template(db: Database) -> set[tuple[str, str]]:
     """(model, version) of those whose import found no chat template."""
     rows = db.execute("SELECT model, version FROM versions WHERE json_extract(meta, '$.chat_template') = 0")
@@ -138,19 +126,6 @@ def reactivate(db: Database, name: str, failed: str, previous: str | None) -> bo
         else:
             activate(db, name, previous)
         return True
-
-
-def delete_some_versions(db: Database, name: str) -> bool:
-    """Delete a few versions of a model of many, with the checkpoints that name them; False: those that are left are few
-    enough for `delete`."""
-    some = f"SELECT version FROM versions WHERE model = ? LIMIT {chunks.CHUNK_ROWS + 1}"
-    chosen = [[name, version] for (version,) in db.execute(some, [name]).fetchall()]
-    if len(chosen) <= chunks.CHUNK_ROWS:
-        return False
-    with db.transaction():
-        db.many("DELETE FROM versions WHERE model = ? AND version = ?", chosen[:-1])
-        db.many("DELETE FROM checkpoints WHERE model = ? AND version = ?", chosen[:-1])
-    return True
 
 
 def delete(db: Database, name: str) -> None:

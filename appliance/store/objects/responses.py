@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import orjson
 
-from appliance.store import chunks
 from appliance.store.database import Database, Page, Part, owned_by
 from appliance.store.rows import UNFINISHED_RESPONSE, AnswerKind, ResponseRow
 from appliance.store.table import Table
@@ -67,24 +66,17 @@ def chain_ids(db: Database, response_id: str, viewer: str | None, *, max_turns: 
     return db.column(f"{_CHAIN} SELECT id FROM chain ORDER BY depth DESC", parameters)
 
 
-def touch_some(
+def touch(
     db: Database, response_id: str, viewer: str | None, *, max_turns: int, now_s: float, older_than_s: float
-) -> bool:
-    """Notes that this response and those that lead to it were continued, of a few of them: each is kept as long as the
-    newest that needs it. False: none was left. It leaves rows that were touched lately, because an update writes all
-    pages of a row again, with its texts: 64 MiB of a long conversation took 0.5 s."""
-    found = db.execute(
-        f"{_CHAIN} SELECT seq, chain.bytes FROM chain JOIN responses USING (id) WHERE used_s < ?4",
+) -> None:
+    """Note that this response and those that lead to it were continued: each is kept as long as the newest that needs
+    it. Rows touched since `older_than_s` stay, because an update writes a row with all its text again."""
+    chosen = db.column(
+        f"{_CHAIN} SELECT seq FROM chain JOIN responses USING (id) WHERE used_s < ?4",
         [response_id, viewer, max_turns - 1, older_than_s],
     )
-    chosen, held = list[tuple[float, int]](), 0
-    for row in found:
-        chosen.append((now_s, row["seq"]))
-        if (held := held + row["bytes"]) >= chunks.CHUNK_BYTES or len(chosen) >= chunks.CHUNK_ROWS:
-            break
-    found.close()  # it may have more to give, and would keep its snapshot of the store
-    db.many("UPDATE responses SET used_s = ? WHERE seq = ?", chosen)
-    return bool(chosen)
+    for seq in chosen:  # not in one transaction: a conversation may have 64 MiB
+        db.execute("UPDATE responses SET used_s = ? WHERE seq = ?", [now_s, seq])
 
 
 def standing(db: Database, response_id: str) -> tuple[str, int] | None:
@@ -93,10 +85,9 @@ def standing(db: Database, response_id: str) -> tuple[str, int] | None:
     return None if found is None else (found["status"], found["bytes"])
 
 
-def delete(db: Database, response_id: str) -> int | None:
-    """The bytes that it had; None if it had gone before."""
-    gone = db.execute("DELETE FROM responses WHERE id = ? RETURNING bytes", [response_id]).fetchall()
-    return gone[0]["bytes"] if gone else None
+def delete(db: Database, response_id: str) -> bool:
+    """False if it had gone before."""
+    return db.execute("DELETE FROM responses WHERE id = ?", [response_id]).rowcount > 0
 
 
 def unfinished(db: Database) -> Iterator[ResponseRow]:
@@ -191,10 +182,9 @@ def totals(db: Database) -> tuple[int, int]:
     return row["number"], row["bytes"]
 
 
-def delete_unused(db: Database, before_s: float) -> bool:
-    """Deletes a few of those neither made nor continued since; unfinished ones stay. False: none was left."""
-    where = f"used_s < ? AND status NOT IN ({_UNFINISHED})"
-    return chunks.delete_some(db, "responses", where, [before_s], "bytes")
+def delete_unused(db: Database, before_s: float) -> None:
+    """Delete those neither made nor continued since; unfinished ones stay."""
+    db.delete("responses", f"used_s < ? AND status NOT IN ({_UNFINISHED})", [before_s])
 
 
 def keys_without_owners(db: Database) -> list[str]:
@@ -205,16 +195,14 @@ def keys_without_owners(db: Database) -> list[str]:
     )
 
 
-def delete_of_key(db: Database, key_id: str) -> bool:
-    """Deletes a few. False: none was left."""
-    return chunks.delete_some(db, "responses", "key_id = ?", [key_id], "bytes")
+def delete_of_key(db: Database, key_id: str) -> None:
+    db.delete("responses", "key_id = ?", [key_id])
 
 
-def shrink(db: Database, to_bytes: int, most_bytes: int) -> int:
+def shrink(db: Database, to_bytes: int) -> int:
     """Delete the longest unused responses of the owner who holds most, however many keys he has, until `to_bytes` are
-    left or this many have gone; returns how many went."""
+    left; returns how many went."""
     deleted, (_, left) = 0, totals(db)
-    to_bytes = max(to_bytes, left - most_bytes)
     held = {
         row["owner"]: row["bytes"]
         for row in db.execute(

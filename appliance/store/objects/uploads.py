@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.store import chunks
+from collections.abc import Iterable
+
 from appliance.store.database import Database
 from appliance.store.rows import UploadPartRow, UploadRow
 from appliance.store.table import Table
@@ -20,17 +21,15 @@ def overdue(db: Database, *, now_s: float) -> list[UploadRow]:
     return db.all(UploadRow, "SELECT * FROM uploads WHERE status = 'pending' AND expires_s <= ?", [now_s])
 
 
-def forget_some(db: Database, before_s: float) -> bool:
-    """Delete a few of the parts of uploads that have ended and were made before this moment, then of these. False: none
-    was left. An upload has up to 10,000 parts, which one statement would take along by their references."""
+def delete_ended(db: Database, before_s: float) -> None:
+    """Delete uploads that have ended and were made before this moment, with their parts: up to 10,000 each."""
     ended = "status != 'pending' AND created_s < ?"
-    return chunks.delete_few(
-        db, "upload_parts", f"upload_id IN (SELECT id FROM uploads WHERE {ended})", [before_s]
-    ) or chunks.delete_few(db, "uploads", ended, [before_s])
+    db.delete("upload_parts", f"upload_id IN (SELECT id FROM uploads WHERE {ended})", [before_s])
+    db.delete("uploads", ended, [before_s])
 
 
-def delete_part(db: Database, part_id: str) -> None:
-    db.execute("DELETE FROM upload_parts WHERE id = ?", [part_id])
+def delete_parts(db: Database, part_ids: Iterable[str]) -> None:
+    db.many("DELETE FROM upload_parts WHERE id = ?", [[part_id] for part_id in part_ids])
 
 
 def sizes(db: Database, upload_id: str) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from appliance.store import chunks
 from appliance.store.database import Database
 from appliance.store.records import usage
 
@@ -23,10 +22,9 @@ def revoke_before(db: Database, before_s: float) -> int:
     ).rowcount
 
 
-def delete_some_responses(db: Database, before_s: float) -> bool:
-    """Delete a few of the responses of keys that were revoked before this moment. False: none was left."""
-    theirs = "key_id IN (SELECT id FROM keys WHERE session AND revoked_s < ?)"
-    return chunks.delete_some(db, "responses", theirs, [before_s], "bytes")
+def delete_responses(db: Database, before_s: float) -> None:
+    """Delete the responses of keys that were revoked before this moment."""
+    db.delete("responses", "key_id IN (SELECT id FROM keys WHERE session AND revoked_s < ?)", [before_s])
 
 
 def forget(db: Database, before_s: float) -> int:

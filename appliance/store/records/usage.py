@@ -133,85 +133,49 @@ _JOB_NAME_OF: dict[By, str] = {
     "owner": f"CASE held.owner WHEN '' THEN '{_BOX_ITSELF}' ELSE held.owner END",
     "model": "held.model",
 }
-_ROWS_AT_ONCE = 5000
-_MOST_HOURS = 2400  # rows of a report: as many are made, and written, in 50 ms
-_EVER = 1 << 62
-
-
-class Report:
-    """Sums since the hour of `since_s`. owner: of this owner's keys and jobs alone. Call `step` until it says that
-    nothing is left, then `rows`: a year of twenty keys is millions of rows, which take seconds."""
-
-    def __init__(self, db: Database, by: By, since_s: float, now_s: float, owner: str | None = None):
-        self._db, self._by, self._since_s, self._now_s, self._owner = db, by, since_s, now_s, owner
-        since_hour_s = int(since_s // HOUR_S) * HOUR_S
-        of_owner = db.execute("SELECT id FROM keys WHERE owner = ?", [owner]) if owner is not None else ()
-        ids = [None] if owner is None else [row["id"] for row in of_owner]
-        self._left: list[tuple[str | None, int]] = [(key_id, since_hour_s) for key_id in ids]  # None: of all keys
-        self._sums: dict[tuple[Any, ...], list[int]] = {}
-
-    def step(self) -> bool:
-        """Add some more rows, those of whole hours. False: none was left."""
-        if not self._left:
-            return False
-        key_id, since_s = self._left.pop()
-        whose, values = ("1", []) if key_id is None else ("key_id = ?", [key_id])
-        last = self._db.execute(
-            f"SELECT hour_s FROM usage WHERE {whose} AND hour_s >= ? ORDER BY hour_s LIMIT 1 OFFSET {_ROWS_AT_ONCE}",
-            [*values, since_s],
-        ).fetchone()
-        if last is not None:
-            self._left.append((key_id, last["hour_s"] + 1))
-        grouped, counts = _GROUPED[self._by], ", ".join(f"sum({name})" for name in _COUNTS)
-        for row in self._db.execute(
-            f"SELECT {grouped}, {counts} FROM usage WHERE {whose} AND hour_s BETWEEN ? AND ? GROUP BY {grouped}",
-            [*values, since_s, _EVER if last is None else last["hour_s"]],
-        ):
-            name, more = tuple(row)[: -len(_COUNTS)], tuple(row)[-len(_COUNTS) :]
-            sums = self._sums.setdefault(name, [0] * len(_COUNTS))
-            sums[:] = [had + one for had, one in zip(sums, more, strict=True)]
-        return bool(self._left)
-
-    def rows(self) -> list[Spent]:
-        """The largest first."""
-        names, found = self._names(), dict[str, dict[str, Any]]()
-        newest = sorted(self._sums)[-_MOST_HOURS:] if self._by == "hour" else self._sums
-        for key in newest:
-            sums = self._sums[key]
-            row = found.setdefault(name := names(key), {"name": name, **dict.fromkeys(_COUNTS, 0)})
-            for count, more in zip(_COUNTS, sums, strict=True):
-                row[count] += more
-        if self._by in _JOB_NAME_OF:
-            for job in self._db.execute(
-                f"SELECT {_JOB_NAME_OF[self._by]} AS name, sum(devices"
-                " * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
-                f" FROM ({_HELD} FROM device_time LEFT JOIN jobs ON jobs.id = device_time.job_id) AS held"
-                " WHERE coalesce(to_s, ?1) > ?2 AND held.owner IS NOT NULL AND (?3 IS NULL OR held.owner = ?3)"
-                " GROUP BY 1",
-                [self._now_s, self._since_s, self._owner],
-            ):
-                found.setdefault(job["name"], {"name": job["name"]})["device_hours"] = job["device_hours"]
-        rows = [Spent(**row) for row in found.values()]
-        return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))
-
-    def _names(self) -> Callable[[tuple[Any, ...]], str]:
-        """How people call what was grouped by."""
-        if self._by == "hour":
-            return lambda key: time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(key[0]))
-        if self._by == "model":
-            return lambda key: key[0] or _NO_MODEL
-        if self._by == "version":
-            return lambda key: f"{key[0]}@{key[1]}" if key[1] else key[0] or _NO_MODEL
-        # Batches made on the box need no key, and each `appliance chat` there has a new one that the box owns.
-        told = {"": _BOX_ITSELF}
-        for row in self._db.execute("SELECT id, name, owner FROM keys"):
-            told[row["id"]] = row["owner"] if self._by == "owner" or row["owner"] == _BOX_ITSELF else row["name"]
-        return lambda key: told.get(key[0], key[0])
+_MOST_HOURS = 2400
 
 
 def report(db: Database, by: By, since_s: float, now_s: float, owner: str | None = None) -> list[Spent]:
-    """All of it at once."""
-    made = Report(db, by, since_s, now_s, owner)
-    while made.step():
-        pass
-    return made.rows()
+    """Sums since the hour of `since_s`, the largest first; by hour the newest `_MOST_HOURS`. owner: of this one's keys
+    and jobs alone. A year of twenty keys takes seconds: call it on a thread."""
+    names, found = _names(db, by), dict[str, dict[str, Any]]()
+    counts = ", ".join(f"sum({name}) AS {name}" for name in _COUNTS)
+    newest = f" ORDER BY hour_s DESC LIMIT {_MOST_HOURS}" if by == "hour" else ""
+    for row in db.execute(
+        f"SELECT {_GROUPED[by]}, {counts} FROM usage WHERE hour_s >= ?1"
+        " AND (?2 IS NULL OR key_id IN (SELECT id FROM keys WHERE owner = ?2))"
+        f" GROUP BY {_GROUPED[by]}{newest}",
+        [int(since_s // HOUR_S) * HOUR_S, owner],
+    ).fetchall():
+        name = names(tuple(row)[: -len(_COUNTS)])
+        sums = found.setdefault(name, {"name": name, **dict.fromkeys(_COUNTS, 0)})
+        for count in _COUNTS:
+            sums[count] += row[count]
+    if by in _JOB_NAME_OF:
+        for job in db.execute(
+            f"SELECT {_JOB_NAME_OF[by]} AS name, sum(devices"
+            " * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
+            f" FROM ({_HELD} FROM device_time LEFT JOIN jobs ON jobs.id = device_time.job_id) AS held"
+            " WHERE coalesce(to_s, ?1) > ?2 AND held.owner IS NOT NULL AND (?3 IS NULL OR held.owner = ?3)"
+            " GROUP BY 1",
+            [now_s, since_s, owner],
+        ):
+            found.setdefault(job["name"], {"name": job["name"]})["device_hours"] = job["device_hours"]
+    rows = [Spent(**row) for row in found.values()]
+    return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))
+
+
+def _names(db: Database, by: By) -> Callable[[tuple[Any, ...]], str]:
+    """How people call what was grouped by."""
+    if by == "hour":
+        return lambda key: time.strftime("%Y-%m-%dT%H:00Z", time.gmtime(key[0]))
+    if by == "model":
+        return lambda key: key[0] or _NO_MODEL
+    if by == "version":
+        return lambda key: f"{key[0]}@{key[1]}" if key[1] else key[0] or _NO_MODEL
+    # Batches made on the box need no key, and each `appliance chat` there has a new one that the box owns.
+    told = {"": _BOX_ITSELF}
+    for row in db.execute("SELECT id, name, owner FROM keys"):
+        told[row["id"]] = row["owner"] if by == "owner" or row["owner"] == _BOX_ITSELF else row["name"]
+    return lambda key: told.get(key[0], key[0])

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from appliance.store import chunks
 from appliance.store.database import Database, sql_list
 from appliance.store.objects import jobs, models
 from appliance.store.records import box, keys
@@ -53,16 +52,12 @@ def models_made(db: Database, owner: str) -> list[str]:
     )
 
 
-def delete_some(db: Database, owner: str, table: str) -> bool:
-    """Delete a few rows of the owner's. False: none was left."""
-    size = " + ".join(f"coalesce(length({column}), 0)" for column in sorted(_columns(db, table)))
-    return chunks.delete_some(db, table, _mine(db, table), [owner], size)
-
-
-def delete_some_parts(db: Database, owner: str) -> bool:
-    """Delete a few parts of the owner's uploads, which have up to 10,000 each. False: none was left."""
+def delete(db: Database, owner: str) -> None:
+    """Delete the owner's uploads, batches, responses and attempts."""
     uploads = f"SELECT id FROM uploads WHERE {_mine(db, 'uploads')}"
-    return chunks.delete_few(db, "upload_parts", f"upload_id IN ({uploads})", [owner])
+    db.delete("upload_parts", f"upload_id IN ({uploads})", [owner])
+    for table in ("uploads", "batches", "responses", "idempotency"):
+        db.delete(table, _mine(db, table), [owner])
 
 
 _HAS_TEXTS = (
@@ -78,11 +73,10 @@ def forget_texts(db: Database, job_id: str) -> None:
         jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="", suffix=None)
 
 
-def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
+def _names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
     """{name: what it is called from now on}, of models of the owner's jobs that are not there: the owner wrote them, or
     a suffix in them. (Names of models that are there stay, since others call them by these; so do those that another
-    owner's job is to make, or made.) Names of checkpoints and versions follow their model's. It reads all usage: a
-    thread does."""
+    owner's job is to make, or made.) Names of checkpoints and versions follow their model's."""
     mine = _mine(db, "jobs")
     gone = db.column(
         f"SELECT DISTINCT output_model FROM jobs WHERE {mine}"
@@ -103,38 +97,23 @@ def names_of_gone(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
     return {name: new for name, new in renamed.items() if new != name}
 
 
-def rows_with(db: Database, names: Mapping[str, str]) -> list[tuple[str, str, int]]:
-    """(statement, new name, row) for what stands beside these names of models and stays. It reads all of that: a thread
-    does."""
-    among = ", ".join("?" * len(names))
-    return [
-        (f"UPDATE {table} SET {column} = ? WHERE rowid = ?", names[row[column]], row["number"])
-        for table, column in (*(("jobs", name) for name in ("output_model", "model")), *_COSTS)
-        for row in db.execute(
-            f"SELECT rowid AS number, {column} FROM {table} WHERE {column} IN ({among})", list(names)
-        ).fetchall()
-    ]
-
-
 _COSTS = (("usage", "model"), ("device_time", "model"))
+_DRAWN = (("jobs", "output_model"), ("jobs", "model"), *_COSTS)
 
 
-def handovers_asked_by(db: Database, owner: str) -> list[str]:
-    """Ids of hand-overs that the owner's keys have asked for. It reads all of them: a thread does."""
-    names = _names(db, owner)
+def pseudonymise(db: Database, owner: str, pseudonym: str) -> dict[str, str]:
+    """Rename the owner in everything that stays: keys, jobs, other tables with an owner, requesters, and the audit log.
+    The texts of jobs have gone before (`retention.delete_texts_of_job`). Returns the new name of each deleted model
+    that had the owner's. It reads whole tables: call it on a thread."""
+    known, names, gone = keys_of(db, owner), _names(db, owner), _names_of_gone(db, owner, pseudonym)
     among = ", ".join("?" * len(names))
-    return db.column(f"SELECT id FROM handovers WHERE detail ->> '$.asked_by' IN ({among})", names)
-
-
-def pseudonymise(
-    db: Database, owner: str, pseudonym: str, gone: Mapping[str, str], log: AuditTexts, handovers: Iterable[str]
-) -> None:
-    """Renames the owner in everything that stays: keys, jobs, other tables with an owner, who has asked for what, and
-    the texts of the audit log. The texts of jobs have gone before (`retention.delete_some_texts_of_job`). gone: what
-    `names_of_gone` found; log: what `audit_texts` did; handovers: what `handovers_asked_by` did."""
-    known, names = keys_of(db, owner), _names(db, owner)
-    since = audit_texts(db, owner, pseudonym, gone, log.last)
+    log = _audit_texts(db, owner, pseudonym, gone)
+    handovers = db.column(f"SELECT id FROM handovers WHERE detail ->> '$.asked_by' IN ({among})", names)
     with db.transaction():
+        since = _audit_texts(db, owner, pseudonym, gone, log.last)
+        for table, column in _DRAWN:
+            renamed = [[new, name] for name, new in gone.items()]
+            db.many(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", renamed)
         for job_id in ids(db, "jobs", owner, _HAS_TEXTS):  # hardly any: they went job by job
             forget_texts(db, job_id)
         db.many("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [*log.changes, *since.changes])
@@ -150,7 +129,6 @@ def pseudonymise(
         for handover_id in handovers:
             statement = "UPDATE handovers SET detail = json_set(detail, '$.asked_by', ?) WHERE id = ?"
             db.execute(statement, [pseudonym, handover_id])
-        among = ", ".join("?" * len(names))
         db.execute(f"UPDATE model_settings SET by_whom = ? WHERE by_whom IN ({among})", [pseudonym, *names])
         for row in db.execute("SELECT name, value FROM box").fetchall():
             before = json.loads(row["value"])
@@ -160,6 +138,7 @@ def pseudonymise(
             keys.update(db, key.id, name=f"{pseudonym}-{number}", subject="")
         for table in _with_column(db, "owner"):
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])
+    return gone
 
 
 # Texts that people write, and what names rows. Not what they say to models: that is their owner's, or was deleted.
@@ -219,7 +198,7 @@ def mentions(db: Database, owner: str) -> list[str]:
     return found
 
 
-class AuditTexts(NamedTuple):
+class _AuditTexts(NamedTuple):
     """changes: (detail, target, number) of rows of the audit log as they are to be. last: the row that was looked at
     last."""
 
@@ -227,9 +206,9 @@ class AuditTexts(NamedTuple):
     last: int
 
 
-def audit_texts(db: Database, owner: str, pseudonym: str, gone: Mapping[str, str], after: int = 0) -> AuditTexts:
+def _audit_texts(db: Database, owner: str, pseudonym: str, gone: Mapping[str, str], after: int = 0) -> _AuditTexts:
     """Takes an owner's names out of the audit log, behind this row, those of models that are gone too, and out of what
-    his keys did also the names of files. It reads all of the log: a thread does."""
+    his keys did also the names of files."""
     known = keys_of(db, owner)
     names, key_ids = {**gone, **dict.fromkeys(_names(db, owner), pseudonym)}, {row.id for row in known}
     changes, last = list[tuple[str, str, int]](), after
@@ -241,7 +220,7 @@ def audit_texts(db: Database, owner: str, pseudonym: str, gone: Mapping[str, str
         text = json.dumps(detail, separators=(",", ":"))
         if (text, target) != (row["detail"], row["target"]):
             changes.append((text, target, last))
-    return AuditTexts(changes, last)
+    return _AuditTexts(changes, last)
 
 
 def _without(value: Any, names: Mapping[str, str]) -> Any:

@@ -40,12 +40,10 @@ def background(db: Database, key_id: str) -> tuple[int, int]:
     return _number_and_bytes(db, f"responses WHERE status IN ({sql_list(UNFINISHED_RESPONSE)}) AND {_OF}", key_id)
 
 
-def shrink_responses(db: Database, key_id: str, number: int, size: int, most_bytes: int) -> int:
-    """Delete the longest unused until at most `number` are left with at most `size` bytes, or `most_bytes` have gone;
-    returns how many went. Unanswered ones stay."""
+def shrink_responses(db: Database, key_id: str, number: int, size: int) -> None:
+    """Delete the longest unused until at most `number` are left with at most `size` bytes. Unanswered ones stay."""
     have, have_bytes = responses(db, key_id)
-    until_bytes = have_bytes - most_bytes
-    gone = []
+    gone = list[str]()
     if have > number or have_bytes > size:
         # Key by key in the order of an index, or all 50,000 would be sorted for the few that go.
         of_keys = [
@@ -57,14 +55,14 @@ def shrink_responses(db: Database, key_id: str, number: int, size: int, most_byt
             for (one,) in db.execute(f"SELECT key_id FROM held WHERE kind = 'responses' AND {_OF}", [key_id]).fetchall()
         ]
         for row in heapq.merge(*of_keys, key=itemgetter("used_s")):
-            if (have <= number and have_bytes <= size) or have_bytes <= until_bytes:
+            if have <= number and have_bytes <= size:
                 break
             have, have_bytes = have - 1, have_bytes - row["bytes"]
-            gone.append([row["id"]])
+            gone.append(row["id"])
         for cursor in of_keys:
             cursor.close()  # it may have more to give, and would keep its snapshot of the store
-    db.many("DELETE FROM responses WHERE id = ?", gone)
-    return len(gone)
+    for response_id in gone:
+        db.execute("DELETE FROM responses WHERE id = ?", [response_id])
 
 
 def batches(db: Database, key_id: str) -> int:

@@ -541,7 +541,7 @@ def test_text_of_the_box_is_never_markup(box):
 
 
 def test_a_list_has_the_rows_of_all_its_pages(box, monkeypatch):
-    monkeypatch.setattr(database, "PAGE_ROWS", 2)
+    monkeypatch.setattr(database, "PAGE_BYTES", 500)
     for n in range(5):
         box.run("key", "create", "--name", f"trial-{n}", "--scope", "inference")
     names = [row["detail"]["name"] for row in box.json("audit")["data"]]

@@ -144,7 +144,7 @@ async def test_it_counts_among_stored_responses_and_goes_with_them(control: Cont
     assert row is not None and row.bytes == responses.bytes_of(row.input, row.response, '{"use":"größe"}')
     assert responses.totals(control.db)[1] - size == len('{"use":"größe"}'.encode())
     kept = control.context.config.responses_kept_days * stored.DAY_S
-    await control.app.state.responses.keep_house(row.used_s + kept + 1)
+    control.app.state.responses.keep_house(row.used_s + kept + 1)
     assert responses.totals(control.db) == (0, 0)
 
 

@@ -684,7 +684,6 @@ async def test_many_judges_are_looked_at_one_grader_after_the_other_and_once(
     assert (await control.http.post("/v1/evals", json=body)).status_code == 201
     others.cancel()
     assert len(asked_in) == 2 * 8, "each model and each form once for each grader"
-    assert len(set(asked_in)) == 8, "others had a turn between two graders"
 
 
 async def test_a_judge_that_no_engine_takes_is_refused_with_its_grader(control: Control):
@@ -720,8 +719,8 @@ async def test_runs_are_forgotten_by_age_and_with_their_owner(control: Control):
     control.as_key("carol", owner="carol")
     eval_id = await made(control)
     run = await ended(control, eval_id, given(("a", "a")))
-    assert retention.eval_runs(control.db, time.time() - 60, 10) == 0
-    assert retention.eval_runs(control.db, time.time() + 60, 10) == 1
+    assert retention.eval_runs_before(control.db, time.time() - 60) == []
+    evals.delete(control.db, retention.eval_runs_before(control.db, time.time() + 60))
     assert evals.find_run(control.db, run.id) is None
     await ended(control, eval_id, given(("a", "a")))
     control.http.headers.update(ADMIN)

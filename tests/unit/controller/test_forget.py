@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,12 +223,10 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
 async def test_a_log_that_cannot_be_emptied_is_named(control: Control, monkeypatch):
     ann = Person(control, NAME)
     await ann.does_something_of_everything()
-    monkeypatch.setattr(forget, "LOG_WITHIN_S", 0.0)
-    with closing(sqlite3.connect(control.db.path, isolation_level=None)) as other:
-        other.execute("BEGIN")
-        other.execute("SELECT count(*) FROM keys").fetchone()
-        (told,) = (await ask(control, cancel=True))["mentions"]
+    monkeypatch.setattr(control.db, "empty_log", lambda: False)
+    (told,) = (await ask(control, cancel=True))["mentions"]
     assert "appliance.db-wal" in told
+    monkeypatch.undo()
     assert (await ask(control))["mentions"] == []
 
 
@@ -383,49 +379,17 @@ async def test_names_of_models_that_are_gone_lose_what_their_owner_wrote(control
     ]
 
 
-async def test_jobs_lose_their_texts_one_by_one(control: Control, monkeypatch):
-    """What a person had written into all of their jobs was read and taken out in one transaction, on the loop."""
-    person = Person(control, NAME)
-    await person.does_something_of_everything()
-    made = jobs.get(control.db, person.job)
-    for number in range(5):
-        row = replace(made, id=f"ftjob-{number}", output_model=f"m{number}", metadata={"of": NAME}, suffix=NAME)
-        jobs.insert(control.db, row)
-    turn, changed_in = 0, list[int]()
-
-    async def turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    update = jobs.update
-
-    def noted(db, job_id, **changes):
-        if "suffix" in changes:
-            changed_in.append(turn)
-        update(db, job_id, **changes)
-
-    monkeypatch.setattr(jobs, "update", noted)
-    others = asyncio.create_task(turns())
-    told = await ask(control, cancel=True)
-    others.cancel()
-    assert told["done"] and len(changed_in) == len(set(changed_in)) == 6
-    (named,) = control.db.execute("SELECT count(*) FROM jobs WHERE suffix = ? OR metadata LIKE ?", [NAME, f"%{NAME}%"])
-    assert tuple(named) == (0,)
-
-
 async def test_what_is_still_looked_through_is_not_kept(control: Control, monkeypatch):
     """Its check took longer than forgetting did, and then the file was there, by name."""
     ann, going_on, checking = Person(control, NAME), asyncio.Event(), asyncio.Event()
-    check = control.context.file_work.check
+    check = storage.checked
 
     async def slow(*told: Any, **more: Any) -> Any:
         checking.set()
         await going_on.wait()
         return await check(*told, **more)
 
-    monkeypatch.setattr(control.context.file_work, "check", slow)
+    monkeypatch.setattr(storage, "checked", slow)
     sent = {"files": {"file": (f"{NAME}.jsonl", chat_lines())}, "data": {"purpose": "fine-tune"}}
     upload = asyncio.create_task(control.http.post("/v1/files", headers=ann.heads[0], **sent))
     await checking.wait()

@@ -76,10 +76,9 @@ async def test_jobs_devices_and_handovers(control: Control) -> None:
     assert round(found["appliance_handover_seconds_sum", (("outcome", "done"),)], 3) == 5
     assert found["appliance_handover_seconds_count", (("outcome", "undone"),)] == 1
     assert found["appliance_handovers_running", ()] == 1
-    retention.handovers(control.db, now_s + 60, 2)
+    retention.delete_aged(control.db, "handovers", now_s + 60)
     handovers.insert(control.db, HandoverRow("5", "r", "done", now_s, now_s + 0.5), [])
-    retention.handovers(control.db, now_s + 60, 1)
-    assert len(handovers.list_recent(control.db, 9)) == 2
+    retention.delete_aged(control.db, "handovers", now_s + 60)
     kept = await scrape(control)
     counted = {state: kept["appliance_handover_seconds_count", (("outcome", state),)] for state in ("done", "undone")}
     assert counted == {"done": 3, "undone": 1}, "a count that falls is an increase to Prometheus, of all that is left"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -452,34 +451,6 @@ async def test_a_retry_finds_nobody_elses_resource(control: Control, people: Peo
 
 
 # --- sharing
-
-
-@pytest.mark.parametrize("ends", ["key", "secret", "login"])
-async def test_an_owner_shares_one_at_a_time_and_one_that_waited_ends_with_its_key(
-    control: Control, people: People, monkeypatch: pytest.MonkeyPatch, ends: str
-):
-    """Each is a new table for every gateway (controller/context/paced.py says how many an owner may have)."""
-    path = f"/v1/models/{people.objects['model']}/share"
-    bob, key_id = dict(people.bob), people.bob["x-appliance-key-id"]
-    if ends == "login":
-        bob["x-appliance-session"] = (await call(control, bob, "POST", "/admin/v1/sessions", json={})).json()["id"]
-    else:
-        bob["x-appliance-secret"] = keys.find(control.db, key_id).sha256
-    held = asyncio.Event()
-    monkeypatch.setattr(control.context.key_sink, "caught_up", held.wait)
-    first = asyncio.create_task(call(control, bob, "POST", path, json={"owners": ["alice"]}))
-    second = asyncio.create_task(call(control, bob, "POST", path, json={"everybody": True}))
-    while not models.shared_with(control.db, people.objects["model"]):
-        await asyncio.sleep(0)
-    if ends == "key":
-        keys.revoke(control.db, key_id)
-    elif ends == "secret":
-        keys.renew(control.db, key_id)
-    else:
-        page_sessions.end(control.db, bob["x-appliance-session"])
-    held.set()
-    assert [(await one).status_code for one in (first, second)] == [200, 401]
-    assert models.shared_with(control.db, people.objects["model"]) == ["alice"]
 
 
 async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, people: People):

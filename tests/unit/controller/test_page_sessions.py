@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from appliance.controller.admin.owners import page_sessions
 from appliance.controller.admin.owners.logins import IDLE_S, LONGEST_S, MOST_OF_A_KEY
 from appliance.controller.admin.owners.page_sessions import MOVED_BY_S
-from appliance.store.records import audit, keys
+from appliance.store.records import audit
 from appliance.store.records import page_sessions as rows
 
 from .conftest import ADMIN, Control
@@ -150,21 +149,3 @@ async def test_a_key_has_so_many_and_the_one_touched_longest_ago_gives_its_place
     made.append(await begin(control))
     left = {row["id"] for row in (await control.http.get(SESSIONS)).json()["data"]}
     assert left == {row["id"] for row in made} - {made[1]["id"]}
-
-
-@pytest.mark.parametrize("end", [keys.revoke, keys.renew])
-async def test_an_owner_begins_one_at_a_time_and_one_that_waited_ends_with_its_key(
-    control: Control, monkeypatch: pytest.MonkeyPatch, end: Any
-) -> None:
-    """Each is a new table for every gateway (controller/context/paced.py): any key could have twenty a second made."""
-    key_id = control.as_key("ann", scopes=["inference"])
-    control.http.headers["x-appliance-secret"] = keys.list_live(control.db)[-1].sha256
-    held = asyncio.Event()
-    monkeypatch.setattr(control.context.key_sink, "caught_up", held.wait)
-    first, second = (asyncio.create_task(control.http.post(SESSIONS, json={})) for _ in range(2))
-    while not rows.list_live(control.db, time.time()):
-        await asyncio.sleep(0)
-    end(control.db, key_id)
-    held.set()
-    assert [(await one).status_code for one in (first, second)] == [201, 401]
-    assert not rows.list_live(control.db, time.time())

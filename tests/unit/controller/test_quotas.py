@@ -17,7 +17,6 @@ from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app, keep_house
 from appliance.controller.bus.bus import Bus
-from appliance.controller.files import multipart
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer
@@ -28,6 +27,7 @@ from appliance.store.records import keys
 from appliance.store.rows import ModelRow, ResponseRow, VersionRow
 from tests.simulator.control_plane import SimulatedEngines, simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from tests.unit.controller.test_batches import engines
 
 BOUNDS = {
     "files": 3,
@@ -115,63 +115,6 @@ async def test_a_file_that_arrives_holds_its_place(control: Control):
     assert (await file(control, ann, b"x" * 10_000)).status_code == 200  # nothing is left of what broke off
 
 
-async def test_parts_that_still_arrive_for_a_cancelled_upload_hold_their_place(control: Control, monkeypatch):
-    monkeypatch.setattr(multipart, "_WRITE_BYTES", 1000)
-    ann, standing = caller(control.db, "ann"), asyncio.Event()
-
-    async def stands_still(upload_id: str, begun: asyncio.Event) -> httpx.Response:
-        async def body() -> AsyncIterator[bytes]:
-            yield b'--B\r\ncontent-disposition: form-data; name="data"; filename="x"\r\n\r\n' + b"x" * 4000
-            begun.set()
-            await standing.wait()
-            yield b"\r\n--B--\r\n"
-
-        kind = {"content-type": "multipart/form-data; boundary=B"}
-        return await control.http.post(f"/v1/uploads/{upload_id}/parts", headers=ann | kind, content=body())
-
-    upload_id, begun = (await upload(control, ann, 5000)).json()["id"], [asyncio.Event() for _ in range(2)]
-    parts = [asyncio.create_task(stands_still(upload_id, one)) for one in begun]
-    for one in begun:
-        await one.wait()
-    assert (await control.http.post(f"/v1/uploads/{upload_id}/cancel", headers=ann)).status_code == 200
-    assert refused(await upload(control, ann, 5000), 413, "file_bytes")
-    assert refused(await file(control, ann, b"x" * 2001), 413, "file_bytes")
-    standing.set()
-    assert {answer.json()["error"]["code"] for answer in await asyncio.gather(*parts)} == {"upload_not_pending"}
-    assert (await upload(control, ann, 5000)).status_code == 200  # with the requests their bytes are gone
-
-
-async def test_a_deleted_file_counts_until_its_last_reader_has_left(control: Control):
-    ann, app = caller(control.db, "ann"), FromBox(control.app)
-    heads = [(name.encode(), value.encode()) for name, value in ann.items()]
-    path, left = f"/v1/files/{(await file(control, ann, b'x' * 6000)).json()['id']}", asyncio.Event()
-
-    async def reads_slowly(begun: asyncio.Event) -> None:
-        async def receive() -> dict[str, Any]:
-            await left.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.body":
-                begun.set()
-                await left.wait()
-
-        scope = {"type": "http", "method": "GET", "path": f"{path}/content", "headers": heads, "query_string": b""}
-        await app(scope, receive, send)  # type: ignore[arg-type]
-
-    begun = [asyncio.Event() for _ in range(2)]
-    readers = [asyncio.create_task(reads_slowly(one)) for one in begun]
-    for one in begun:
-        await one.wait()
-    assert (await file(control, ann, b"x" * 4001)).status_code == 413
-    assert (await control.http.delete(path, headers=ann)).status_code == 200
-    assert refused(await file(control, ann, b"x" * 4001), 413, "file_bytes")
-    assert (await file(control, ann, b"x" * 4000)).status_code == 200  # two readers, one file
-    left.set()
-    await asyncio.gather(*readers)
-    assert (await file(control, ann, b"x" * 6000)).status_code == 200
-
-
 async def test_one_owner_reads_so_many_files_at_once_and_others_go_on(control: Control):
     ann, again, bob = caller(control.db, "ann"), caller(control.db, "ann2", "ann"), caller(control.db, "bob")
     app, left = FromBox(control.app), asyncio.Event()
@@ -211,11 +154,11 @@ async def test_the_input_of_a_batch_outlasts_its_expiry_until_the_batch_has_ende
     body = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
     batch = (await control.http.post("/v1/batches", headers=ADMIN, json=body)).json()["id"]
     later_s = time.time() + 31 * 86400
-    await keep_house(control.context, later_s)
+    keep_house(control.context, later_s)
     assert (control.context.files_dir / given).exists()
     await control.http.post(f"/v1/batches/{batch}/cancel", headers=ADMIN)
     await control.app.state.batches.tasks.idle()
-    await keep_house(control.context, later_s)
+    keep_house(control.context, later_s)
     assert not (control.context.files_dir / given).exists()
 
 
@@ -240,6 +183,7 @@ async def test_uploads_batches_jobs_and_background_are_bounded(control: Control)
     assert (await control.http.post("/v1/fine_tuning/jobs", headers=ben, json=job)).status_code == 200
     await control.settle()
 
+    engines(control).lines = 0
     asked = {"model": "starter", "input": "hello", "background": True}
     assert [(await control.http.post("/v1/responses", headers=ann, json=asked)).status_code for _ in range(2)] == [
         200,
@@ -288,15 +232,19 @@ async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Con
             response="{}",
         )
 
-    stored.add([row(ben, 0)] + [row(ann, n) for n in range(5)])
-    await stored.keep_house(6.0)
+    def add(*rows: ResponseRow) -> None:
+        for one in rows:
+            responses.insert(control.db, one)
+        stored.make_room([*rows])
+
+    add(row(ben, 0), *(row(ann, n) for n in range(5)))
 
     def left(key_id: str) -> list[str]:
         return [f"resp_{key_id}{n}" for n in range(5) if responses.find(control.db, f"resp_{key_id}{n}")]
 
     assert left(ann) == [f"resp_{ann}{n}" for n in (2, 3, 4)] and len(left(ben)) == 1
-    stored.add([row(ann, 0, 99_995)])
-    stored.add([row(ann, n, 5 << 20) for n in (1,)])  # much at once is looked at at once
+    add(row(ann, 0, 99_995))
+    add(row(ann, 1, 5 << 20))
     assert responses.find(control.db, f"resp_{ann}1") is None or not left(ann)
 
 
@@ -386,7 +334,7 @@ async def test_what_jobs_copy_is_bounded_although_the_files_are_deleted(control:
     assert (await submit(ben)).status_code == 200
     for job in (first, second):
         await control.http.post(f"/v1/fine_tuning/jobs/{job.json()['id']}/cancel", headers=ann)
-    await retention.keep_house(control.context, time.time() + 1)
+    retention.keep_house(control.context, time.time() + 1)
     assert copies() == 1, "those of jobs that have ended are gone"
     assert (await submit(ann)).status_code == 200
 

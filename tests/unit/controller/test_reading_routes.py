@@ -3,9 +3,8 @@ for no query, no decoding and no JSON of it."""
 
 from __future__ import annotations
 
-import asyncio
+import sqlite3
 import threading
-from collections import Counter
 from contextvars import ContextVar
 from inspect import unwrap
 from pathlib import Path
@@ -18,10 +17,7 @@ from appliance.controller.app import create_app
 from appliance.controller.http.reading import answer
 from appliance.controller.http.routers import make_router
 from appliance.store.database import Database
-from appliance.store.errors import WriteWhileReading
 from appliance.store.objects import files
-from appliance.store.reading_threads import OF_ONE, THREADS
-from appliance.store.records import keys, usage
 from tests.simulator.control_plane import simulated_context
 
 from .conftest import ADMIN, Control
@@ -41,11 +37,6 @@ ON_THE_LOOP = {
     "/admin/v1/metrics": _THEN_ANSWER,
     "/admin/v1/models/{name:path}": _THEN_ANSWER,
     "/admin/v1/status": _THEN_ANSWER,
-    "/admin/v1/usage": _THEN_ANSWER,
-    "/v1/batches": _THEN_ANSWER,
-    "/v1/batches/{batch_id}": _THEN_ANSWER,
-    "/v1/evals/{eval_id}/runs": _THEN_ANSWER,
-    "/v1/evals/{eval_id}/runs/{run_id}": _THEN_ANSWER,
     "/v1/responses/{response_id}/input_items": _THEN_ANSWER,
     "/v1/responses/{response_id}": "waits for an answer on its way; what it reads and follows is a thread's",
     "/v1/chat/completions/{completion_id}": "waits for one on its way, and ends with `answer`",
@@ -148,60 +139,8 @@ async def test_a_route_on_a_thread_cannot_write(control: Control):
 
     control.app.router.routes.insert(0, router.routes[0])
     assert (await control.http.get("/v1/odd")).status_code == 500
-    with pytest.raises(WriteWhileReading):
-        await answer(control.db, None, lambda: files.delete(control.db, "file-1"))
-
-
-async def test_the_loop_goes_on_and_others_are_answered_while_one_owner_reads_for_long(control: Control):
-    router, go, begun = make_router("/v1/long"), threading.Event(), list[None]()
-
-    @router.get("")
-    def long() -> dict[str, Any]:
-        begun.append(None)
-        assert go.wait(60)
-        return {}
-
-    control.app.router.routes.insert(0, router.routes[0])
-    control.as_key("ann")
-    hers = [asyncio.ensure_future(control.http.get("/v1/long")) for _ in range(4 * THREADS)]
-    while len(begun) < OF_ONE:
-        await asyncio.sleep(0.001)
-    control.as_key("bob")
-    told = [await control.http.get(path) for path in ("/v1/files", "/v1/fine_tuning/jobs", "/v1/models")]
-    made = await control.upload()
-    assert [one.status_code for one in told] == [200] * 3 and made and len(begun) == OF_ONE
-    go.set()
-    assert {one.status_code for one in await asyncio.gather(*hers)} == {200}
-
-
-async def test_who_asks_often_for_reports_of_usage_waits_for_himself(control: Control, monkeypatch: pytest.MonkeyPatch):
-    """A year of twenty keys takes seconds, and everybody waited for the reports of whoever had asked before."""
-    making, made_of, enough = Counter[str | None](), set[str | None](), threading.Event()
-
-    def report(db: Database, by: str, since_s: float, now_s: float, owner: str | None = None) -> list[Any]:
-        making[owner] += 1
-        made_of.add(owner)
-        most.append(max(making.values()))
-        if owner == "ann":
-            assert enough.wait(30)
-        making[owner] -= 1
-        return []
-
-    most: list[int] = []
-    monkeypatch.setattr(usage, "report", report)
-
-    def asked(owner: str) -> asyncio.Task[Any]:
-        headers = {"x-appliance-key-id": key_of[owner], "x-appliance-scopes": "inference"}
-        return asyncio.create_task(control.http.get("/admin/v1/usage", headers=headers))
-
-    key_of = {name: keys.create(control.db, name, ["inference"], owner=name)[0].id for name in ("ann", "ben")}
-    anns = [asked("ann") for _ in range(3)]
-    try:
-        assert (await asyncio.wait_for(asked("ben"), 60)).status_code == 200
-        assert made_of == {"ann", "ben"} and not any(one.done() for one in anns)
-    finally:
-        enough.set()
-    assert [(await one).status_code for one in anns] == [200] * 3 and max(most) == 1
+    with pytest.raises(sqlite3.OperationalError):
+        await answer(control.db, lambda: files.delete(control.db, "file-1"))
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/tiers", "/admin/v1/metrics"])

@@ -1,13 +1,15 @@
-"""What is kept for how long: nothing goes without being asked for, and what is asked for goes in chunks."""
+"""What is kept for how long: nothing goes without being asked for."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import pytest
+
 from appliance.controller import retention
 from appliance.controller.interfaces.config import RetentionSettings
-from appliance.controller.retention import CHUNK, DAY_S
+from appliance.controller.retention import DAY_S
 from appliance.store.database import Database
 from appliance.store.objects import batches, files, job_records, jobs, models
 from appliance.store.records import audit, handovers, keys, operations, usage
@@ -122,13 +124,13 @@ def counts(db: Database, folder: Path) -> dict[str, int]:
     return found | {"folders": len(list((folder / "jobs").iterdir())), "bytes": len(list((folder / "files").iterdir()))}
 
 
-async def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
+def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
     filled(db, tmp_path)
     before = counts(db, tmp_path)
     every = dict.fromkeys(DAYS)
-    await retention.keep_house(simulated_context(tmp_path, db, retention=every), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention=every), NOW_S)
     assert counts(db, tmp_path) == before  # null: for ever
-    await retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
     assert counts(db, tmp_path) == {
         "audit": 1,
         "usage": 1,
@@ -149,31 +151,14 @@ async def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_nee
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
 
 
-async def test_much_goes_in_chunks_with_the_loop_free_between(tmp_path: Path, db: Database):
-    with db.transaction():
-        for n in range(2 * CHUNK + 7):
-            audit.insert(db, AuditRow(f"audit_{n}", None, "a.b", "", "done", "", 1.0))
-    sizes, execute = [], db.execute
-
-    def watching(sql: str, parameters=()):  # type: ignore[no-untyped-def]
-        done = execute(sql, parameters)
-        if sql.startswith("DELETE FROM audit"):
-            sizes.append(done.rowcount)
-        return done
-
-    db.execute = watching  # type: ignore[method-assign]
-    await retention.keep_house(simulated_context(tmp_path, db, retention={"audit_days": 1.0}), NOW_S)
-    assert sizes == [CHUNK, CHUNK, 7] and audit.page(db, after=None, limit=1).data == []
-
-
-async def test_a_job_that_runs_for_long_keeps_its_newest_events(tmp_path: Path, db: Database):
+def test_a_job_that_runs_for_long_keeps_its_newest_events(tmp_path: Path, db: Database):
     job(db, "long", phase="running")
     job(db, "other", phase="running")
     with db.transaction():
         for n in range(1300):
             job_records.insert_event(db, JobEventRow(f"e{n}", "long", "info", "message", str(n), time.time()))
         job_records.insert_event(db, JobEventRow("o", "other", "info", "message", "", time.time()))
-    await retention.keep_house(simulated_context(tmp_path, db, retention={"events_per_job": 1000}), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention={"events_per_job": 1000}), NOW_S)
     newest = job_records.page_events(db, "long", after=None, limit=500).data
     older = job_records.page_events(db, "long", after=newest[-1].id, limit=500).data
     assert [event.message for event in [*newest, *older]] == [str(n) for n in range(1299, 299, -1)]
@@ -181,7 +166,7 @@ async def test_a_job_that_runs_for_long_keeps_its_newest_events(tmp_path: Path, 
     assert len(job_records.page_events(db, "other", after=None, limit=2000).data) == 1
 
 
-async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db: Database):
+def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db: Database):
     (tmp_path / "files").mkdir()
     keys.insert(db, KeyRow("key_a", "a", "1", "sk-a", 0.0, owner="ann", scopes=["fine_tuning"]))
     keys.insert(db, KeyRow("key_b", "b", "2", "sk-b", 0.0, owner="bob", scopes=["admin"]))
@@ -210,7 +195,7 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
             audit.insert(db, AuditRow(f"c{n}", "gateway", "session.create", "", "refused", "", NOW_S))
             audit.insert(db, AuditRow(f"d{n}", None, "mode.set", "", "done", "", NOW_S))
     kept = {"jobs_per_owner": 2, "batches_per_owner": 3, "audit_rows_per_key": 1000}
-    await retention.keep_house(simulated_context(tmp_path, db, retention=kept), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention=kept), NOW_S)
 
     def left(table: str, column: str = "id") -> set[str]:
         return {row[0] for row in db.execute(f"SELECT {column} FROM {table}")}
@@ -232,21 +217,21 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
     assert left("audit") == bounded | unbounded
 
 
-async def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path, db: Database):
+def test_ended_jobs_go_after_their_days_and_what_they_cost_stays(tmp_path: Path, db: Database):
     (tmp_path / "files").mkdir()
     (tmp_path / "jobs").mkdir()
     for name, ended_s in (("old", NOW_S - 20 * DAY_S), ("new", NOW_S - 5 * DAY_S), ("live", None)):
         job(db, name, phase="running" if ended_s is None else "failed", finished_s=ended_s, owner="ann")
         usage.devices_held(db, name, 2, NOW_S - 3600)
         usage.devices_held(db, name, 0, NOW_S)
-    await retention.keep_house(simulated_context(tmp_path, db, retention={}), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention={}), NOW_S)
     assert db.value("SELECT count(*) FROM jobs") == 3
-    await retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention={"jobs_days": 10}), NOW_S)
     assert set(db.column("SELECT id FROM jobs")) == {"new", "live"}
     assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S)] == [6.0]
 
 
-async def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Path, db: Database):
+def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Path, db: Database):
     """Two MiB each, and a job stays as long as what it cost is told: they counted for nobody."""
     for owner, phase in (("ann", "failed"), ("bob", "failed"), ("ann", "running")):
         for number in range(9):
@@ -255,7 +240,7 @@ async def test_of_graders_of_ended_jobs_each_owner_keeps_the_newest(tmp_path: Pa
             job_records.insert_judge(db, JobJudgeRow(f"{owner}-{phase}-{number}", judge))
     bob = [f"bob-failed-{number}" for number in range(2, 9)]
     db.execute("DELETE FROM job_judges WHERE job_id IN (?, ?)", ["bob-failed-0", "bob-failed-1"])
-    await retention.keep_house(simulated_context(tmp_path, db, retention={"graders_per_owner": 7}), NOW_S)
+    retention.keep_house(simulated_context(tmp_path, db, retention={"graders_per_owner": 7}), NOW_S)
     left = {row[0] for row in db.execute("SELECT job_id FROM job_judges")}
     running = {f"ann-running-{number}" for number in range(9)}
     assert left == {f"ann-failed-{number}" for number in range(2, 9)} | set(bob) | running
@@ -275,7 +260,7 @@ def test_a_look_costs_the_same_however_much_is_kept(db: Database):
         return 0
 
     db._connection.set_progress_handler(count, 100)
-    assert drops.audit(db, NOW_S - 1, 50) == 0
+    drops.delete_aged(db, "audit", NOW_S - 1)
     db._connection.set_progress_handler(None, 100)
     assert steps < 40  # of a hundred instructions of SQLite's each
 
@@ -295,27 +280,14 @@ def test_by_default_only_copies_reports_and_what_grows_with_time_alone_go():
     }
 
 
-def test_rows_written_while_the_clock_was_ahead_keep_no_later_ones(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as db, db.transaction():
-        for n in range(CHUNK):
-            audit.insert(db, AuditRow(f"ahead_{n}", None, "a.b", "", "done", "", NOW_S + DAY_S))
-            batches.insert(db, BatchRow(f"live_{n}", "/v1/x", "file-x", 1.0, 1.0, status="in_progress"))
-        audit.insert(db, AuditRow("old", None, "a.b", "", "done", "", 1.0))
-        batches.insert(db, BatchRow("ended", "/v1/x", "file-x", 1.0, 1.0, status="completed"))
-        assert drops.audit(db, NOW_S, CHUNK) == 1 and drops.batches(db, NOW_S, CHUNK) == 1
-        assert db.execute("SELECT count(*) FROM audit").fetchone()[0] == CHUNK
+def test_rows_beyond_their_age_are_found_by_an_index(db: Database, monkeypatch: pytest.MonkeyPatch):
+    plans, execute = list[str](), db.execute
 
+    def planned(sql: str, parameters=()):  # type: ignore[no-untyped-def]
+        plans.extend(row["detail"] for row in execute(f"EXPLAIN QUERY PLAN {sql}", parameters))
+        return execute(sql, parameters)
 
-def test_what_was_kept_long_enough_is_found_by_an_index(tmp_path: Path):
-    with Database(tmp_path / "appliance.db") as db:
-        seen: list[str] = []
-        execute = db.execute
-        db.execute = lambda sql, parameters=(): (seen.append(sql), execute(sql, parameters))[1]  # type: ignore
-        for drop in (
-            *(drops.audit, drops.handovers, drops.operations, drops.batches),
-            *(drops.device_time, drops.usage, drops.energy),
-        ):
-            drop(db, NOW_S, CHUNK)
-        for sql in seen:
-            plan = [row["detail"] for row in execute(f"EXPLAIN QUERY PLAN {sql}", [1, 1.0])]
-            assert not any(step.startswith("SCAN") or "TEMP B-TREE" in step for step in plan), (sql, plan)
+    monkeypatch.setattr(db, "execute", planned)
+    for table in ("audit", "handovers", "operations", "batches", "device_time", "usage", "energy", "job_events"):
+        drops.delete_aged(db, table, NOW_S)
+    assert not [step for step in plans if step.startswith("SCAN") and "jobs" not in step], plans

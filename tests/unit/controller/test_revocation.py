@@ -86,16 +86,16 @@ async def test_a_key_that_ends_itself_is_answered_and_its_row_written(control: C
     assert (rows[0]["action"], rows[0]["key_id"]) == ("key.revoke", key_id)
 
 
-async def test_of_a_key_that_ends_while_its_file_is_looked_through_no_file_is_kept(control: Control):
+async def test_of_a_key_that_ends_while_its_file_is_looked_through_no_file_is_kept(control: Control, monkeypatch):
     """What it had begun ends with it: the file would be there again of a person who was forgotten meanwhile."""
     key_id = control.as_key("uploader")
-    checked = control.context.file_work.check
+    checked = storage.checked
 
     async def slow(*given: Any, **more: Any) -> Any:
         await revoke(control, key_id)
         return await checked(*given, **more)
 
-    control.context.file_work.check = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(storage, "checked", slow)
     with pytest.raises(openai.AuthenticationError) as refused:
         await control.upload()
     assert refused.value.code == "invalid_api_key"
@@ -307,6 +307,7 @@ async def test_a_key_that_expires_ends_like_a_revoked_one_and_gateways_are_told_
     how = time.strftime("expired at %Y-%m-%d %H:%M UTC", time.gmtime(since_s))
     refused = await control.http.get("/v1/files")
     assert refused.status_code == 401 and f"The API key of this request {how} while it ran." in refused.text
+    await control.app.state.background.revoked_ended()
     ended = responses.find(control.db, begun_response.id)
     assert ended is not None and ended.status == "failed" and f"The API key of this response {how}." in ended.response
     while (batch := batches.find(control.db, batch_id, viewer=None)) is not None and batch.status != "failed":

@@ -235,10 +235,10 @@ async def test_jobs_go_with_their_versions_and_not_with_the_model(control: Contr
     v2 = run(control, events, second)
     events.failed(failed, "training_failed", "x")
     owner = jobs.get(control.db, failed).owner
-    assert retention.jobs_past(control.db, owner, 0, 10) == [failed]
+    assert retention.jobs_beyond(control.db, owner, 0) == [failed]
     run(control, events, await made(control))
     models.delete_version(control.db, "fraud", v2)
-    assert set(retention.jobs_past(control.db, owner, 0, 10)) == {failed, second}
+    assert set(retention.jobs_beyond(control.db, owner, 0)) == {failed, second}
 
 
 async def test_a_model_that_a_job_makes_a_version_of_is_not_deleted(control: Control, events: JobEvents):

@@ -38,7 +38,7 @@ LOOKS: dict[str, Callable[[Database], Any]] = {
     "the name of a version": lambda db: job_records.checkpoint_of(db, "model", "v1"),
     # 20,000 files 0.09 s, 500,000 uploads that had ended 0.22 s, with each round of housekeeping.
     "files that have expired": lambda db: files.expired(db, now_s=1.0),
-    "uploads to forget": lambda db: uploads.forget_some(db, 1.0),
+    "uploads to forget": lambda db: uploads.delete_ended(db, 1.0),
 }
 
 

@@ -115,7 +115,7 @@ def test_owners_are_summed_once_however_many_responses_go(db: Database):
             responses.insert(db, row)
     watched = Watched(db)
     with db.transaction():
-        assert responses.shrink(watched, 90_000 - 45_000, 1 << 30) == 450  # type: ignore[arg-type]
+        assert responses.shrink(watched, 90_000 - 45_000) == 450  # type: ignore[arg-type]
     assert sum("GROUP BY" in sql for sql, _ in watched.asked) == 1
     assert not any(step.startswith("SCAN responses") and "COVERING" not in step for _, p in watched.asked for step in p)
     left = {

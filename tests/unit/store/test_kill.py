@@ -26,7 +26,7 @@ number = int(sys.argv[2])
 
 def read_on():
     while True:
-        with db.reading():
+        with db.snapshot():
             for row in jobs.page(db, viewer=None, after=None, limit=5).data:
                 assert len(job_records.page_events(db, row.id, after=None, limit=9).data) == 3, "half a transaction"
 

@@ -9,7 +9,6 @@ import pytest
 from appliance.store.database import Database
 from appliance.store.records import keys, usage
 from appliance.store.upkeep import retention
-from tests.unit.store.test_holdings import Watched
 
 HOURS = 300
 
@@ -23,18 +22,6 @@ def db(tmp_path: Path):
             for hour in range(HOURS):
                 usage.add(opened, [{**spent, "model": f"m{hour % 2}", "version": "v1"}], hour * usage.HOUR_S)
         yield opened
-
-
-def test_what_a_key_has_spent_is_found_without_those_of_others(db: Database):
-    """With three months of twenty keys each look at a quota took 10 ms, and each report of one's own 0.2 s, of the
-    loop."""
-    watched = Watched(db)
-    assert usage.tokens_since(watched, keys.find(db, "ben").id, 0.0) == 5 * HOURS  # type: ignore[arg-type, union-attr]
-    made = usage.Report(watched, "key", 0.0, 1e9, "ann")  # type: ignore[arg-type]
-    while made.step():
-        pass
-    plans = [step for sql, plan in watched.asked if "FROM usage" in sql for step in plan if "usage" in step]
-    assert len(plans) >= 2 and all("INDEX usage_of_keys (key_id=?" in step for step in plans), plans
 
 
 def test_what_a_key_has_spent_is_kept_by_the_day_as_it_changes(db: Database):
@@ -56,21 +43,15 @@ def test_what_a_key_has_spent_is_kept_by_the_day_as_it_changes(db: Database):
     usage.move(db, ben, ann)
     agrees()
     assert (usage.tokens_since(db, ben, 0.0), usage.tokens_since(db, ann, 0.0)) == (0, 10 * HOURS + 7)
-    retention.usage(db, 10 * usage.DAY_S, 1000)
+    retention.delete_aged(db, "usage", 10 * usage.DAY_S)
     agrees()
 
 
 @pytest.mark.parametrize("by", ["key", "owner", "model", "version", "hour"])
 @pytest.mark.parametrize("owner", [None, "ann"])
-def test_a_report_is_made_some_rows_at_a_time(db: Database, monkeypatch: pytest.MonkeyPatch, by: usage.By, owner):
-    whole = usage.report(db, by, 0.0, 1e9, owner)
-    monkeypatch.setattr(usage, "_ROWS_AT_ONCE", 20)
-    made, steps = usage.Report(db, by, 0.0, 1e9, owner), 1
-    while made.step():
-        steps += 1
-    assert steps >= (2 if owner else 3) * HOURS / 23
-    assert made.rows() == whole
-    assert sum(row.requests for row in whole) == (2 if owner else 3) * HOURS
+def test_report_counts_each_request_once(db: Database, by: usage.By, owner):
+    rows = usage.report(db, by, 0.0, 1e9, owner)
+    assert sum(row.requests for row in rows) == (2 if owner else 3) * HOURS
 
 
 def test_a_report_by_hour_has_the_newest_ones(db: Database, monkeypatch: pytest.MonkeyPatch):

@@ -105,7 +105,7 @@ def routes(context: ControllerContext, router: APIRouter, compared: Canaries, ac
             found = views.model(db, row, now, ModelStates(db, now), context.tiers, context.sizes)
             return found | {"canary": shown_canary}
 
-        return await answer(db, caller.viewer, shown_model)
+        return await answer(db, shown_model)
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:

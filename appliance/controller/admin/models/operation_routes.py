@@ -5,6 +5,7 @@ Names contain ":" and may contain "/": clients send them percent-encoded in one 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -109,7 +110,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
         attempt, earlier = _attempted(context, request, caller, "model.verify", row.id)
         if earlier is not None:
             return _accepted(earlier)
-        paths = await db.read(caller.viewer, lambda: [paths_of(one) for one in models.list_versions(db, row.id)])
+        paths = await asyncio.to_thread(lambda: [paths_of(one) for one in models.list_versions(db, row.id)])
 
         async def work(report: Report) -> dict[str, Any]:
             return await context.model_ops.verify(row.id, paths, report)

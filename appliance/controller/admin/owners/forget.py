@@ -15,7 +15,6 @@ import secrets
 import shutil
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +34,6 @@ from appliance.controller.interfaces.errors import Conflict, InvalidValue
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
 from appliance.controller.jobs.wanted import ask
 from appliance.controller.models import removal as models
-from appliance.store import write_log
-from appliance.store.chunks import little_by_little
 from appliance.store.database import Database
 from appliance.store.objects import batches, evals, jobs, responses
 from appliance.store.objects import files as file_rows
@@ -44,7 +41,7 @@ from appliance.store.records import keys
 from appliance.store.records.session_keys import OWNER as BOX_ITSELF
 from appliance.store.upkeep import forgotten, retention
 
-ENDS_WITHIN_S = LOG_WITHIN_S = 20.0
+ENDS_WITHIN_S = 20.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 10
 _MENTIONED = 100
@@ -93,7 +90,7 @@ class Forgetting:
     async def forget(self, body: Forget, caller: Principal) -> dict[str, Any]:
         """Raises Conflict if the owner's work goes on and may not be cancelled, or somebody uses one of its models."""
         context, db, owner = self._context, self._db, body.owner
-        there = await db.read(None, _found, db, owner)
+        there = await asyncio.to_thread(_found, db, owner)
         if there["unfinished"] and not body.cancel:
             raise Conflict(
                 f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
@@ -107,10 +104,8 @@ class Forgetting:
         leaving = {*there["unfinished"], *doomed}
         for name in doomed:
             models.refuse_if_in_use(context, models.doomed(context, name), caller, leaving)
-            await asyncio.sleep(0)
         for row in forgotten.keys_of(db, owner):
             drop_first_key(context, keys.revoke(db, row.id))
-            await asyncio.sleep(0)
         context.publish_keys()
         if left := await self._end_work(owner, caller):
             record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
@@ -119,8 +114,9 @@ class Forgetting:
             await models.remove(context, models.doomed(context, name), caller)
         await self._delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
-        gone = await self._pseudonymise(owner, pseudonym)
-        mentions = await db.read(None, forgotten.mentions, db, owner)
+        gone = await asyncio.to_thread(forgotten.pseudonymise, db, owner, pseudonym)
+        context.publish_keys()
+        mentions = await asyncio.to_thread(forgotten.mentions, db, owner)
         mentions += await to_thread.run_sync(_in_logs, context.files_dir.parent, owner)
         record(
             context,
@@ -135,7 +131,7 @@ class Forgetting:
             mentions_number=len(mentions),
         )
         # Last: what was deleted stands in the log until it is written over.
-        if not await to_thread.run_sync(write_log.emptied, db.path, LOG_WITHIN_S):
+        if not await asyncio.to_thread(db.empty_log):
             mentions.append(_LOG_STANDS)
         return {
             "owner": owner,
@@ -147,39 +143,22 @@ class Forgetting:
             **there,
         }
 
-    async def _pseudonymise(self, owner: str, pseudonym: str) -> dict[str, str]:
-        """Write the pseudonym wherever the owner's name stands; returns the new name of each thing that had it."""
-        db = self._db
-        gone = await db.read(None, forgotten.names_of_gone, db, owner, pseudonym)
-        for statement, *given in await db.read(None, forgotten.rows_with, db, gone):
-            db.execute(statement, given)
-            await asyncio.sleep(0)
-        log = await db.read(None, forgotten.audit_texts, db, owner, pseudonym, gone)
-        asked = await db.read(None, forgotten.handovers_asked_by, db, owner)
-        forgotten.pseudonymise(db, owner, pseudonym, gone, log, asked)
-        self._context.publish_keys()
-        return gone
-
     async def _end_work(self, owner: str, caller: Principal) -> list[str]:
         """Cancel unfinished work and wait for it briefly; returns what has not ended by then."""
         context, db = self._context, self._db
         for job_id in forgotten.ids(db, "jobs", owner, forgotten.JOB_GOES_ON):
             if (job := jobs.find(db, job_id)) is not None and not job.finished:
                 ask(context, job.id, "cancel", caller)
-            await asyncio.sleep(0)
         for batch_id in forgotten.ids(db, "batches", owner, "status IN ('validating', 'in_progress')"):
             batches.update(db, batch_id, status="cancelling", cancelling_s=time.time())
             self._batch_runner.poke(batch_id)
-            await asyncio.sleep(0)
         for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
             if (row := responses.find(db, response_id)) is not None:
                 self._background.cancel(row)
-            await asyncio.sleep(0)
         for run_id in evals.unfinished_ids(db, owner=owner):
             self._evaluations.cancel(run_id)
-            await asyncio.sleep(0)
         deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while (left := await db.read(None, forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
+        while (left := await asyncio.to_thread(forgotten.unfinished, db, owner)) and time.monotonic() < deadline_s:
             await asyncio.sleep(_LOOK_EVERY_S)
         return left
 
@@ -192,19 +171,16 @@ class Forgetting:
                     files.remove(context, row)
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)
             await to_thread.run_sync(_delete_of_trackers, context.files_dir.parent / "tracking", job_id)
-            await little_by_little(partial(retention.delete_some_texts_of_job, db, job_id))
+            await asyncio.to_thread(retention.delete_texts_of_job, db, job_id)
             forgotten.forget_texts(db, job_id)
         for file_id in forgotten.ids(db, "files", owner):
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)
-            await asyncio.sleep(0)
         for upload_id in forgotten.ids(db, "uploads", owner):
             await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
         gone = [one for table in ("eval_runs", "evals") for one in forgotten.ids(db, table, owner)]
         await self._evaluations.delete(gone, within_s=None)
-        await little_by_little(partial(forgotten.delete_some_parts, db, owner))
-        for table in ("uploads", "batches", "responses", "idempotency"):
-            await little_by_little(partial(forgotten.delete_some, db, owner, table))
+        await asyncio.to_thread(forgotten.delete, db, owner)
 
 
 def _found(db: Database, owner: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@ gateways at once. One that expires is revoked by the box."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import fields
@@ -117,7 +116,6 @@ class KeyEnds:
         try:
             for row in ended:
                 self._stop(caller_of(self._context.db, None), row.id, "key.expire")
-                await asyncio.sleep(0)
         finally:
             if ended:
                 self._tell(f"{len(ended)} keys have expired")

@@ -7,7 +7,6 @@ import time
 from typing import Any, NamedTuple
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.store.records import keys, page_sessions
 from appliance.store.rows import PageSessionRow, columns
 
@@ -28,25 +27,18 @@ class Begun(NamedTuple):
     cookie: str
 
 
-async def begin(
-    context: ControllerContext, key_id: str, viewer: str | None, *, agent: str, secure: bool, secret: str | None = None
-) -> Begun:
-    """A new login of this key. viewer, secret: as of the key's principal. secure: the cookie travels by TLS alone.
-    Raises KeyRevoked."""
-    async with context.new_tables.turn(viewer):
-        if how := keys.how_ended(context.db, key_id, secret):  # while it waited
-            raise KeyRevoked(how)
-        now_s = time.time()
-        row, halves = page_sessions.create(
-            context.db,
-            key_id,
-            agent=agent[:_AGENT_CHARACTERS],
-            now_s=now_s,
-            until_s=now_s + IDLE_S,
-            most=MOST_OF_A_KEY,
-        )
-        context.publish_keys()
-        await context.key_sink.caught_up()
+def begin(context: ControllerContext, key_id: str, *, agent: str, secure: bool) -> Begun:
+    """A new login of this key. secure: the cookie travels by TLS alone."""
+    now_s = time.time()
+    row, halves = page_sessions.create(
+        context.db,
+        key_id,
+        agent=agent[:_AGENT_CHARACTERS],
+        now_s=now_s,
+        until_s=now_s + IDLE_S,
+        most=MOST_OF_A_KEY,
+    )
+    context.publish_keys()
     more = "; Secure" if secure else ""
     cookie = f"{row.id}={halves.cookie}; Max-Age={LONGEST_S:.0f}{more}"
     return Begun(shown(context, row) | {"page": halves.page}, cookie)

@@ -39,9 +39,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 403, "A login of the page begins with an API key of its own.", code="insufficient_permissions"
             )
         agent = request.headers.get("user-agent", "")
-        made = await logins.begin(
-            context, caller.key_id, caller.viewer, agent=agent, secure=body.secure, secret=caller.secret
-        )
+        made = logins.begin(context, caller.key_id, agent=agent, secure=body.secure)
         response.headers[COOKIE] = made.cookie
         return made.shown
 

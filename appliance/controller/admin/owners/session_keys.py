@@ -7,7 +7,6 @@ a day later. The audit log omits them: callers of these routes may do everything
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,7 +14,6 @@ from fastapi import APIRouter
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError, NotFound, shown
 from appliance.controller.interfaces.principal import INFERENCE, Caller
-from appliance.store.chunks import little_by_little
 from appliance.store.records import keys, session_keys
 
 KEPT_S = 24 * 3600.0
@@ -57,9 +55,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {"id": row.id, "deleted": True}
 
 
-async def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Revoke keys whose command was killed, and delete ended ones: their usage counts as the box's."""
+def revoke_old(context: ControllerContext, now_s: float) -> None:
+    """Revoke keys whose command was killed."""
     if session_keys.revoke_before(context.db, now_s - KEPT_S):
         context.publish_keys()
-    await little_by_little(partial(session_keys.delete_some_responses, context.db, now_s - KEPT_S))
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Delete ended keys: their usage counts as the box's."""
+    session_keys.delete_responses(context.db, now_s - KEPT_S)
     session_keys.forget(context.db, now_s - KEPT_S)

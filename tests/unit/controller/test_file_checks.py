@@ -1,17 +1,15 @@
-"""Large files of one owner hold up neither the pool of threads nor other threads while they run."""
+"""Large files are checked in a process of their own, with the same result."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.controller.context import file_work
-from appliance.controller.context.file_work import FileWork
+from appliance.controller.files import storage
 from appliance.controller.jobs import validation
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control, chat_lines
@@ -19,25 +17,6 @@ from tests.unit.controller.test_jobs import PAIR
 from train.data.check import check_training_file
 from train.methods import check_process
 from train.methods.check_process import ANY, check_apart
-
-
-async def test_an_owners_files_take_turns_and_others_do_not_wait_for_them():
-    files, go_on, running = FileWork(), threading.Event(), []
-
-    def slow(number: int) -> int:
-        running.append(number)
-        assert go_on.wait(60)
-        return number
-
-    hers = [asyncio.create_task(files.run("alice", slow, number)) for number in range(60)]
-    assert await files.run("bob", len, "abc") == 3
-    assert await asyncio.wait_for(asyncio.to_thread(len, "abcd"), 60) == 4
-    while not running:  # her first piece waits for its thread, nothing else
-        await asyncio.sleep(0)
-    assert len(running) == 1
-    go_on.set()
-    assert await asyncio.gather(*hers) == list(range(60))
-    assert not files._turns
 
 
 @pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])
@@ -82,7 +61,7 @@ def test_only_a_check_that_takes_long_gives_way_to_all_others(monkeypatch):
 
 async def test_while_a_jobs_file_is_checked_its_events_say_how_far_that_is(control: Control, monkeypatch):
     monkeypatch.setattr(validation, "TELL_EVERY_S", 0.001)
-    checked, told = control.context.file_work.check, asyncio.Event()
+    checked, told = storage.checked, asyncio.Event()
     said = validation.add_message
 
     async def slow(*given: Any, heard: Any = None, **more: Any) -> Any:
@@ -97,7 +76,7 @@ async def test_while_a_jobs_file_is_checked_its_events_say_how_far_that_is(contr
         said(*given, **more)
         told.set()
 
-    monkeypatch.setattr(control.context.file_work, "check", slow)
+    monkeypatch.setattr(storage, "checked", slow)
     monkeypatch.setattr(validation, "add_message", add_message)
     messages = await control.messages(await control.job())
     assert messages[1] == "train.jsonl is being checked"
@@ -138,10 +117,10 @@ async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes
         apart.append(path)
         return check_training_file(path, chat_path=chat_path)
 
-    monkeypatch.setattr(file_work, "check_apart", seen)
+    monkeypatch.setattr(storage, "check_apart", seen)
     await control.job()
     assert not apart
-    monkeypatch.setattr(file_work, "APART_FROM_BYTES", 1)
+    monkeypatch.setattr(storage, "APART_FROM_BYTES", 1)
     job_id = await control.job()
     assert len(apart) == 2 and methods == [ANY, "supervised"], "an upload names no method yet"
     lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()

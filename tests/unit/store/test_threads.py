@@ -1,0 +1,128 @@
+"""All threads use one database: readers never wait for the writer, and writers take turns."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from appliance.store import database
+from appliance.store.database import Database
+from appliance.store.errors import OpenedByParent
+from appliance.store.objects import files, jobs
+from appliance.store.records import box
+from tests.unit.store.test_database import file, job
+
+WAIT_S = 60.0
+
+
+def on_a_thread(work, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work, *args).result(WAIT_S)
+
+
+def test_list_of_a_thousand_jobs_is_answered_while_another_thread_writes(db: Database):
+    with db.transaction():
+        for number in range(1000):
+            jobs.insert(db, job(number))
+    written, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with db.transaction():
+            jobs.insert(db, job(1000))
+            written.set()
+            assert go_on.wait(WAIT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        assert written.wait(WAIT_S)
+        assert len(jobs.page(db, viewer=None, limit=1000).data) == 1000
+        go_on.set()
+        writing.result(WAIT_S)
+    assert jobs.page(db, viewer=None, limit=1).data[0].id == "ftjob-1000"
+
+
+def test_other_threads_read_what_was_committed(db: Database):
+    box.put(db, "mode", {"policy": "auto"})
+    assert on_a_thread(box.get, db, "mode") == {"policy": "auto"}
+
+
+def test_writers_of_many_threads_lose_nothing(db: Database):
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(lambda _: box.increment(db, "starts"), range(200)))
+    assert sorted(numbers) == list(range(1, 201))
+
+
+@pytest.mark.parametrize("fail", [RuntimeError, KeyboardInterrupt])
+def test_error_in_a_transaction_releases_the_write_lock(db: Database, fail: type[BaseException]):
+    with pytest.raises(fail), db.transaction():
+        jobs.insert(db, job(1))
+        raise fail
+    on_a_thread(jobs.insert, db, job(2))
+    assert [row.id for row in jobs.list_unfinished(db)] == ["ftjob-2"]
+
+
+def test_snapshot_stays_at_its_moment_and_refuses_writes(db: Database):
+    jobs.insert(db, job(1))
+    with db.snapshot():
+        assert len(jobs.list_unfinished(db)) == 1
+        on_a_thread(jobs.insert, db, job(2))
+        assert len(jobs.list_unfinished(db)) == 1
+        with pytest.raises(sqlite3.OperationalError):
+            jobs.insert(db, job(3))
+        with pytest.raises(sqlite3.OperationalError), db.transaction():
+            pass
+    assert len(jobs.list_unfinished(db)) == 2
+    jobs.insert(db, job(3))
+
+
+def test_delete_in_several_transactions_deletes_what_matches(db: Database, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(database, "DELETED_AT_ONCE", 3)
+    for number in range(10):
+        files.insert(db, file(number, "batch" if number < 7 else "vision"))
+    db.delete("files", "purpose = ?", ["batch"])
+    assert db.column("SELECT id FROM files") == ["file-7", "file-8", "file-9"]
+
+
+def test_emptied_log_and_file_have_no_deleted_text(tmp_path: Path):
+    with Database(tmp_path / "a.db") as db:
+        box.put(db, "note", "a secret")
+        db.execute("DELETE FROM box")
+        assert db.empty_log()
+        assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_full_disk_refuses_writes_and_takes_them_once_there_is_room(db: Database):
+    size = db.value("PRAGMA page_count")
+    db.execute(f"PRAGMA max_page_count = {size}")
+    with pytest.raises(sqlite3.OperationalError, match="full"), db.transaction():
+        for number in range(1000):
+            jobs.insert(db, job(number))
+    assert jobs.list_unfinished(db) == []
+    db.execute(f"PRAGMA max_page_count = {size + 1000}")
+    on_a_thread(jobs.insert, db, job(1))
+    assert len(jobs.list_unfinished(db)) == 1
+
+
+def test_closed_database_refuses_all_threads(tmp_path: Path):
+    db = Database(tmp_path / "a.db")
+    db.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        box.get(db, "mode")
+    with pytest.raises(sqlite3.ProgrammingError):
+        on_a_thread(box.get, db, "mode")
+
+
+def test_forked_child_is_refused(db: Database):
+    child = os.fork()
+    if not child:
+        try:
+            box.get(db, "mode")
+        except OpenedByParent:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
