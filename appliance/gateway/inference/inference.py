@@ -407,7 +407,6 @@ class Inference:
         self.state.comparison.add(
             self.model,
             choice.replica.version,
-            self.caller.owner,
             failed=failed,
             first_byte_s=first_s - request.sent_s if first_s >= request.sent_s else None,
             duration_s=now_s - request.sent_s,

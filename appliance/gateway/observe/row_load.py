@@ -84,8 +84,8 @@ class RowLoad:
             "prefill_tokens_per_s": prefill_rate.prefill_tokens_per_s(self._prefills),
             "arrived_requests": self._requests,
             "arrived_prompt_tokens": self._prompt_tokens,
-            "arrived_prompts": {str(bucket): number for bucket, number in self._prompts.items()},
-            "first_tokens": {str(bucket): number for bucket, number in self._first_tokens.items()},
+            "arrived_prompts": self._prompts,
+            "first_tokens": self._first_tokens,
         }
 
 

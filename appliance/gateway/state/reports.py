@@ -58,7 +58,7 @@ def load_report(state: State) -> dict[str, Any]:
         "started_s": state.started_s,
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
         "models": rows,
-        "canaries": state.comparison.report(),
+        "canaries": state.comparison.canaries,
         "notes": notes(state),
         "certificate_expires_s": None if state.certificate is None else state.certificate.expires_s,
     }

@@ -100,7 +100,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
             "prefill_tokens_per_s": None,
             "arrived_requests": 1,
             "arrived_prompt_tokens": 3,
-            "arrived_prompts": {"7": 1},
+            "arrived_prompts": {7: 1},
             "first_tokens": {},
         }
     }
