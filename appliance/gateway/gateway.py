@@ -114,7 +114,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if lost := len(copies):
             log.warning("%d answered responses are not stored: the controller is away", lost)
-        await state.engines.close()
+        await state.engines.keep(())
         state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)

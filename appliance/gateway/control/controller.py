@@ -22,7 +22,7 @@ from appliance.gateway.answers.transcript import joined
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
-from appliance.gateway.http.sessions import read_up_to
+from appliance.gateway.http.upstreams import read_up_to
 from appliance.gateway.inference.copies import Copies
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.state.exchange import ClientGone, Exchange

@@ -56,7 +56,6 @@ class Exchange:
         self.body_complete = not (self.request.chunked or self.request.content_length)
         self._receive, self._send = receive, send
         self._task = asyncio.current_task()
-        self._between_events = b""
 
     def end(self, error: HttpError) -> None:
         """Answer this error in place of what runs: the key was revoked, or the box stops."""
@@ -125,7 +124,6 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         if data:
             await self._out({"type": "http.response.body", "body": data, "more_body": True})
-            self._between_events = b"" if data.endswith(b"\n\n") else b"\n\n"
             self.request.sent_bytes += len(data)
 
     async def finish(self, data: bytes = b"") -> None:
@@ -148,7 +146,7 @@ class Exchange:
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
             self.connection.running.keep_alive = False
-            await self.finish(self._between_events + error_shapes.event(error, request, request.stream_events))
+            await self.finish(error_shapes.event(error, request, request.stream_events))
         elif self.head_sent:
             self.state.metrics.events["response_aborted"] += 1
             self.connection.abort()

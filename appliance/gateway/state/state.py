@@ -20,7 +20,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.http.sessions import Sessions
+from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.access_log import AccessLog
 from appliance.gateway.observe.exposition import WorkerSnapshots
 from appliance.gateway.observe.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.answers.transcript import Transcript, joined, transcript_of
+from appliance.gateway.answers.transcript import Transcript, joined, of_response
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
@@ -183,7 +183,7 @@ async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Star
     assert len(await stored(box)) == 1
 
 
-async def test_an_answer_too_large_to_be_stored_passes_as_it_is(start_box: Start) -> None:
+async def test_an_answer_too_large_is_not_stored(start_box: Start) -> None:
     box = await start_box(limits={"stored_response_bytes": 1000, "buffered_response_bytes": 1000})
     long = answer("x" * 500_000)
 
@@ -203,7 +203,8 @@ async def test_an_answer_too_large_to_be_stored_passes_as_it_is(start_box: Start
     response = await box.ask("POST", URL, {"model": "m", "input": "hi"})
     assert json.loads(response.body) == long
     response = await box.ask("POST", URL, {"model": "m", "input": "hi", "stream": True})
-    assert json.loads(response.body.split(b"data: ")[1])["response"] == long
+    told = json.loads(response.body.split(b"data: ")[1])["response"]
+    assert told["output"] == long["output"] and told["store"] is False
     assert not controller.requests
 
 
@@ -403,7 +404,7 @@ def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str
 
 
 def test_nulls_are_as_good_as_nothing() -> None:
-    found = transcript_of(
+    found = of_response(
         {
             "input": "x",
             "conversation": None,
@@ -430,10 +431,10 @@ def test_earlier_items_stand_before_the_requests_own(earlier: bytes, own: bytes,
 
 def test_bytes_that_are_no_response_pass_as_they_are() -> None:
     for body in (b"not JSON", b"[]", b'{"object":"list"}'):
-        found = Transcript(b'"x"', "", stores=True, background=False)
+        found = Transcript(b'"x"')
         assert found.whole(body) == body and not found.final
-        broken = b"event: response.completed\ndata: {" + body + b"\n\n"
-        assert found.take(broken, 100) == broken and not found.final
+        broken = b"event: response.completed\ndata: {" + body
+        assert found.event(broken) == broken and not found.final
 
 
 async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:
@@ -459,6 +460,5 @@ async def test_in_background_is_the_controllers_business_after_the_gateways_chec
 
 def test_transcript_of_a_cut_stream_ends_with_response_incomplete() -> None:
     event = {"type": "response.completed", "response": {"object": "response", "status": "incomplete"}}
-    sent = b"event: response.completed\ndata: %b\n\n" % json.dumps(event).encode()
-    told = Transcript(b'"x"', "", stores=True, background=False).take(sent, 1 << 20)
+    told = Transcript(b'"x"').event(b"event: response.completed\ndata: %b" % json.dumps(event).encode())
     assert told.startswith(b"event: response.incomplete\n") and b'"type":"response.incomplete"' in told

@@ -15,10 +15,11 @@ import pytest
 from appliance.gateway.access.allowance import Allowance, OwnerUse, duration
 from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
-from appliance.gateway.answers.usage import Tokens, without_usage
+from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
+from appliance.gateway.inference.stream import Stream
 from appliance.gateway.payload.request_check import check_body
 from appliance.gateway.routing.router import Work
 from appliance.gateway.routing.table import Caller
@@ -250,6 +251,16 @@ async def test_an_event_too_long_to_be_usage_passes_in_pieces_and_usage_goes(box
     response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
     assert response.body == long + b"data: [DONE]\n\n"
     assert [(row["prompt_tokens"], row["completion_tokens"]) for row in box.state.spending.take_sums()] == [(7, 1)]
+
+
+def without_usage(stream: bytes, version: str) -> bytes:
+    """A stream as a client gets it that did not ask for its usage."""
+    route = resolve(b"POST", b"/v1/chat/completions")
+    request = Request(b"POST", b"/v1/chat/completions")
+    request.route, request.model_version = route, version
+    checked = check_body(route, json.dumps(chat(stream=True)).encode(), Limits())
+    relayed = Stream(request, checked, hides_usage=True, most_bytes=0)
+    return b"".join(map(relayed.passed, relayed.events(stream)))
 
 
 def test_only_the_usage_event_goes():
