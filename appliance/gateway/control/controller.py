@@ -125,9 +125,7 @@ class Controller:
     async def with_previous(self, request: Request, body: bytes, checked: Checked) -> tuple[bytes, Checked]:
         """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
-        assert transcript is not None and request.caller is not None and request.use is not None
-        # It counts against the controller: a hundred bytes can name a conversation of megabytes.
-        state.spending.admit_control(request.caller, request.use, state.limits)
+        assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
         async with self._answer(asks, wire.identity(request, state.token), None) as response:
             earlier = await read_up_to(response.content, limit + 1)

@@ -104,9 +104,6 @@ class App:
         if route.kind is Kind.INFERENCE:
             await self._infer(exchange)
         elif route.kind is Kind.CONTROL:
-            caller, use = request.caller, request.use
-            assert caller is not None and use is not None
-            state.spending.admit_control(caller, use, state.limits)
             state.spending.opened_control(request, state.limits)
             await self._controller.relay(exchange)
         elif route.kind is Kind.LOGIN:
@@ -143,7 +140,6 @@ class App:
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"))
         elif route.kind is Kind.LOGIN:
             check_same_origin(request)
-            state.spending.admit_login(exchange.address)
         check_head(request, state.limits)
 
     def _of_key(self, digest: str) -> Caller:

@@ -47,7 +47,6 @@ class Exchange:
         for name, value in scope["headers"]:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         self.request = Request(scope["method"].encode(), scope["target"], headers)
-        self.address: str = scope["client"][0] if scope["client"] else ""
         self.head_sent = self.sse = self.finished = False
         self.ended: HttpError | None = None
         self.work: Work | None = None

@@ -333,21 +333,6 @@ async def test_many_that_go_on_at_once_are_no_more_than_an_owner_may_have_open(s
     await box.until(lambda: not box.state.connections)
 
 
-async def test_asking_what_was_said_before_is_metered_as_the_controllers_other_routes_are(start_box: Start) -> None:
-    box = await start_box(limits={"owner_control_requests_per_minute": 2})
-    await box.engine("e0", answer_response)
-    box.serve("m", "e0")
-
-    async def known(request: UpstreamRequest, reply: Reply) -> None:
-        await reply.json({} if request.method == "POST" else [])
-
-    controller = await box.control(known)
-    body = {"model": "m", "input": "x", "store": False, "previous_response_id": "resp_known"}
-    statuses = [(await box.ask("POST", URL, body, key="sk-test-inference")).status for _ in range(3)]
-    assert statuses == [200, 200, 429] and len(controller.requests) == 2
-    assert (await box.ask("POST", URL, {"model": "m", "input": "x"}, key="sk-test-inference")).status == 200
-
-
 async def test_the_rest_of_the_routes_goes_to_the_controller_and_needs_inference(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"target": request.target, "key": request.headers["x-appliance-key-id"]})
