@@ -24,13 +24,14 @@ from appliance.gateway.routing.table import THE_BOX, Caller, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, series_text
+from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, write_snapshot
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
 
 _LAST_WORDS_S = 1.0
 """For the errors of what is ended as the gateway stops."""
+SNAPSHOT_EVERY_S = 5.0
 
 
 class Gateway:
@@ -52,6 +53,7 @@ class Gateway:
                 max_age=7200,
             )
         self._servers: list[asyncio.Server] = []
+        self._next_snapshot_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
@@ -227,5 +229,6 @@ class Gateway:
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
         if state.certificate is not None and state.certificate.look(now_s):
             state.on_change(True)
-        if state.snapshots is not None and state.snapshots.due(now_s):
-            state.snapshots.write(await series_text(state), now_s)
+        if self.config.workers > 1 and now_s >= self._next_snapshot_s:
+            self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S
+            await write_snapshot(state)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
+from statistics import median
 from typing import Any, Final
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.routing import prefill_rate
 from appliance.gateway.routing.canary_comparison import bucket
 
 RECENT_S: Final = 60.0
 _RECENT_REQUESTS: Final = 256
 _COMPUTED_TOKENS: Final = 1e6
 """Prompt tokens after which those before count half."""
+
+_STREAMS: Final = 48
+"""For the rate of prompts: this many new streams replace those of old engines and weights."""
+LEAST_SAMPLES: Final = 12
+_TELLING: Final = 1.2
+"""Long prompts must take longer than short ones by this factor; otherwise the data determine no rate."""
 
 
 class RowLoad:
@@ -27,7 +34,7 @@ class RowLoad:
         self._requests = self._prompt_tokens = 0
         self._prompts: Counter[int] = Counter()
         self._first_tokens: Counter[int] = Counter()
-        self._prefills: deque[tuple[int, float]] = deque(maxlen=prefill_rate.SAMPLES)
+        self._prefills: deque[tuple[int, float]] = deque(maxlen=_STREAMS)
         self._estimated = self._computed = 0.0
         self._ttft: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
         self._tpot: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
@@ -81,7 +88,7 @@ class RowLoad:
             "ttft_p95_s": _p95(self._ttft, now_s),
             "tpot_p95_s": _p95(self._tpot, now_s),
             "computed_part": self._computed / self._estimated if self._estimated else None,
-            "prefill_tokens_per_s": prefill_rate.prefill_tokens_per_s(self._prefills),
+            "prefill_tokens_per_s": prefill_tokens_per_s(self._prefills),
             "arrived_requests": self._requests,
             "arrived_prompt_tokens": self._prompt_tokens,
             "arrived_prompts": self._prompts,
@@ -92,3 +99,22 @@ class RowLoad:
 def _p95(recent: deque[tuple[float, float]], now_s: float) -> float | None:
     values = sorted(seconds for at_s, seconds in recent if at_s >= now_s - RECENT_S)
     return values[min(len(values) - 1, int(len(values) * 0.95))] if values else None
+
+
+def prefill_tokens_per_s(samples: Sequence[tuple[int, float]]) -> float | None:
+    """Tokens per second from (prompt tokens, seconds to the first token) on idle replicas; None if undetermined.
+
+    The slope of the resistant line through the outer thirds (Tukey 1977, "Exploratory Data Analysis", chapter 5): the
+    part of the time that does not grow with the prompt drops out, and single slow ones move no median. Tokens are
+    counted as routing estimates them; whatever its error, the work of the same estimate comes out right.
+    """
+    if len(samples) < LEAST_SAMPLES:
+        return None
+    ordered = sorted(samples)
+    third = len(ordered) // 3
+    short, long = ordered[:third], ordered[-third:]
+    tokens = median(n for n, _ in long) - median(n for n, _ in short)
+    short_s, long_s = median(s for _, s in short), median(s for _, s in long)
+    if tokens <= 0 or short_s <= 0 or long_s < _TELLING * short_s:
+        return None
+    return tokens / (long_s - short_s)

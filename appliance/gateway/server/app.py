@@ -12,6 +12,7 @@ import time
 from typing import Any, Final
 
 import orjson
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from appliance.gateway.access.auth import (
     LOGIN_BODY_BYTES,
@@ -28,7 +29,6 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind, is_anthropic, plain_target, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.inference.inference import Inference
-from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.routing.table import THE_BOX, Caller
 from appliance.gateway.state.exchange import ClientGone, Exchange
@@ -111,7 +111,7 @@ class App:
         elif route.kind is Kind.METRICS:
             theirs = await self._controller.metrics(request)
             own = await metrics_text(state, controller_up=bool(theirs))
-            await exchange.whole(200, CONTENT_TYPE, own + theirs)
+            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + theirs)
         elif route.kind is Kind.PAGE:
             await self._page(exchange)
         else:

@@ -22,7 +22,6 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.access_log import AccessLog
-from appliance.gateway.observe.exposition import WorkerSnapshots
 from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Holds, Refusal
@@ -52,7 +51,6 @@ class State:
         self.server = ServerState()
         self.exchanges: set[Any] = set()  # of `Exchange`, which stands above this
         self.metrics = Metrics()
-        self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
