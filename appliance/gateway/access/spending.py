@@ -11,9 +11,11 @@ from appliance.gateway.access.allowance import KeyUse, OwnerUse
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.routing.table import Caller
+from runtime.moments import minute
 
 _SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 
@@ -56,7 +58,10 @@ class Spending:
         assert caller is not None
         if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
             self._events["quota_spent"] += 1
-            raise errors.quota_spent(caller.spent_until_s, caller.spent_quota)
+            # No Retry-After: the quota renews in hours, and clients should not wait for that.
+            used = f"This API key has used up its quota of {caller.spent_quota or 'tokens'}"
+            message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
+            raise HttpError(429, message, kind=code, code=code, should_retry=False)
         self._take(request, 1, 0)
 
     def opened_control(self, request: Request, limits: Limits) -> None:
@@ -77,13 +82,16 @@ class Spending:
         assert caller is not None and use is not None
         self._check_open(use.owner, checked.weight, limits)
         if checked.stream and use.owner.streams >= limits.owner_streams:
-            self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("streams", limits.owner_streams)
+            raise self.too_many_at_once("streams", limits.owner_streams)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         quota = None if caller.quota is None else max(1, caller.quota // self._workers)
         if quota is not None and use.under_way and use.under_way + checked.tokens > quota:
             self._events["concurrency_limited"] += 1
-            raise errors.too_much_of_a_quota(use.under_way, checked.tokens, quota)
+            message = (
+                f"Requests of this API key that are under way may take {use.under_way} tokens, and this one "
+                f"{checked.tokens}; together it may be {quota} at once, by its quota. Please retry when one has ended."
+            )
+            raise errors.over_limit(message, "tokens", 1)
         self._take(request, 0, checked.tokens)
         request.counted, request.streams, request.weight = True, checked.stream, checked.weight
         request.charged, request.prompt_tokens = checked.tokens, checked.prompt_tokens
@@ -101,8 +109,11 @@ class Spending:
 
     def _check_open(self, owner: OwnerUse, weight: int, limits: Limits) -> None:
         if owner.requests + min(weight, limits.owner_requests) > limits.owner_requests:
-            self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("requests", limits.owner_requests)
+            raise self.too_many_at_once("requests", limits.owner_requests)
+
+    def too_many_at_once(self, what: str, limit: int) -> HttpError:
+        self._events["concurrency_limited"] += 1
+        return errors.over_limit(f"Your API keys have {limit} {what} open, the most at once. Please retry.", what, 1)
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
         """Raises HttpError 429."""
@@ -114,7 +125,9 @@ class Spending:
         request.rate_headers = request.use.headers(now_s)
         if refused is not None:
             self._events["rate_limited"] += 1
-            raise errors.rate_limited(*refused)
+            what, limit, wait_s = refused
+            message = f"Rate limit reached: {limit} {what} per minute. Please try again in {wait_s:.3g}s."
+            raise errors.over_limit(message, what, wait_s)
         self._tell(request, requests, tokens)
 
     def _tell(self, request: Request, requests: int, tokens: int) -> None:

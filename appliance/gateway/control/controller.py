@@ -93,7 +93,7 @@ class Controller:
                     yield response
                     return
             except aiohttp.SocketTimeoutError:
-                raise errors.server_error(504, "The controller did not answer in time.", "timeout") from None
+                raise HttpError(504, "The controller did not answer in time.", code="timeout") from None
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, (HttpError, ClientGone)):
                     raise error.__cause__ from None  # the body broke off

@@ -23,6 +23,7 @@ import aiohttp
 from appliance.gateway.answers.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS, RESUME_PATH
 from appliance.gateway.answers.transcript import token_count
 from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import AttemptFailed, Failure, answer_of, is_alive, read_up_to
@@ -365,7 +366,11 @@ class Inference:
         if len(self.died_on) >= MAX_DEATHS:
             state.metrics.events["condemned"] += 1
             log.warning("two engines died of this request: it is not sent again", extra=request.ids)
-            raise errors.engines_died_of_it()
+            message = (
+                "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
+                "it, or ask whoever runs the box what the engines' logs say."
+            )
+            raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
         if self.failures >= MAX_FAILURES:
             raise failure.error
         if self.relayed:

@@ -84,7 +84,7 @@ class App:
             raise
         except Exception as error:  # noqa: BLE001 - logged, and the client is told
             log.error("a request was not answered", exc_info=error, extra=exchange.request.ids)
-            return errors.server_error(500, "The gateway failed.", "internal_error")
+            return HttpError(500, "The gateway failed.", code="internal_error")
         return None
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -215,11 +215,16 @@ class App:
             log.info("left out of the request, as no engine has it: %s", told, extra=request.ids)
         model = self._state.callable_model(checked.model, caller)
         if model.task != route.task:
-            raise errors.wrong_task(checked.model, route.name)
+            message = f"The model `{checked.model}` does not support {route.name}."
+            raise HttpError(400, message, param="model", code="model_not_supported")
         if model.max_model_len is not None:
             check_length(checked, model.max_model_len)
         if route.converses and not model.chats:
-            raise errors.no_chat_template(checked.model)  # before an engine is started for it
+            message = (
+                f"The model `{checked.model}` has no chat template, so it knows no conversations: ask it with "
+                "/v1/completions, or give it one with `appliance model deploy MODEL --chat-template FILE`."
+            )
+            raise HttpError(400, message, param="model", code="model_not_supported")  # before an engine is started
 
     # -- what the gateway knows itself
 

@@ -6,6 +6,7 @@ Everything runs on one event loop thread, so nothing here is locked.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class State:
         use = request.use
         if use is not None:
             if use.owner.body_bytes + nbytes > self.limits.owner_body_bytes:
-                raise errors.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
+                raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
             use.owner.body_bytes += nbytes
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
@@ -120,8 +121,14 @@ class State:
         row = self.router.models.get(base) if at else None
         if row is None or caller is None or not caller.sees(row) or not caller.may_use(base):
             return errors.model_not_found(name)
-        served = {replica.version for replica in row.replicas} or {row.version}
-        return errors.version_not_served(base, version, sorted(served))
+        served = ", ".join(
+            f"`{name}`" for name in sorted({replica.version for replica in row.replicas} or {row.version})
+        )
+        message = (
+            f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
+            f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
+        )
+        return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
         """Seconds until the engines of a model are started again, if that is too long to wait."""
@@ -140,10 +147,12 @@ class State:
         self.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra={"model": name})
         model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
-        if model is None or model.trouble is None:
-            message = f"The model `{name}` is not ready: {refusal.value}. Please retry."
-            return errors.unavailable(message, "model_not_ready", retry_s)
-        return errors.not_serving(name, model.trouble.reason, self.next_try_s(name) or retry_s)
+        message = f"The model `{name}` is not ready: {refusal.value}. Please retry."
+        if model is not None and model.trouble is not None:
+            retry_s = max(math.ceil(self.next_try_s(name) or retry_s), 1)
+            reason = model.trouble.reason.rstrip(".")
+            message = f"The model `{name}` is not serving: {reason}. The next try is in {retry_s} s."
+        return errors.unavailable(message, "model_not_ready", retry_s)
 
     def held(self, model: str) -> None:
         """A request began to wait. Report it at once, because the controller wakes a sleeping model for it."""
