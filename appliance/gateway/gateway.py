@@ -140,7 +140,7 @@ class Gateway:
     def reload(self) -> None:
         """Reload changed files now (SIGHUP)."""
         state = self.state
-        if state.certificate is not None and state.certificate.look(time.monotonic(), at_once=True):
+        if state.certificate is not None and state.certificate.look():
             state.on_change(True)
 
     # -- the controller's side
@@ -227,7 +227,7 @@ class Gateway:
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
-        if state.certificate is not None and state.certificate.look(now_s):
+        if state.certificate is not None and state.certificate.look():
             state.on_change(True)
         if self.config.workers > 1 and now_s >= self._next_snapshot_s:
             self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S

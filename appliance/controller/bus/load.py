@@ -43,7 +43,7 @@ class ModelLoad:
 class Arrived:
     """Requests that arrived for one model, and their prompt tokens as routing estimates them. prompts: the same
     requests by bucket of these tokens; first_tokens: streams by bucket of the time to their first token
-    (`appliance.gateway.routing.canary_comparison`)."""
+    (`appliance.gateway.observe.load`)."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -71,7 +71,7 @@ class Arrived:
 @dataclass(frozen=True, slots=True)
 class VersionLoad:
     """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
-    (`appliance.gateway.routing.canary_comparison`)."""
+    (`appliance.gateway.observe.load`)."""
 
     requests: int = 0
     errors: int = 0

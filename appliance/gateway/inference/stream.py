@@ -15,7 +15,7 @@ from appliance.gateway.answers.usage import USAGE
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES
-from appliance.gateway.http import error_shapes
+from appliance.gateway.http import wire
 from appliance.gateway.payload.request_check import Checked
 
 ERROR_EVENT: Final = b'data: {"error"'
@@ -78,7 +78,7 @@ class Stream:
         request.stream_events += _EVENT in event
         if ERROR_EVENT in event and (error := event_error(event)) is not None:
             self.ended = self.has_error = True
-            return error_shapes.event(error, request, request.stream_events - 1)
+            return wire.error_event(error, request, request.stream_events - 1)
         return event + b"\n\n"
 
     def read_whole(self, body: bytes) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
-from appliance.gateway.observe.row_load import RowLoad
+from appliance.gateway.observe.load import RowLoad
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ADDED_SECONDS: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)

@@ -20,8 +20,8 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.payload.fields import check_fields, prompts_in
 from appliance.gateway.payload.structure import check_depth, check_structure
+from appliance.gateway.readings.meant import IGNORED_KEYWORDS, as_meant, header
 from appliance.gateway.readings.media import media_in
-from appliance.gateway.readings.request import IGNORED_KEYWORDS, as_meant, header
 
 Pairs = Sequence[tuple[bytes, bytes]]
 
@@ -128,8 +128,7 @@ def parsed_body(body: bytes) -> dict[str, Any]:
 def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
     check_depth(given, limits.json_depth)
-    reading = as_meant(route.name, given)
-    data = reading.data
+    data, ignored = as_meant(route.name, given)
     check_fields(route.name, data)
     keywords = check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
@@ -169,7 +168,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
         cache_salt=data.get("cache_salt", ""),
         named="\n".join(str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")),
-        ignored=[*reading.headers, *header(IGNORED_KEYWORDS, keywords)],
+        ignored=[*ignored, *header(IGNORED_KEYWORDS, keywords)],
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
         rewritten=b"" if data is given else orjson.dumps(data),

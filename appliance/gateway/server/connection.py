@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.http.error_shapes import error_response
+from appliance.gateway.http.wire import error_response
 from appliance.gateway.state.exchange import LINGER_S
 from appliance.gateway.state.state import State
 

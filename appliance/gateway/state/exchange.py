@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.http import error_shapes, wire
+from appliance.gateway.http import wire
 from appliance.gateway.routing.holds import Ticket
 from appliance.gateway.routing.router import Choice, Work
 
@@ -145,12 +145,12 @@ class Exchange:
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
             self.connection.running.keep_alive = False
-            await self.finish(error_shapes.event(error, request, request.stream_events))
+            await self.finish(wire.error_event(error, request, request.stream_events))
         elif self.head_sent:
             self.state.metrics.events["response_aborted"] += 1
             self.connection.abort()
         else:
-            status, body = error_shapes.shaped(error, request, request.request_id)
+            status, body = wire.shaped(error, request, request.request_id)
             headers = [(b"content-type", b"application/json"), *wire.error_headers(error)]
             unread = not self.body_complete and (request.chunked or (request.content_length or 0) > _DISCARD_BYTES)
             if error.close or unread:

@@ -23,8 +23,8 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.access_log import AccessLog
+from appliance.gateway.observe.load import Comparison
 from appliance.gateway.observe.metrics import Metrics
-from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Holds, Refusal
 from appliance.gateway.routing.router import Choice, Router
 from appliance.gateway.routing.table import Caller, Model, Session

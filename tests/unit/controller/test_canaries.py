@@ -12,7 +12,7 @@ import pytest
 from appliance.controller.access import model_access
 from appliance.controller.bus.load import Load, VersionLoad
 from appliance.controller.models.activation import Activations
-from appliance.gateway.routing.canary_comparison import bucket
+from appliance.gateway.observe.load import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
 from appliance.store.rows import CanaryRow, DeploymentRow

@@ -13,8 +13,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import Checked, check_body
-from appliance.gateway.readings.items import items_as_meant
-from appliance.gateway.readings.request import IGNORED_ITEMS, IGNORED_TOOLS
+from appliance.gateway.readings.meant import IGNORED_ITEMS, IGNORED_TOOLS, items_as_meant
 
 Body = dict[str, Any]
 PATHS = {"chat": b"/v1/chat/completions", "responses": b"/v1/responses", "messages": b"/v1/messages"}
