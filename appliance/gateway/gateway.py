@@ -7,7 +7,6 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.table import THE_BOX, Caller, Table
+from appliance.gateway.routing.table import THE_BOX, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.state.exchange import Exchange
@@ -151,7 +150,6 @@ class Gateway:
         state = self.state
         changed_keys = state.keys != table.keys or state.sessions != table.sessions
         state.keys, state.sessions = dict(table.keys), dict(table.sessions)
-        state.session_ids = frozenset(session.id for session in table.sessions.values())
         state.spending.apply(table.keys.values())
         state.router.apply(table.models)
         state.comparison.apply(table.models)
@@ -170,25 +168,25 @@ class Gateway:
         state.on_change(True)
 
     def _end_revoked(self) -> None:
-        callers = {caller.id: caller for caller in self.state.keys.values()}
+        logins = {login.id for login, _ in self.state.sessions.values()}
         for exchange in list(self.state.exchanges):
-            if (refusal := self._revoked(exchange, callers)) is not None:
+            if (refusal := self._revoked(exchange, logins)) is not None:
                 self.state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
 
-    def _revoked(self, exchange: Exchange, callers: Mapping[str, Caller]) -> HttpError | None:
+    def _revoked(self, exchange: Exchange, logins: set[str]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         request = exchange.request
         if request.caller is None or request.caller is THE_BOX:
             return None
-        caller = callers.get(request.caller.id)
+        caller = self.state.spending.callers.get(request.caller.id)
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
         if caller is None or (not request.session and caller.secret != request.caller.secret):
             # What asks for a new secret is answered: the asker's own may be the old one.
             asks_for_one = request.route is ROTATION and exchange.body_complete
             return None if asks_for_one else errors.key_ended(request.caller.expires_s)
-        if request.session and request.session not in self.state.session_ids and request.route is not SESSIONS:
+        if request.session and request.session not in logins and request.route is not SESSIONS:
             return errors.session_ended()
         request.caller = caller
         return None

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import aiohttp
@@ -101,8 +102,6 @@ class Inference:
                 self._compare(choice, failed=True, why=failure.why)
                 self._prepare_retry(failure, choice)
             finally:
-                if self.request.spans is not None:
-                    self.request.spans.attempt_ended(failed=not self.exchange.finished)
                 self.exchange.choice = None
                 self.state.ended(choice)
         await self._send_ending()
@@ -150,11 +149,10 @@ class Inference:
         if (refusal := state.holds.add(ticket)) is not None:
             raise state.not_ready(self.model, refusal)
         request.row, self.exchange.ticket = self.model, ticket
-        if request.spans is not None:
-            request.spans.hold()
         try:
             state.held(self.model)
-            return await self._place_before_deadline(place)
+            with self._span("hold"):
+                return await self._place_before_deadline(place)
         except BaseException:
             if not state.holds.remove(ticket) and place.done() and place.exception() is None:
                 state.ended(place.result())  # it got a place and left in the same turn
@@ -163,8 +161,10 @@ class Inference:
             self.exchange.ticket = None
             state.changed()
             state.metrics.held_for.observe(time.monotonic() - now_s)
-            if request.spans is not None:
-                request.spans.unhold()
+
+    def _span(self, name: str) -> AbstractContextManager[bytes]:
+        """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
+        return nullcontext(self.request.trace) if self.request.spans is None else self.request.spans.part(name)
 
     async def _place_before_deadline(self, place: asyncio.Future[Choice]) -> Choice:
         """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
@@ -201,24 +201,24 @@ class Inference:
             "x-request-id": state.new_request_id().decode(),
             "x-vllm-priority": str(choice.priority),
         }
-        trace = request.trace if request.spans is None else request.spans.attempt()
-        if trace:
-            headers["traceparent"] = trace.decode()
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
-            named = response.headers.get("x-appliance-model-version")
-            if named is not None and not self._may_be_adapter():
-                # The engine knows the version of its first token; the table may lag behind a swap.
-                request.model_version = named
-            if response.status >= 400:
-                raise await self._refusal(response, session)
-            if response.content_type == "text/event-stream":
-                await self._relay_stream(response, choice, session)
-            else:
-                await self._relay_whole(response, choice)
+        with self._span("attempt") as trace:
+            if trace:
+                headers["traceparent"] = trace.decode()
+            async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
+                named = response.headers.get("x-appliance-model-version")
+                if named is not None and not self._may_be_adapter():
+                    # The engine knows the version of its first token; the table may lag behind a swap.
+                    request.model_version = named
+                if response.status >= 400:
+                    raise await self._refusal(response, session)
+                if response.content_type == "text/event-stream":
+                    await self._relay_stream(response, choice, session)
+                else:
+                    await self._relay_whole(response, choice)
 
     def _body_for(self, choice: Choice) -> bytes:
         """The body with the name by which this row's engines know the model."""

@@ -141,25 +141,16 @@ THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")
 """Work that no key asked for, as a command on the box itself begins it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A login with the caller that it stands for. until_s: Unix time of its end."""
-
-    id: str
-    caller: Caller
-    until_s: float
-
-
 @dataclass(slots=True)
 class Table:
     """One generation of the routing table. keys: by the SHA-256 of the key, in hex. refused: errors of rows left out.
-    sessions: by the SHA-256 of a login's token."""
+    sessions: logins with the callers that they stand for, by the SHA-256 of the login's token."""
 
     generation: int
     models: list[Model] = field(default_factory=list)
     keys: dict[str, Caller] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, tuple[Login, Caller]] = field(default_factory=dict)
 
 
 class Degraded(Struct, tag_field="type", tag="degraded"):
@@ -218,7 +209,7 @@ def _add_key(table: Table, digest: str, row: Raw) -> None:
     key = _KEYS.decode(row)
     table.keys[digest] = caller = msgspec.structs.replace(key, owner=key.owner or key.id, secret=digest)
     for token, login in key.sessions.items():
-        table.sessions[token] = Session(login.id, caller, login.until_s)
+        table.sessions[token] = login, caller
 
 
 def cache_salt(owner: str, own: str = "") -> str:

@@ -159,11 +159,12 @@ class App:
         return caller
 
     def _of_login(self, request: Request, digest: str) -> Caller:
-        session = self._state.sessions.get(digest)
-        if session is None or session.until_s <= time.time():
+        found = self._state.sessions.get(digest)
+        if found is None or found[0].until_s <= time.time():
             raise errors.session_ended()
-        request.session = session.id
-        return session.caller
+        login, caller = found
+        request.session = login.id
+        return caller
 
     # -- inference
 

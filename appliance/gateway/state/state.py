@@ -27,7 +27,7 @@ from appliance.gateway.observe.load import Comparison
 from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.holds import Holds, Refusal
 from appliance.gateway.routing.router import Choice, Router
-from appliance.gateway.routing.table import Caller, Model, Session
+from appliance.gateway.routing.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class State:
 
     limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
     buffered_bytes: of request bodies in memory. token: proves to the controller that a
-    request came through this gateway. session_ids: of `sessions`, the logins of the page by their tokens' SHA-256.
+    request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -60,8 +60,7 @@ class State:
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
-        self.sessions: dict[str, Session] = {}
-        self.session_ids: frozenset[str] = frozenset()
+        self.sessions: dict[str, tuple[Login, Caller]] = {}
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
         self.stopping = False
