@@ -16,7 +16,7 @@ import orjson
 
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import Degraded, read_message
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.server.reports import load_report
 
 log = logging.getLogger("appliance.gateway")
 

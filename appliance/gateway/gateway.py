@@ -13,7 +13,6 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
-from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
@@ -22,9 +21,10 @@ from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.table import THE_BOX, Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
-from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, write_snapshot
-from appliance.gateway.state.state import State
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.reports import REFUSED_ROWS_REPORTED, write_snapshot
+from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
 

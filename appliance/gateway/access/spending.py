@@ -13,7 +13,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN
-from appliance.gateway.payload.request_check import Checked
+from appliance.gateway.requests.request_check import Checked
 from appliance.gateway.routing.table import Caller
 from runtime.moments import minute
 

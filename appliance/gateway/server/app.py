@@ -23,17 +23,17 @@ from appliance.gateway.access.auth import (
     login_digest,
 )
 from appliance.gateway.access.request import Request
-from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind, is_anthropic, plain_target, resolve
 from appliance.gateway.http import wire
-from appliance.gateway.inference.inference import Inference
-from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
+from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.routing.table import THE_BOX, Caller
-from appliance.gateway.state.exchange import ClientGone, Exchange
-from appliance.gateway.state.reports import metrics_text
-from appliance.gateway.state.state import State
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.inference import Inference
+from appliance.gateway.server.reports import metrics_text
+from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
 from appliance.ui.site import answer as answer_file
 from runtime.moments import minute

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROUTES, Kind, plain_target, resolve
-from appliance.gateway.payload.fields import FIELDS
+from appliance.gateway.requests.fields import FIELDS
 from weights.format.names import policy_name
 
 from .conftest import Box, Start, chat

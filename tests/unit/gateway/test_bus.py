@@ -17,7 +17,7 @@ from msgspec import ValidationError
 from appliance.gateway.access.request import Request
 from appliance.gateway.bus import COUNTED, BusClient
 from appliance.gateway.observe.load import RECENT_S
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.server.reports import load_report
 from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, chat, request_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.gateway.routing.router import Router
 from appliance.gateway.routing.table import Canary, Model, Replica
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.server.reports import load_report
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events, sends

@@ -12,8 +12,8 @@ from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import Certificate
-from appliance.gateway.state.reports import gauges, load_report
-from appliance.gateway.state.state import State
+from appliance.gateway.server.reports import gauges, load_report
+from appliance.gateway.server.state import State
 
 from .certificates import self_signed
 from .conftest import Start, request_bytes

@@ -11,8 +11,8 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.answers.continuation import continuation_of
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.inference.stream import Stream
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
+from appliance.gateway.server.stream import Stream
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest

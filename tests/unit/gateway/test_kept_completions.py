@@ -12,7 +12,7 @@ from appliance.gateway.answers.transcript import CompletionTranscript
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind, resolve
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 
 from .conftest import Box, Start, chat
 from .test_continuation import TEXT, TOKENS, greedy_engine

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.observe.metrics import MOST_SERIES, Metrics, key_class
-from appliance.gateway.state.reports import STALE_S, joined, metrics_text, write_snapshot
-from appliance.gateway.state.state import State
+from appliance.gateway.server.reports import STALE_S, joined, metrics_text, write_snapshot
+from appliance.gateway.server.state import State
 
 from .conftest import Box, chat
 from .upstreams import Reply, UpstreamRequest

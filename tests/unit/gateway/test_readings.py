@@ -12,8 +12,8 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import Checked, check_body
-from appliance.gateway.readings.meant import IGNORED_ITEMS, IGNORED_TOOLS, items_as_meant
+from appliance.gateway.requests.meant import IGNORED_ITEMS, IGNORED_TOOLS, items_as_meant
+from appliance.gateway.requests.request_check import Checked, check_body
 
 Body = dict[str, Any]
 PATHS = {"chat": b"/v1/chat/completions", "responses": b"/v1/responses", "messages": b"/v1/messages"}

@@ -12,7 +12,7 @@ from appliance.gateway.answers.transcript import Transcript, joined, of_response
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.routing.table import cache_salt
 
 from .conftest import Box, Start, request_bytes

@@ -19,10 +19,10 @@ from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.inference.stream import Stream
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 from appliance.gateway.routing.router import Work
 from appliance.gateway.routing.table import Caller
+from appliance.gateway.server.stream import Stream
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of

@@ -28,14 +28,14 @@ from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import AttemptFailed, Failure, answer_of, is_alive, read_up_to
-from appliance.gateway.inference.copies import Copies
-from appliance.gateway.inference.stream import ERROR_EVENT, Stream, event_error
-from appliance.gateway.payload.request_check import Checked, with_fields, with_model
+from appliance.gateway.requests.request_check import Checked, with_fields, with_model
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
-from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.state import State
+from appliance.gateway.server.copies import Copies
+from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.state import State
+from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
 
 log = logging.getLogger("appliance.gateway")
 

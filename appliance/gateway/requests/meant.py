@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 
 from appliance.gateway.core import errors
-from appliance.gateway.readings.tools import tools_as_meant
+from appliance.gateway.requests.tools import tools_as_meant
 from weights.format import legacy_functions as legacy
 
 Object = dict[str, Any]

@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from appliance.gateway.observe.load import RowLoad
-from appliance.gateway.state.state import State
+from appliance.gateway.server.state import State
 from runtime.replace_file import replace_file
 
 # Number of skipped table rows that a report lists one by one.

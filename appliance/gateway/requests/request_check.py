@@ -1,7 +1,7 @@
 """Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
 A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
-UTF-8. readings/ makes of it what the client means; where that is another body, the engine gets that one, and else the
+UTF-8. meant.py makes of it what the client means; where that is another body, the engine gets that one, and else the
 client's bytes.
 """
 
@@ -18,10 +18,10 @@ from appliance.gateway.answers.transcript import Transcript, of_completion, of_r
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
-from appliance.gateway.payload.fields import check_fields, prompts_in
-from appliance.gateway.payload.structure import check_depth, check_structure
-from appliance.gateway.readings.meant import IGNORED_KEYWORDS, as_meant, header
-from appliance.gateway.readings.media import media_in
+from appliance.gateway.requests.fields import check_fields, prompts_in
+from appliance.gateway.requests.meant import IGNORED_KEYWORDS, as_meant, header
+from appliance.gateway.requests.media import media_in
+from appliance.gateway.requests.structure import check_depth, check_structure
 
 Pairs = Sequence[tuple[bytes, bytes]]
 

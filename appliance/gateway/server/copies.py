@@ -16,7 +16,7 @@ from typing import Final
 import aiohttp
 
 from appliance.gateway.http import wire
-from appliance.gateway.state.state import State
+from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
 

@@ -23,10 +23,10 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import read_up_to
-from appliance.gateway.inference.copies import Copies
-from appliance.gateway.payload.request_check import Checked, check_body
-from appliance.gateway.state.exchange import ClientGone, Exchange
-from appliance.gateway.state.state import State
+from appliance.gateway.requests.request_check import Checked, check_body
+from appliance.gateway.server.copies import Copies
+from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.state import State
 
 ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_PATH: Final = "/admin/v1/metrics"

@@ -20,7 +20,7 @@ from appliance.gateway.routing.holds import Ticket
 from appliance.gateway.routing.router import Choice, Work
 
 if TYPE_CHECKING:
-    from appliance.gateway.state.state import State
+    from appliance.gateway.server.state import State
 
 # The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
 # connection, which can destroy the answer on its way.
