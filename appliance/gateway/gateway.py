@@ -73,6 +73,7 @@ class Gateway:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=self.config.limits.keepalive_s,  # type: ignore[arg-type]
         )
         served.load()

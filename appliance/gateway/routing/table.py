@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -212,6 +213,7 @@ def _add_key(table: Table, digest: str, row: Raw) -> None:
         table.sessions[token] = login, caller
 
 
+@lru_cache(1024)
 def cache_salt(owner: str, own: str = "") -> str:
     """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
     return f"{_digest(owner)}.{_digest(own)}" if own else _digest(owner)

@@ -28,6 +28,8 @@ LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
 # A refused request with a larger body than this ends its connection.
 _DISCARD_BYTES: Final = 256 * 1024
+# What a socket takes at once.
+_SMALL_BYTES: Final = 32 * 1024
 Pairs = Sequence[tuple[bytes, bytes]]
 
 
@@ -133,8 +135,10 @@ class Exchange:
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         typed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
         await self.begin(status, typed)
-        await self.write(body)  # so that the end waits for a client that reads slowly
-        await self.finish()
+        if len(body) > _SMALL_BYTES:
+            await self.write(body)  # so that the end waits for a client that reads slowly
+            body = b""
+        await self.finish(body)
 
     async def fail(self, error: HttpError) -> None:
         """Answers an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
