@@ -18,7 +18,7 @@ from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.table import THE_BOX, Table
+from appliance.gateway.routing.table import Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
@@ -178,7 +178,7 @@ class Gateway:
     def _revoked(self, exchange: Exchange, logins: set[str]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         request = exchange.request
-        if request.caller is None or request.caller is THE_BOX:
+        if not request.caller.id:
             return None
         caller = self.state.spending.callers.get(request.caller.id)
         if caller is not None and caller.has_expired(time.time()):

@@ -14,7 +14,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.requests.request_check import Checked
-from appliance.gateway.routing.table import Caller
+from appliance.gateway.routing.table import NOBODY, Caller
 from runtime.moments import minute
 
 _SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
@@ -55,7 +55,6 @@ class Spending:
         """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
         requests per minute."""
         caller = request.caller
-        assert caller is not None
         if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
             self._events["quota_spent"] += 1
             # No Retry-After: the quota renews in hours, and clients should not wait for that.
@@ -67,7 +66,6 @@ class Spending:
     def opened_control(self, request: Request, limits: Limits) -> None:
         """Count a request to the controller as open for its owner, because the answer may take long (events of a
         background response), or raise HttpError 429. `closed` must follow. An administrator's are not counted."""
-        assert request.caller is not None and request.use is not None
         if ADMIN not in request.caller.scopes:
             self._check_open(request.use.owner, 1, limits)
             request.use.owner.requests += 1
@@ -79,7 +77,6 @@ class Spending:
         """Count a request that goes to an engine; `closed` must follow. Raise HttpError 429 unless the key has enough
         tokens and its owner few enough requests and streams."""
         caller, use = request.caller, request.use
-        assert caller is not None and use is not None
         self._check_open(use.owner, checked.weight, limits)
         if checked.stream and use.owner.streams >= limits.owner_streams:
             raise self.too_many_at_once("streams", limits.owner_streams)
@@ -101,7 +98,6 @@ class Spending:
 
     def closed(self, request: Request) -> None:
         use = request.use
-        assert use is not None
         request.counted = False
         use.owner.requests -= request.weight
         use.owner.streams -= request.streams
@@ -117,7 +113,6 @@ class Spending:
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
         """Raises HttpError 429."""
-        assert request.use is not None
         if not request.use.buckets:
             return
         now_s = time.monotonic()
@@ -131,7 +126,6 @@ class Spending:
         self._tell(request, requests, tokens)
 
     def _tell(self, request: Request, requests: int, tokens: int) -> None:
-        assert request.caller is not None and request.use is not None
         if request.use.buckets:
             self.tell_others(request.caller.id, request.use.batch, requests, tokens)
 
@@ -145,7 +139,6 @@ class Spending:
     def account(self, request: Request) -> None:
         """Charge an inference request's cost to its key's limits and to the sums for the controller."""
         caller, tokens = request.caller, request.tokens
-        assert caller is not None
         if not tokens.completion and request.sent_s and request.status in (200, 401, 499):
             # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
             tokens.prompt = tokens.prompt or request.prompt_tokens
@@ -160,13 +153,12 @@ class Spending:
         self._correct(request, -1, -request.charged)
 
     def _correct(self, request: Request, requests: int, tokens: int) -> None:
-        assert request.use is not None
         request.use.spend(requests, tokens)
         self._tell(request, requests, tokens)
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""
-        if request.caller is not None:
+        if request.caller is not NOBODY:
             self._sums[request.caller.id, request.refused_model, ""]["refused"] += 1
 
     def take_sums(self) -> list[dict[str, Any]]:

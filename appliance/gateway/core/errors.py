@@ -76,7 +76,7 @@ def not_of_type(param: str, wanted: str, given: Any) -> str:
 
 def protocol_error(message: str, status: int = 400) -> HttpError:
     """The bytes are not acceptable HTTP, so nothing after them on this connection can be trusted."""
-    return HttpError(status, message, code="bad_http_request", close=True)
+    return HttpError(status, message, kind="invalid_request_error", code="bad_http_request", close=True)
 
 
 def body_too_large(limit: int, *, close: bool = True) -> HttpError:

@@ -20,6 +20,7 @@ import orjson
 from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import RESPONSES, Kind, is_anthropic
+from appliance.gateway.routing.table import NOBODY
 
 # An engine's answer says so too (serve/api/answer_version.py).
 VERSION = b"x-appliance-model-version"
@@ -65,34 +66,28 @@ def accepted_trace(headers: Headers) -> bytes:
 def controller_headers(request: Request, token: bytes) -> list[tuple[str, str]]:
     """For the controller: the client's headers without ours, hop-by-hop and framing ones, and who asks."""
     kept = _passing(request.headers, _NOT_UPSTREAM)
-    return [
-        *((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept),
-        *identity(request, token),
-    ]
+    own = identity(request, token).items()
+    return [*((name.decode("latin-1"), value.decode("latin-1")) for name, value in kept), *own]
 
 
-def identity(request: Request, token: bytes) -> list[tuple[str, str]]:
+def identity(request: Request, token: bytes) -> dict[str, str]:
     """Who asks, and the proof that a gateway says so (appliance.controller.http.peers)."""
     caller = request.caller
-    if caller is None:
+    if caller is NOBODY:
         assert request.route.kind is Kind.LOGIN, "all others name a key"
-        return list(own_identity(request.request_id, token).items())
-    by = ("session", request.session) if request.session else ("secret", caller.secret)
-    return [(f"x-appliance-{by[0]}", by[1]), *_who(request.request_id, caller.id, caller.scopes_header.decode(), token)]
+        return own_identity(request.request_id, token)
+    by = {"x-appliance-session": request.session} if request.session else {"x-appliance-secret": caller.secret}
+    return by | own_identity(request.request_id, token, caller.id, ",".join(sorted(caller.scopes)))
 
 
-def own_identity(request_id: bytes, token: bytes) -> dict[str, str]:
+def own_identity(request_id: bytes, token: bytes, key_id: str = "gateway", scopes: str = "gateway") -> dict[str, str]:
     """Of what the gateway itself asks, for no key."""
-    return dict(_who(request_id, "gateway", "gateway", token))
-
-
-def _who(request_id: bytes, key_id: str, scopes: str, token: bytes) -> list[tuple[str, str]]:
-    return [
-        ("x-request-id", request_id.decode()),
-        ("x-appliance-key-id", key_id),
-        ("x-appliance-scopes", scopes),
-        ("x-appliance-gateway", token.decode()),
-    ]
+    return {
+        "x-request-id": request_id.decode(),
+        "x-appliance-key-id": key_id,
+        "x-appliance-scopes": scopes,
+        "x-appliance-gateway": token.decode(),
+    }
 
 
 def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:

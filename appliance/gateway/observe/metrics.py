@@ -93,8 +93,7 @@ class Metrics:
 
     def _series(self, request: Request) -> dict[str, Any]:
         """What is counted of requests like this one; makes room for new ones."""
-        scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
-        key = request.model, request.model_version, key_class(scopes)
+        key = request.model, request.model_version, key_class(request.caller.scopes)
         if key not in self.series:
             if len(self.series) >= MOST_SERIES:
                 oldest = next(iter(self.series))

@@ -108,7 +108,7 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
         "http.response.status_code": request.status,
         "model": request.model,
         "version": version,
-        "key_id": request.caller.id if request.caller is not None else "",
+        "key_id": request.caller.id,
         "prompt_tokens": tokens.prompt,
         "completion_tokens": tokens.completion,
         "gen_ai.provider.name": "appliance",

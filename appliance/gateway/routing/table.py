@@ -120,10 +120,6 @@ class Caller(Struct, frozen=True):
     sessions: dict[Digest, Login] = {}
     secret: Digest = ""
 
-    @property
-    def scopes_header(self) -> bytes:
-        return ",".join(sorted(self.scopes)).encode()
-
     def has_expired(self, now_s: float) -> bool:
         """now_s: Unix time."""
         return self.expires_s is not None and self.expires_s <= now_s
@@ -138,6 +134,8 @@ class Caller(Struct, frozen=True):
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
+NOBODY: Final = Caller("")
+"""Of a request without a key."""
 THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")
 """Work that no key asked for, as a command on the box itself begins it."""
 

@@ -177,7 +177,6 @@ class App:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
         for. None: the controller has answered it."""
         state, request, route = self._state, exchange.request, exchange.request.route
-        assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
         state.spending.admit(request)
@@ -209,7 +208,6 @@ class App:
     def _check_model(self, request: Request, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
         route, caller = request.route, request.caller
-        assert caller is not None
         if checked.ignored:
             request.ignored = checked.ignored
             told = "; ".join(value.decode() for _, value in checked.ignored)

@@ -127,7 +127,7 @@ class Controller:
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
         assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
-        async with self._answer(asks, wire.identity(request, state.token), None) as response:
+        async with self._answer(asks, list(wire.identity(request, state.token).items()), None) as response:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)

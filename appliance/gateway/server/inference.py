@@ -59,7 +59,6 @@ class Inference:
 
     def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked, body: bytes) -> None:
         request, caller = exchange.request, exchange.request.caller
-        assert caller is not None
         self.state, self.copies, self.exchange, self.checked = state, copies, exchange, checked
         self.request, self.caller = request, caller
         self.model = self.row = checked.model

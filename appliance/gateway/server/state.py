@@ -90,18 +90,16 @@ class State:
         """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
         if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
-        use = request.use
-        if use is not None:
-            if use.owner.body_bytes + nbytes > self.limits.owner_body_bytes:
-                raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
-            use.owner.body_bytes += nbytes
+        owner = request.use.owner
+        if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
+            raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
+        owner.body_bytes += nbytes
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
     def release_body(self, request: Request) -> None:
         self.buffered_bytes -= request.buffered_bytes
-        if request.use is not None:
-            request.use.owner.body_bytes -= request.buffered_bytes
+        request.use.owner.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
 
     # -- models, and who waits for them
@@ -114,11 +112,11 @@ class State:
             raise self.unknown_model(name, caller)
         return model
 
-    def unknown_model(self, name: str, caller: Caller | None) -> HttpError:
+    def unknown_model(self, name: str, caller: Caller) -> HttpError:
         """The error for a name that is not in the table."""
         base, at, version = name.partition("@")
         row = self.router.models.get(base) if at else None
-        if row is None or caller is None or not caller.sees(row) or not caller.may_use(base):
+        if row is None or not caller.sees(row) or not caller.may_use(base):
             return errors.model_not_found(name)
         served = ", ".join(
             f"`{name}`" for name in sorted({replica.version for replica in row.replicas} or {row.version})
@@ -183,7 +181,7 @@ class State:
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
-        if request.status == 503 and request.use is not None and request.use.batch:
+        if request.status == 503 and request.use.batch:
             self.spending.gave_way(request)
             request.model = ""  # it counts once, when it is answered
         self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported

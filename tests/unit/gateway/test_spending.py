@@ -529,7 +529,7 @@ def test_many_inputs_for_embeddings_are_many_requests_of_their_owner() -> None:
     for one in ("x", [1] * 5000, ["x"] * 64):
         spending.closed(asks(one))
     many = asks(["x"] * 2048)
-    assert many.use is not None and many.use.owner.requests == 32
+    assert many.use.owner.requests == 32
     with pytest.raises(HttpError, match="40 requests"):
         asks(["x"] * 2048)
     spending.closed(many)
