@@ -60,7 +60,7 @@ class SchedulerConfig(BaseModel):
     sleep_timeout_s: Seconds = 60.0
     wake_timeout_s: Seconds = 120.0
     start_replica_timeout_s: Seconds = 600.0
-    swap_timeout_s: Seconds = 120.0
+    swap_timeout_s: Seconds = 180.0
     start_group_timeout_s: Seconds = 600.0
     suspend_timeout_s: Seconds = 300.0
     stop_timeout_s: Seconds = 60.0

@@ -36,14 +36,14 @@ class EngineConfig(BaseModel):
         gt=0,
         description="fork to healthy, first load of the weights and on a GPU first compilation of the model included",
     )
-    swap_timeout_s: float = Field(300.0, gt=0)
+    swap_timeout_s: float = Field(150.0, gt=0)
     sleep_timeout_s: float = Field(120.0, gt=0)
     stop_timeout_s: float = Field(10.0, gt=0, description="the supervisor kills the engine after this")
     hung_s: float = Field(
-        300.0,
+        120.0,
         gt=0,
-        description="an engine that gives no sign of life for this long is killed and restarted; one step may take "
-        "minutes on a slow processor",
+        description="an engine that gives no sign of life for this long is killed and restarted; on a processor one "
+        "step may take a minute",
     )
     max_sequences_per_request: int = Field(64, ge=1, le=16384, description="upper bound of the request field `n`")
     adapter_slots: int = Field(

@@ -73,10 +73,10 @@ class BatchWork:
         try:
             await self._run()
         except (OSError, _Gone) as error:
-            self._fail("file_unreadable", f"The files of the batch could not be read or written: {error}.")
+            await self._fail("file_unreadable", f"The files of the batch could not be read or written: {error}.")
         except Exception as error:
             # A bug; without this the batch would wait forever, with the reason only in a log.
-            self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
+            await self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
             raise
         finally:
             self.answers.close()
@@ -153,7 +153,7 @@ class BatchWork:
         left = [number for number in range(len(self._lines)) if not self.answers.has(self._lines.digest(number))]
         numbers, end = iter(left), ""
         with open(self._input_path(self._row()), "rb") as source:
-            asking = [self._ask_lines(numbers, source, url) for _ in range(min(AT_ONCE, len(left)))]
+            asking = [asyncio.create_task(self._ask_lines(numbers, source, url)) for _ in left[:AT_ONCE]]
             all_asked = asyncio.gather(*asking)
             all_asked.add_done_callback(lambda _: self.wake.set())
             try:
@@ -167,8 +167,9 @@ class BatchWork:
                 else:
                     await all_asked
             finally:
-                all_asked.cancel()
-                await asyncio.gather(all_asked, return_exceptions=True)
+                for task in asking:  # one that failed leaves the others at work
+                    task.cancel()
+                await asyncio.gather(all_asked, *asking, return_exceptions=True)
         await self._store_answers()
         return end or "completed"
 
@@ -317,11 +318,19 @@ class BatchWork:
     def _set(self, **changes: Any) -> None:
         batches.update(self._db, self.batch_id, **changes)
 
-    def _fail(self, code: str, message: str) -> None:
+    async def _fail(self, code: str, message: str) -> None:
+        """Fail the batch, with files of the lines that were answered where they can be made."""
         log.error("the batch fails: %s", message, extra={"batch_id": self.batch_id})
-        if batches.find(self._db, self.batch_id, viewer=None) is not None:
-            error = {"code": code, "line": None, "message": message, "param": None}
-            self._set(status="failed", failed_s=time.time(), errors=[error])
+        if batches.find(self._db, self.batch_id, viewer=None) is None:
+            return
+        self._set(errors=[{"code": code, "line": None, "message": message, "param": None}])
+        try:
+            if not self.opened:
+                await to_thread.run_sync(self.answers.open)
+            await self._finish("failed")
+        except OSError as error:
+            log.error("the batch's answers stay in %s: %s", self.answers.output_path, error)
+            self._set(status="failed", failed_s=time.time())
 
     def _input_path(self, row: BatchRow) -> Path:
         # Ignores the expiry: a file that was valid when the batch was created stays valid while its bytes are here.

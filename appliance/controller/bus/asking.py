@@ -111,12 +111,14 @@ class Asking:
     ) -> EngineAnswer:
         """The gateway's answer, but for those that say to come again; 401 where the key has ended. body: called when
         there is a place, again for each attempt; its exceptions are raised."""
-        named = asker.key_id, model
+        named, died = (asker.key_id, model), False
         with self.wanted(model):
             try:
                 while True:
                     async with self._place(asker, model):
                         answer, retry_s = await self._post(asker, url, orjson.dumps(await body()), request_id)
+                        if retry_s is None and not died and _engine_died(answer):
+                            died, retry_s = True, AWAY_RETRY_S  # of another request perhaps; twice is no chance
                         if retry_s is None:
                             return answer
                         self._refusals[named] = str(answer.body["error"]["message"])
@@ -212,6 +214,10 @@ class Asking:
             self._limited[asker.key_id] -= 1
             if not self._limited[asker.key_id]:
                 del self._limited[asker.key_id]
+
+
+def _engine_died(answer: EngineAnswer) -> bool:
+    return answer.status == 502 and answer.body.get("error", {}).get("code") == "engine_failed"
 
 
 def _places(row: Mapping[str, Any]) -> int:

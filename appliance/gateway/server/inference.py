@@ -117,7 +117,7 @@ class Inference:
         if work.batch or not work.sequences or state.holds.next(host) is None:
             choice = state.router.choose(rows, work, time.monotonic(), self.avoided)
         if choice is None and work.batch:
-            raise errors.batch_gives_way()
+            raise errors.engine_failed() if self.died_on else errors.batch_gives_way()
         if choice is None and self.continues and self.row != self.model:
             raise errors.engine_failed()  # the canary is gone in mid-stream, and no other version goes on with it
         if choice is None:

@@ -181,7 +181,7 @@ class State:
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
-        if request.status == 503 and request.use.batch:
+        if request.status == 503 and request.model and request.use.batch:
             self.spending.gave_way(request)
             request.model = ""  # it counts once, when it is answered
         self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported

@@ -88,7 +88,8 @@ async def test_it_is_not_ready_while_another_box_answers(box):
 
 def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch):
     monkeypatch.setattr(gateway_main, "configure_logging", lambda _: None)
-    monkeypatch.setattr(gateway_main, "_raise_file_limit", lambda _: None)
+    monkeypatch.setattr(gateway_main.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(gateway_main, "_private_listener", lambda _: None)
     config = {"port": foreign, "workers": 2, "controller_socket": "/c", "bus_socket": "/b"}
     assert gateway_main.main(["--config-json", json.dumps(config)]) == 1
     assert f"cannot listen on 127.0.0.1:{foreign}: Address already in use" in caplog.text

@@ -39,8 +39,9 @@ def shown_data(page: str) -> dict[str, bytes]:
     """Files by name: the rows that the page shows, numbered so that there are enough of them and none twice."""
     blocks = re.findall(r"```json\n(.*?)```", page, re.S)
     rows = [json.loads(line) for block in blocks for line in block.splitlines() if line.startswith('{"')]
-    if not rows:  # distillation has the prompts of rewards
-        return shown_data(page_of("reinforcement"))
+    if not rows:  # distillation has the prompts of rewards, and a teacher's answers
+        answered = shown_data(page_of("supervised"))["train.jsonl"]
+        return shown_data(page_of("reinforcement")) | {"train.jsonl": answered}
 
     def lines(first: int) -> bytes:
         numbers = range(first, first + 12)

@@ -55,7 +55,6 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
     digest = keys.fingerprint(made["key"])
     assert control.gateway_keys[digest] == {
         "id": made["id"],
-        "name": "laptop",
         "owner": "laptop",
         "scopes": ["inference"],
     }
@@ -302,15 +301,15 @@ async def test_housekeeping_and_canaries_outlive_what_they_stumble_over(control:
         looked.append("responses")
 
     monkeypatch.setattr(control.app.state.responses, "keep_house", works)
-    await _keep_house(control.context, control.app.state.responses, control.app.state.background)
-    await _keep_house(control.context, control.app.state.responses, control.app.state.background)
+    await _keep_house(control.context, control.app.state.responses)
+    await _keep_house(control.context, control.app.state.responses)
     assert looked == ["files", "responses"] * 2
     found = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"]
     assert [(one["name"], one["why"], one["failures"]) for one in found] == [
         ("housekeeping of files and uploads", "OSError: Read-only file system", 2)
     ]
     monkeypatch.undo()
-    await _keep_house(control.context, control.app.state.responses, control.app.state.background)
+    await _keep_house(control.context, control.app.state.responses)
     assert (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"] == []
 
 

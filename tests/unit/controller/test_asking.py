@@ -170,3 +170,14 @@ async def test_answer_that_is_not_json_is_an_error():
 
     gateway.answer = answer
     assert (await gateway.ask("hi")).status == 502
+
+
+async def test_request_of_which_two_engines_die_is_not_sent_again(monkeypatch):
+    monkeypatch.setattr(asking, "AWAY_RETRY_S", 0.01)
+    gateway = Gateway()
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(502, json={"error": {"message": "", "code": "engine_failed"}})
+
+    gateway.answer = answer
+    assert (await gateway.ask("hi")).status == 502 and len(gateway.said) == 2

@@ -760,7 +760,7 @@ async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(cont
                 "response_format": form({"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}),
             },
             "method.reinforcement.response_format",
-            "do not enforce `pattern` at `properties.a.pattern`",
+            "do not enforce `properties.a.pattern`",
         ),
         (
             {"grader": GRADER, "response_format": form({"type": "array", "maxItems": 1 << 31})},

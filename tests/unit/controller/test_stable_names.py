@@ -12,9 +12,8 @@ from appliance.controller.jobs.events import JobEvents, activate
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries, deployments, keys
 from appliance.store.upkeep import forgotten, retention
-from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_admin import ask, ended
-from tests.unit.controller.test_job_events import metrics
 
 
 @pytest.fixture
@@ -118,25 +117,6 @@ async def test_a_jobs_own_epochs_replace_each_other_under_a_new_name(control: Co
     versions = [version.version for version in models.list_versions(control.db, "fraud")]
     assert [activate(control.db, row, version) for version in versions] == [True, True]
     assert active(control) == versions[1] and deployments.find(control.db, "fraud") is not None
-
-
-async def test_held_out_losses_of_two_jobs_are_compared_on_the_same_data_alone(control: Control, events: JobEvents):
-    same, other = [await control.upload(chat_lines(first=100)) for _ in range(2)]
-    versions = []
-    for file_id in (same, same, other):
-        job_id = await control.job(validation_file=file_id, extra_body={"publish_as": "fraud"})
-        events.started(job_id, ["n0/0"], resumed=False)
-        events.ingest(job_id, metrics(10, 2.0))
-        events.ingest(job_id, {"event": "validation", "step": 10, "loss": 2.0 + len(versions)})
-        events.ingest(job_id, published(control, job_id, 10))
-        events.succeeded(job_id)
-        versions.append(active(control))
-    v1, v2, v3 = versions
-    await ask(control, "POST", "/models/fraud/rollback", json={"version": v1})
-    for version, losses in ((v2, {v1: 2.0, v2: 3.0}), (v3, {v1: None, v3: None})):
-        shown = await ask(control, "PUT", "/models/fraud/canary", json={"version": version})
-        assert {name: side["valid_loss"] for name, side in shown["versions"].items()} == losses
-        await ask(control, "DELETE", "/models/fraud/canary")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ async def test_private_request_is_of_the_key_that_it_names(box: Box, listener: s
     box.engines["e0"].script = script
     answer = await ask_privately(box, listener, f"X-Appliance-Key-Id: key_inference\r\n{BATCH}")
     assert answer.status == 200
-    (row,) = box.state.spending.meter.take()
+    (row,) = box.state.spending.take_sums()
     assert (row["key"], row["requests"]) == ("key_inference", 1)
     assert salted(b"{}", "key_inference")[3:-1] in seen[0].body
 
@@ -92,6 +92,11 @@ async def test_private_request_ends_with_its_key_and_that_of_the_box_does_not(
     ]
     for _ in asking:
         await began.acquire()
+    digest = next(one for one, row in box.keys.items() if row["id"] == "key_all")
+    box.keys[digest]["secret"] = "f" * 64
+    box.apply()
+    await asyncio.sleep(0)
+    assert not asking[0].done(), "a key that is rotated goes on"
     box.keys.clear()
     box.apply()
     assert (await asking[0]).status == 401

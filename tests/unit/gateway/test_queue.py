@@ -160,7 +160,7 @@ async def test_batch_ends_on_a_drain_so_that_it_can_be_sent_again(start_box: Sta
     assert status == 200 and json.loads((await stream.chunk())[6:])["error"]["code"] == "batch_gives_way"
     await box.until(lambda: box.state.router.loads["e0"].inflight == 1)
     (row,) = box.state.spending.take_sums()
-    assert row["prompt_tokens"] < 30, "of the stream alone, which had begun"
+    assert (row["requests"], row["errors"]) == (1, 0) and row["prompt_tokens"] < 30, "of the stream, which had begun"
     engine.end("person")
     assert (await person.response()).status == 200
 
@@ -181,3 +181,14 @@ async def test_batch_that_gives_way_costs_its_key_nothing(start_box: Start) -> N
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).status == 200
     assert (await box.ask("POST", URL, chat(), headers=BATCH)).error["code"] == "rate_limit_exceeded"
     assert (await box.ask("POST", URL, chat())).status == 200, "class batch has an allowance of its own"
+
+
+async def test_batch_whose_engine_dies_fails(start_box: Start) -> None:
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        reply.die()
+
+    box = await start_box()
+    await box.engine("e0", dies)
+    box.serve("m", "e0", slots=4)
+    answer = await box.ask("POST", URL, chat(), headers=BATCH)
+    assert (answer.status, answer.error["code"]) == (502, "engine_failed")

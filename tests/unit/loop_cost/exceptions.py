@@ -18,6 +18,7 @@ GROWS: Mapping[str, tuple[frozenset[str], str]] = {
         "the table of keys itself: administrators make keys, and each person who comes by a login provider has one",
     ),
     "round: housekeeping": (TOGETHER, "keys, one after the other"),
+    "round: gates": (AT_ONCE, "ended jobs whose gate is open, of each owner bounds.jobs"),
     "POST /v1/uploads/.*/complete": (AT_ONCE, "the request names each part: upload_routes.MAX_PARTS, 10,000"),
     "POST /internal/responses": (AT_ONCE, "stored.MAX_TURNS, 2,000"),
     "GET /internal/responses/context": (TOGETHER, "stored.MAX_TURNS, one at a time"),
@@ -47,5 +48,6 @@ HOLDS_UNFINISHED: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("calls", "steps"),
         "all jobs that have not ended, of each owner bounds.jobs",
     ),
+    "canaries end": (("calls",), "scipy is imported once, on a thread"),
 }
 """The same of what has not ended: what happens, of what it may be more, and what bounds that."""
