@@ -125,7 +125,7 @@ class Inference:
         self.row = self.request.row = choice.model
         self.exchange.choice = choice
         self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
-        state.changed()
+        state.on_change(False)
         return choice
 
     def _rows(self) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class Inference:
             raise
         finally:
             self.exchange.ticket = None
-            state.changed()
+            state.on_change(False)
             state.metrics.held_for.observe(time.monotonic() - now_s)
 
     def _span(self, name: str) -> AbstractContextManager[bytes]:
@@ -246,8 +246,8 @@ class Inference:
                     began = True
                     await self._begin(choice)
                 passed.append(stream.passed(event))
+            self._keep_copy()  # the client may leave once it has the last event
             await exchange.write(b"".join(passed))
-        self._keep_copy()
         if not began:
             raise AttemptFailed(Failure.DIED)
         if not stream.ended:
@@ -322,6 +322,7 @@ class Inference:
         transcript = self.checked.transcript
         if transcript is not None and transcript.final and transcript.stores:
             self.copies.add(transcript.copy(self.caller.id))
+            transcript.final = b""  # once
 
     # -- refusals and failures
 

@@ -136,9 +136,6 @@ class State:
         left_s = trouble.next_try_s - time.time()
         return left_s if left_s > trouble.hold_before_s else None
 
-    def changed(self) -> None:
-        self.on_change(False)
-
     def not_ready(self, name: str, refusal: Refusal) -> HttpError:
         """The error for a request that may not wait (any longer) for a replica of this model."""
         self.metrics.events["hold_refused"] += 1
@@ -187,19 +184,11 @@ class State:
         self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:
             self.spending.account(request)
-        elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
+        elif request.status == 429 or (request.route.kind is Kind.INFERENCE and request.status in range(400, 499)):
             self.spending.refused(request)
         if request.spans is not None:
             request.spans.end()
         self.access_log.add(request, now_s)
-
-
-def _is_refusal(request: Request) -> bool:
-    """Count inference requests answered here, and control requests over a limit."""
-    route = request.route
-    if route is None or route.kind is not Kind.INFERENCE:
-        return request.status == 429
-    return True
 
 
 def _token(path: str) -> bytes:
