@@ -63,9 +63,11 @@ def as_meant(route: str, data: Object) -> tuple[Object, list[tuple[bytes, bytes]
 
 def header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
     """The header that names these, each once, in ASCII, and a few; none without any."""
+    if not left_out:
+        return []
     shown = ["".join(c if c.isascii() and (c.isalnum() or c in "._:-") else "_" for c in one) for one in left_out]
     value = ", ".join([one[:80] for one in dict.fromkeys(shown)][:16])
-    return [(name, value.encode())] if value else []
+    return [(name, value.encode())]
 
 
 def _one_format(data: Object) -> None:
