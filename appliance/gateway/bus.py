@@ -16,7 +16,7 @@ import orjson
 
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import Degraded, read_message
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.server.reports import load_report
 
 log = logging.getLogger("appliance.gateway")
 
@@ -102,7 +102,7 @@ class BusClient:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE))
+        writer.write(orjson.dumps(load_report(state), option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
         if not self._usage:
             self._usage, self._usage_sent = state.spending.take_sums(), False
         if self._usage and not self._usage_sent:

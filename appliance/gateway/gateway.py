@@ -7,30 +7,30 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 
-from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
 from appliance.gateway.routing.holds import Refusal
-from appliance.gateway.routing.table import THE_BOX, Caller, Table
+from appliance.gateway.routing.table import Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
-from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.reports import REFUSED_ROWS_REPORTED, series_text
-from appliance.gateway.state.state import State
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.reports import REFUSED_ROWS_REPORTED, write_snapshot
+from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
 
 _LAST_WORDS_S = 1.0
 """For the errors of what is ended as the gateway stops."""
+SNAPSHOT_EVERY_S = 5.0
 
 
 class Gateway:
@@ -52,6 +52,7 @@ class Gateway:
                 max_age=7200,
             )
         self._servers: list[asyncio.Server] = []
+        self._next_snapshot_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- life
@@ -72,6 +73,7 @@ class Gateway:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=self.config.limits.keepalive_s,  # type: ignore[arg-type]
         )
         served.load()
@@ -114,7 +116,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if lost := len(copies):
             log.warning("%d answered responses are not stored: the controller is away", lost)
-        await state.engines.close()
+        await state.engines.keep(())
         state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
@@ -138,7 +140,7 @@ class Gateway:
     def reload(self) -> None:
         """Reload changed files now (SIGHUP)."""
         state = self.state
-        if state.certificate is not None and state.certificate.look(time.monotonic(), at_once=True):
+        if state.certificate is not None and state.certificate.look():
             state.on_change(True)
 
     # -- the controller's side
@@ -149,7 +151,6 @@ class Gateway:
         state = self.state
         changed_keys = state.keys != table.keys or state.sessions != table.sessions
         state.keys, state.sessions = dict(table.keys), dict(table.sessions)
-        state.session_ids = frozenset(session.id for session in table.sessions.values())
         state.spending.apply(table.keys.values())
         state.router.apply(table.models)
         state.comparison.apply(table.models)
@@ -168,18 +169,18 @@ class Gateway:
         state.on_change(True)
 
     def _end_revoked(self) -> None:
-        callers = {caller.id: caller for caller in self.state.keys.values()}
+        logins = {login.id for login, _ in self.state.sessions.values()}
         for exchange in list(self.state.exchanges):
-            if (refusal := self._revoked(exchange, callers)) is not None:
+            if (refusal := self._revoked(exchange, logins)) is not None:
                 self.state.metrics.events["revoked_in_flight"] += 1
                 exchange.end(refusal)
 
-    def _revoked(self, exchange: Exchange, callers: Mapping[str, Caller]) -> HttpError | None:
+    def _revoked(self, exchange: Exchange, logins: set[str]) -> HttpError | None:
         """Why nothing may come by this request's key, its secret or its login any more; None if it may."""
         request = exchange.request
-        if request.caller is None or request.caller is THE_BOX:
+        if not request.caller.id:
             return None
-        caller = callers.get(request.caller.id)
+        caller = self.state.spending.callers.get(request.caller.id)
         if caller is not None and caller.has_expired(time.time()):
             return errors.key_ended(caller.expires_s)
         by_key = not request.session and not exchange.connection.private  # work of the box itself outlives a rotation
@@ -187,7 +188,7 @@ class Gateway:
             # What asks for a new secret is answered: the asker's own may be the old one.
             asks_for_one = request.route is ROTATION and exchange.body_complete
             return None if asks_for_one else errors.key_ended(request.caller.expires_s)
-        if request.session and request.session not in self.state.session_ids and request.route is not SESSIONS:
+        if request.session and request.session not in logins and request.route is not SESSIONS:
             return errors.session_ended()
         request.caller = caller
         return None
@@ -226,7 +227,8 @@ class Gateway:
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
-        if state.certificate is not None and state.certificate.look(now_s):
+        if state.certificate is not None and state.certificate.look():
             state.on_change(True)
-        if state.snapshots is not None and state.snapshots.due(now_s):
-            state.snapshots.write(await series_text(state), now_s)
+        if self.config.workers > 1 and now_s >= self._next_snapshot_s:
+            self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S
+            await write_snapshot(state)

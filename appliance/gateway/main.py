@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.workers == 1:
             return _run(config, private)
         check_free(config.host, config.port)
-        return keep_workers(config.workers, partial(_work, config, private, Siblings(config.workers)))
+        return keep_workers(config.workers, partial(_run, config, private, Siblings(config.workers)))
     except ConfigInvalid as error:
         log.error("%s", error)
         return EXIT_USAGE
@@ -76,13 +76,10 @@ def _private_listener(config: GatewayConfig) -> socket.socket | None:
     return made
 
 
-def _work(config: GatewayConfig, private: socket.socket | None, siblings: Siblings, index: int) -> int:
-    log_path = None if config.log_path is None else f"{config.log_path}.{index}"
-    own = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
-    return _run(own, private, siblings, index)
-
-
 def _run(config: GatewayConfig, private: socket.socket | None, siblings: Siblings | None = None, index: int = 0) -> int:
+    if siblings is not None:
+        log_path = None if config.log_path is None else f"{config.log_path}.{index}"
+        config = dataclasses.replace(config, name=f"{config.name}-{index}", log_path=log_path)
     try:
         return uvloop.run(serve(config, private, siblings, index))
     except OSError as error:

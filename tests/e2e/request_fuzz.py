@@ -407,7 +407,7 @@ class Engine:
         from appliance.gateway.core.config import Limits
         from appliance.gateway.core.errors import HttpError
         from appliance.gateway.core.routes import resolve
-        from appliance.gateway.payload.request_check import check_body
+        from appliance.gateway.requests.request_check import check_body
 
         text = orjson.dumps({"model": self._model} | SHORT_OF.get(path, {}) | body)
         route = resolve(b"POST", path.encode())
@@ -514,7 +514,7 @@ async def faults(root: Path, seed: int, share: float, pairs: int) -> list[str]:
     """One text for each kind of fault found. share: how many of the changes are tried; pairs: changes of two places at
     once, for each request."""
     from appliance.gateway.core.routes import resolve
-    from appliance.gateway.payload.fields import FIELDS
+    from appliance.gateway.requests.fields import FIELDS
     from tests.e2e import coreless_engine
 
     chance = random.Random(seed)

@@ -16,7 +16,7 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 from tests.e2e.engine_support import client
 from tests.property.test_schema_keywords import PARTS, as_read
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from appliance.gateway.readings.request import as_meant
+from appliance.gateway.requests.meant import as_meant
 from appliance.gateway.routing.router import BATCH_BEHIND
 from runtime.processes.kernel import group_pids
 from serve.core.config import EngineConfig

@@ -148,8 +148,8 @@ def scan(every: int) -> Iterator[tuple[str, bool]]:
     from appliance.gateway.core.config import Limits
     from appliance.gateway.core.errors import HttpError
     from appliance.gateway.core.routes import resolve
-    from appliance.gateway.payload.fields import FIELDS
-    from appliance.gateway.payload.request_check import check_body
+    from appliance.gateway.requests.fields import FIELDS
+    from appliance.gateway.requests.request_check import check_body
     from serve.api import request_faults
 
     request_faults.apply()

@@ -211,7 +211,7 @@ def _fields_judged():
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest
 
-    from appliance.gateway.payload.fields import FIELDS, REFUSED
+    from appliance.gateway.requests.fields import FIELDS, REFUSED
 
     for route, model in (
         ("chat.completions", ChatCompletionRequest),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from appliance.controller.bus.load import Arrived
-from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.observe.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.database import Database
 from appliance.store.records import standby as standby_rows
 from appliance.store.rows import StandbyRow

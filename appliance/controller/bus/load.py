@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 _SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens", "prompt_tokens")
@@ -44,7 +43,7 @@ class ModelLoad:
 class Arrived:
     """Requests that arrived for one model, and their prompt tokens as routing estimates them. prompts: the same
     requests by bucket of these tokens; first_tokens: streams by bucket of the time to their first token
-    (`appliance.gateway.routing.canary_comparison`)."""
+    (`appliance.gateway.observe.load`)."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -70,38 +69,22 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Requests by bucket of their time (`appliance.gateway.routing.canary_comparison`)."""
+class VersionLoad:
+    """Counts for one version since a canary began. first_byte, duration: those that succeeded, by bucket of their time
+    (`appliance.gateway.observe.load`)."""
 
+    requests: int = 0
+    errors: int = 0
     first_byte: Mapping[int, int] = field(default_factory=dict)
     duration: Mapping[int, int] = field(default_factory=dict)
 
-    def plus(self, other: Times) -> Times:
-        return Times(
-            Counter(self.first_byte) + Counter(other.first_byte), Counter(self.duration) + Counter(other.duration)
+    def plus(self, other: VersionLoad) -> VersionLoad:
+        return VersionLoad(
+            self.requests + other.requests,
+            self.errors + other.errors,
+            Counter(self.first_byte) + Counter(other.first_byte),
+            Counter(self.duration) + Counter(other.duration),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class VersionLoad:
-    """Counts for one version since a canary began. owners: times of those that succeeded, by owner; asked: by owner,
-    how many requests and how many of them failed."""
-
-    owners: Mapping[str, Times] = field(default_factory=dict)
-    asked: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def requests(self) -> int:
-        return sum(requests for requests, _ in self.asked.values())
-
-    @property
-    def errors(self) -> int:
-        return sum(errors for _, errors in self.asked.values())
-
-    @property
-    def times(self) -> Times:
-        """The times of all owners together."""
-        return reduce(Times.plus, self.owners.values(), Times())
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +194,9 @@ def _canaries(given: Any) -> dict[tuple[str, float], dict[str, VersionLoad]]:
         raise ValueError(f"canaries: expected counts by model and version ({error!r})") from error
 
 
-def _version(by_owner: Mapping[str, Any]) -> VersionLoad:
-    times = {
-        str(owner): Times(
-            *({int(key): int(number) for key, number in row[name].items()} for name in ("first_byte", "duration"))
-        )
-        for owner, row in by_owner.items()
-        if row["duration"]
-    }
-    asked = {str(owner): (int(row["requests"]), int(row["errors"])) for owner, row in by_owner.items()}
-    return VersionLoad(times, asked)
+def _version(row: Mapping[str, Any]) -> VersionLoad:
+    times = [{int(key): int(number) for key, number in row[name].items()} for name in ("first_byte", "duration")]
+    return VersionLoad(int(row["requests"]), int(row["errors"]), *times)
 
 
 def total(
@@ -236,7 +212,7 @@ def total(
         for key, versions in report.canaries.items():
             sums_of = canaries.setdefault(key, {})
             for version, counts in versions.items():
-                sums_of[version] = _sum(sums_of.get(version, VersionLoad()), counts)
+                sums_of[version] = sums_of.get(version, VersionLoad()).plus(counts)
     return Load(
         {name: ReplicaLoad(**row) for name, row in replicas.items()},
         of_models(reports),
@@ -267,20 +243,6 @@ def of_model(rows: Sequence[Mapping[str, float]]) -> ModelLoad:
             if key in row:
                 sums[key] = min(row[key], sums.get(key, row[key]))
     return ModelLoad(**sums)
-
-
-def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
-    return VersionLoad(
-        {
-            owner: a.owners.get(owner, Times()).plus(b.owners.get(owner, Times()))
-            for owner in a.owners.keys() | b.owners.keys()
-        },
-        {
-            owner: (mine[0] + its[0], mine[1] + its[1])
-            for owner in a.asked.keys() | b.asked.keys()
-            for mine, its in [(a.asked.get(owner, (0, 0)), b.asked.get(owner, (0, 0)))]
-        },
-    )
 
 
 def _add(sums: dict[str, Any], row: Mapping[str, float], keys: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from appliance.controller.interfaces.principal import Principal
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 from serve.forms.keywords import unenforced_in_tools
 from train.graders import sandbox
 from train.graders.errors import InvalidGrader, MissingField

@@ -229,8 +229,8 @@ class Canaries:
             version: {
                 "requests": load.requests,
                 "errors": load.errors,
-                "first_byte_p95_s": p95_s(load.times.first_byte),
-                "duration_p95_s": p95_s(load.times.duration),
+                "first_byte_p95_s": p95_s(load.first_byte),
+                "duration_p95_s": p95_s(load.duration),
             }
             for version, load in self._loads(row).items()
         }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from appliance.controller.bus.load import VersionLoad
-from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.observe.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.rows import CanaryRow
 
 ERROR_CHANCE = 0.001
@@ -37,10 +37,9 @@ def decide(row: CanaryRow, new: VersionLoad, old: VersionLoad, now_s: float) -> 
             return Decision("wait", f"{name} answered {load.requests} of {row.min_requests} requests")
     if (left_s := row.created_s + row.watch_s - now_s) > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    new_times, old_times = new.times, old.times
     for what, its, usual in (
-        ("time to first byte", p95_s(new_times.first_byte), p95_s(old_times.first_byte)),
-        ("duration", p95_s(new_times.duration), p95_s(old_times.duration)),
+        ("time to first byte", p95_s(new.first_byte), p95_s(old.first_byte)),
+        ("duration", p95_s(new.duration), p95_s(old.duration)),
     ):
         if its is not None and usual is not None and its > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
             whose = f"{its:.3g} s with {row.version}, {usual:.3g} s with {row.before}"

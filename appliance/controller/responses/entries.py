@@ -11,7 +11,7 @@ import orjson
 
 from appliance.controller.responses.completions import asked_messages
 from appliance.controller.responses.items import Item
-from appliance.gateway.readings.items import items_as_meant
+from appliance.gateway.requests.meant import items_as_meant
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION

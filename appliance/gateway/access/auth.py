@@ -40,7 +40,8 @@ def key_digest(headers: Headers) -> str:
     if not key:
         if value is None and PAGE_HEADER in headers:
             return ""
-        raise errors.missing_key()
+        message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
+        raise HttpError(401, message, code="missing_api_key")
     return hashlib.sha256(key).hexdigest()
 
 
@@ -99,7 +100,9 @@ def cookies(headers: Headers, tls: bool) -> Pairs:
 def check_scopes(route: Route, caller: Caller) -> None:
     """Raises HttpError 403 for a key without any of the route's scopes."""
     if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
-        raise errors.missing_scope(" or ".join(sorted(route.scopes)))
+        needed = " or ".join(sorted(route.scopes))
+        message = f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
+        raise HttpError(403, message, code="insufficient_permissions")
 
 
 def check_head(request: Request, limits: Limits) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from appliance.gateway.access.allowance import KeyUse
+from appliance.gateway.access.allowance import KeyUse, OwnerUse
 from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.routes import UNKNOWN, Route
-from appliance.gateway.routing.table import Caller
+from appliance.gateway.routing.table import NOBODY, Caller
 
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
+
+_NOBODYS = KeyUse(OwnerUse())
 
 
 class Request:
@@ -35,8 +37,8 @@ class Request:
         self.content_length = None if length is None else int(length)
         self.chunked = b"transfer-encoding" in self.headers
         self.route: Route = UNKNOWN
-        self.caller: Caller | None = None
-        self.use: KeyUse | None = None
+        self.caller: Caller = NOBODY
+        self.use: KeyUse = _NOBODYS
         self.request_id = self.trace = b""
         self.received_s = self.complete_s = self.sent_s = self.first_byte_s = 0.0
         self.body_bytes = self.buffered_bytes = self.sent_bytes = self.stream_events = 0
@@ -70,7 +72,7 @@ class Request:
         """Fields for its log lines (runtime.logs)."""
         return {
             "request_id": self.request_id.decode(),
-            "key_id": self.caller.id if self.caller is not None else "",
+            "key_id": self.caller.id,
             "model": self.model,
             "version": self.model_version,
             "replica": self.replica,

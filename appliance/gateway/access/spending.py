@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse, OwnerUse
+from appliance.gateway.access.allowance import KeyUse, OwnerUse
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN
-from appliance.gateway.payload.request_check import Checked
-from appliance.gateway.routing.table import Caller
+from appliance.gateway.requests.request_check import Checked
+from appliance.gateway.routing.table import NOBODY, Caller
+from runtime.moments import minute
 
-LOGINS_PER_MINUTE: Final = 100
-"""From one address. More than a person needs: those behind a proxy come from its address."""
-_ADDRESSES: Final = 1024
 _SUMS: Final = ("requests", "errors", "refused", "prompt_tokens", "completion_tokens")
 
 
@@ -35,8 +33,6 @@ class Spending:
         # an allowance of its own.
         self._uses: dict[tuple[str, str, bool], KeyUse] = {}
         self._owners: defaultdict[str, OwnerUse] = defaultdict(OwnerUse)
-        # By address, the latest last.
-        self._logins: dict[str, Bucket] = {}
         # By key, model and version.
         self._sums: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
 
@@ -49,7 +45,9 @@ class Spending:
         name = caller.id, caller.owner, batch
         if name not in self._uses:
             self._uses[name] = KeyUse(self._owners[caller.owner], batch)
-        return self._uses[name]
+        use = self._uses[name]
+        use.limit(caller.requests_per_minute, caller.tokens_per_minute, time.monotonic())
+        return use
 
     # -- before the body is read
 
@@ -57,43 +55,21 @@ class Spending:
         """Charge a request to its key, also one whose body is invalid. Raises HttpError 429 past a quota or the
         requests per minute."""
         caller = request.caller
-        assert caller is not None
         if caller.spent_until_s is not None and time.time() < caller.spent_until_s:
             self._events["quota_spent"] += 1
-            raise errors.quota_spent(caller.spent_until_s, caller.spent_quota)
+            # No Retry-After: the quota renews in hours, and clients should not wait for that.
+            used = f"This API key has used up its quota of {caller.spent_quota or 'tokens'}"
+            message, code = f"{used}. It is renewed at {minute(caller.spent_until_s)}.", "insufficient_quota"
+            raise HttpError(429, message, kind=code, code=code, should_retry=False)
         self._take(request, 1, 0)
-
-    def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
-        """Count a request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
-        if ADMIN in caller.scopes:
-            return
-        now_s, bucket = time.monotonic(), use.owner.control
-        if bucket is None:
-            bucket = use.owner.control = Bucket(limits.owner_control_requests_per_minute, now_s)
-        if wait_s := bucket.wait_s(1, now_s):
-            self._events["control_limited"] += 1
-            raise errors.rate_limited("requests to control routes", bucket.limit, wait_s)
-        bucket.level -= 1
 
     def opened_control(self, request: Request, limits: Limits) -> None:
         """Count a request to the controller as open for its owner, because the answer may take long (events of a
         background response), or raise HttpError 429. `closed` must follow. An administrator's are not counted."""
-        assert request.caller is not None and request.use is not None
         if ADMIN not in request.caller.scopes:
             self._check_open(request.use.owner, 1, limits)
             request.use.owner.requests += 1
             request.counted = True
-
-    def admit_login(self, address: str) -> None:
-        """Count a request to a login provider's routes, which come without a key. Raises HttpError 503."""
-        now_s = time.monotonic()
-        bucket = self._logins[address] = self._logins.pop(address, Bucket(LOGINS_PER_MINUTE, now_s))
-        if len(self._logins) > _ADDRESSES:
-            del self._logins[next(iter(self._logins))]
-        if wait_s := bucket.wait_s(1, now_s):
-            self._events["login_limited"] += 1
-            raise errors.unavailable("Too many logins at once. Please retry.", "too_many_logins", math.ceil(wait_s))
-        bucket.level -= 1
 
     # -- once its content is known
 
@@ -101,16 +77,18 @@ class Spending:
         """Count a request that goes to an engine; `closed` must follow. Raise HttpError 429 unless the key has enough
         tokens and its owner few enough requests and streams."""
         caller, use = request.caller, request.use
-        assert caller is not None and use is not None
         self._check_open(use.owner, checked.weight, limits)
         if checked.stream and use.owner.streams >= limits.owner_streams:
-            self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("streams", limits.owner_streams)
+            raise self.too_many_at_once("streams", limits.owner_streams)
         # A request's cost is known at its end: open requests together stay within the quota, but one alone may pass it.
         quota = None if caller.quota is None else max(1, caller.quota // self._workers)
         if quota is not None and use.under_way and use.under_way + checked.tokens > quota:
             self._events["concurrency_limited"] += 1
-            raise errors.too_much_of_a_quota(use.under_way, checked.tokens, quota)
+            message = (
+                f"Requests of this API key that are under way may take {use.under_way} tokens, and this one "
+                f"{checked.tokens}; together it may be {quota} at once, by its quota. Please retry when one has ended."
+            )
+            raise errors.over_limit(message, "tokens", 1)
         self._take(request, 0, checked.tokens)
         request.counted, request.streams, request.weight = True, checked.stream, checked.weight
         request.charged, request.prompt_tokens = checked.tokens, checked.prompt_tokens
@@ -120,7 +98,6 @@ class Spending:
 
     def closed(self, request: Request) -> None:
         use = request.use
-        assert use is not None
         request.counted = False
         use.owner.requests -= request.weight
         use.owner.streams -= request.streams
@@ -128,67 +105,60 @@ class Spending:
 
     def _check_open(self, owner: OwnerUse, weight: int, limits: Limits) -> None:
         if owner.requests + min(weight, limits.owner_requests) > limits.owner_requests:
-            self._events["concurrency_limited"] += 1
-            raise errors.too_many_at_once("requests", limits.owner_requests)
+            raise self.too_many_at_once("requests", limits.owner_requests)
 
-    # -- limits per minute
-
-    def _allowance(self, caller: Caller, use: KeyUse) -> Allowance:
-        limits = caller.requests_per_minute, caller.tokens_per_minute
-        if use.allowance is None or use.allowance.limits != limits:
-            use.allowance = Allowance(*limits, time.monotonic())
-        return use.allowance
+    def too_many_at_once(self, what: str, limit: int) -> HttpError:
+        self._events["concurrency_limited"] += 1
+        return errors.over_limit(f"Your API keys have {limit} {what} open, the most at once. Please retry.", what, 1)
 
     def _take(self, request: Request, requests: int, tokens: int) -> None:
         """Raises HttpError 429."""
-        assert request.caller is not None and request.use is not None
-        allowance, now_s = self._allowance(request.caller, request.use), time.monotonic()
-        refused = allowance.take(requests, tokens, now_s)
-        request.rate_headers = allowance.headers(now_s)
+        if not request.use.buckets:
+            return
+        now_s = time.monotonic()
+        refused = request.use.take(requests, tokens, now_s)
+        request.rate_headers = request.use.headers(now_s)
         if refused is not None:
             self._events["rate_limited"] += 1
-            raise errors.rate_limited(*refused)
+            what, limit, wait_s = refused
+            message = f"Rate limit reached: {limit} {what} per minute. Please try again in {wait_s:.3g}s."
+            raise errors.over_limit(message, what, wait_s)
         self._tell(request, requests, tokens)
 
     def _tell(self, request: Request, requests: int, tokens: int) -> None:
-        caller, use = request.caller, request.use
-        assert caller is not None and use is not None
-        if caller.requests_per_minute is not None or caller.tokens_per_minute is not None:
-            self.tell_others(caller.id, use.batch, requests, tokens)
+        if request.use.buckets:
+            self.tell_others(request.caller.id, request.use.batch, requests, tokens)
 
     def heard(self, key: str, batch: bool, requests: int, tokens: int) -> None:
         """Another process of this port reports what a key has spent there."""
         if key in self.callers:
-            caller = self.callers[key]
-            self._allowance(caller, self.use_of(caller, batch=batch)).spend(requests, tokens)
+            self.use_of(self.callers[key], batch=batch).spend(requests, tokens)
 
     # -- when it is over
 
     def account(self, request: Request) -> None:
-        """Charge an inference request's cost to its key's allowance and to the sums for the controller."""
-        caller, use, tokens = request.caller, request.use, request.tokens
-        assert caller is not None and use is not None
+        """Charge an inference request's cost to its key's limits and to the sums for the controller."""
+        caller, tokens = request.caller, request.tokens
         if not tokens.completion and request.sent_s and request.status in (200, 401, 499):
             # No usage came: the client left, its key was revoked, or the engine died in mid-stream.
             tokens.prompt = tokens.prompt or request.prompt_tokens
             tokens.completion = request.stream_events
-        correction = tokens.total - request.charged
-        self._allowance(caller, use).spend(0, correction)
-        self._tell(request, 0, correction)
+        self._correct(request, 0, tokens.total - request.charged)
         used = {"prompt_tokens": tokens.prompt, "completion_tokens": tokens.completion}
         sums = self._sums[caller.id, request.model, request.model_version]
         sums.update(requests=1, errors=int(request.status >= 500), **used)
 
     def gave_way(self, request: Request) -> None:
         """Give back what a request of class batch has spent that comes again."""
-        caller, use = request.caller, request.use
-        assert caller is not None and use is not None
-        self._allowance(caller, use).spend(-1, -request.charged)
-        self._tell(request, -1, -request.charged)
+        self._correct(request, -1, -request.charged)
+
+    def _correct(self, request: Request, requests: int, tokens: int) -> None:
+        request.use.spend(requests, tokens)
+        self._tell(request, requests, tokens)
 
     def refused(self, request: Request) -> None:
         """Count a request that was not forwarded: over a limit, without permission, or invalid."""
-        if request.caller is not None:
+        if request.caller is not NOBODY:
             self._sums[request.caller.id, request.refused_model, ""]["refused"] += 1
 
     def take_sums(self) -> list[dict[str, Any]]:

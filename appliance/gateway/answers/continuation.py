@@ -2,7 +2,7 @@
 
 Greedy decoding is a function of the tokens so far, so an engine that gets prompt and emitted tokens continues with the
 tokens that the dead one would have generated. The gateway requests token ids from the engine and removes them before
-the bytes go to the client, whose stream stays the same. Pure: bytes in, bytes out.
+the bytes go to the client, whose stream stays the same. Pure: events in, events out.
 
 Sampled streams cannot be continued (the sampler's state died with the engine), nor can those whose next token
 depends on more than the tokens: grammars, tools, stop strings half matched, counts of emitted tokens. Nor can a chat
@@ -33,7 +33,6 @@ _NEUTRAL = frozenset(
 # Inside a JSON string a quote is always escaped, so this matches the engine's own fields and never a client's text.
 # They never come first in their object, so removing the comma before such a field removes it completely.
 _TOKEN_IDS = re.compile(rb',"(?:prompt_token_ids|token_ids)":\[[0-9, ]*\]')
-_EVENT = b"data: {"
 
 
 def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
@@ -53,7 +52,8 @@ def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
 
 
 class Continuation:
-    """One greedy stream. `take` every piece of its body; after the engine's death `resume_body`, then `take` again."""
+    """One greedy stream. `event` gets every event of its body; after the engine's death `resume_body`, then `event`
+    again."""
 
     def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None) -> None:
         self._route = route
@@ -62,7 +62,6 @@ class Continuation:
         self._prompt: list[int] = []
         self._tokens: list[int] = []
         self._unseen = 0  # the last of these, whose text the client has not got: the first bytes of a character
-        self._partial = b""
         self._envelope: dict[str, Any] = {}
         self._resumed = self._finished = False
         self._answers = route != CHAT  # the text that the client saw last is of the answer, not of a thought
@@ -75,7 +74,6 @@ class Continuation:
 
         max_model_len: the model's context in tokens, which bounds a chat without a token limit.
         """
-        self._partial = b""
         # An engine that starts in the middle of a character could not send its first bytes.
         del self._tokens[len(self._tokens) - self._unseen :]
         self._unseen = 0
@@ -97,19 +95,15 @@ class Continuation:
             }
         )
 
-    def ending(self) -> bytes:
+    def ending(self) -> tuple[bytes, bytes]:
         """The missing end of a stream whose tokens were all sent: usage and ending."""
-        return self._usage_event() + b"data: [DONE]\n\n"
+        return self._usage_event(), b"data: [DONE]"
 
-    def take(self, data: bytes) -> bytes:
-        """Return whole events for the client from the engine's bytes; keep back a partial one."""
-        *events, self._partial = (self._partial + data).split(b"\n\n")
-        return b"".join(map(self._passed, events))
-
-    def _passed(self, event: bytes) -> bytes:
-        """An event as the client gets it; of the continuing request with the form and id of the original stream."""
-        if not event.startswith(_EVENT):
-            return event + b"\n\n"
+    def event(self, event: bytes) -> bytes:
+        """An event as the client gets it, empty for none; of the continuing request with the form and id of the
+        original stream."""
+        if not event.startswith(b"data: {"):
+            return event
         data = orjson.loads(event[6:])
         choice = next(iter(data.get("choices") or ()), None)
         if choice is not None:
@@ -118,12 +112,12 @@ class Continuation:
             self._prompt = self._prompt or data.get("prompt_token_ids") or (choice or {}).get("prompt_token_ids") or []
             self._envelope = self._envelope or {name: data.get(name) for name in ("id", "object", "created", "model")}
         if not self._resumed or "error" in data:
-            return _TOKEN_IDS.sub(b"", event) + b"\n\n"
+            return _TOKEN_IDS.sub(b"", event)
         if choice is None:
             return self._usage_event() if data.get("usage") else b""
         text = {"delta": {"content": choice["text"]}} if self._route == CHAT else {"text": choice["text"]}
         shown = {"index": 0, **text, "logprobs": None, "finish_reason": choice.get("finish_reason")}
-        return b"data: %b\n\n" % orjson.dumps({**self._envelope, "choices": [shown]})
+        return b"data: %b" % orjson.dumps({**self._envelope, "choices": [shown]})
 
     def _note(self, choice: dict[str, Any]) -> None:
         ids, delta = choice.get("token_ids") or [], choice.get("delta") or {}
@@ -136,7 +130,7 @@ class Continuation:
         self._unseen = 0 if thought or text or self._finished else self._unseen + len(ids)
 
     def _usage_event(self) -> bytes:
-        """In an engine's field order; usage.py removes the event if the client did not request it."""
+        """In an engine's field order; stream.py removes the event if the client did not request it."""
         prompt, emitted = len(self._prompt), len(self._tokens)
         usage = {
             "prompt_tokens": prompt,
@@ -145,4 +139,4 @@ class Continuation:
             # Nobody knows what the dead engine had in its cache.
             "prompt_tokens_details": {"cached_tokens": 0},
         }
-        return b"data: %b\n\n" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})
+        return b"data: %b" % orjson.dumps({**self._envelope, "choices": [], "usage": usage})

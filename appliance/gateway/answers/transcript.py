@@ -1,8 +1,8 @@
-"""Builds the stored form of one response of /v1/responses: the request, the response it continues, and the returned
-object. Pure: takes a checked body and an engine's bytes, returns bytes for client and controller.
+"""Builds the stored form of one answer, of /v1/responses or of a chat completion with `store`: what it was asked with,
+and the object that its client got. Pure: takes a checked body and an engine's events, returns bytes.
 
-An engine stores nothing and knows no earlier response, so its objects contain neither field. This module sets both, in
-a plain body and in the stream events that carry the whole object.
+An engine stores nothing and knows no earlier response, so its responses have neither `store` nor
+`previous_response_id`: both are set here, in a plain body and in the events that carry the whole object.
 """
 
 from __future__ import annotations
@@ -16,60 +16,64 @@ from appliance.gateway.core import errors
 _FINAL: Final = frozenset({b"completed", b"incomplete", b"failed"})
 # Events `response.…` with the whole object.
 _WHOLE: Final = _FINAL | {b"created", b"queued", b"in_progress"}
+# What of a chat request is kept beside its messages: as OpenAI's stored objects have it.
+OPTIONS: Final = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+_ASKED: Final = ("messages", "metadata", *OPTIONS, "user", "service_tier")
+_ENVELOPE: Final = ("id", "created", "model", "system_fingerprint", "service_tier", "usage")
+# Texts of a delta that come in pieces; others are whole.
+_IN_PIECES: Final = frozenset({"content", "reasoning", "reasoning_content", "refusal", "arguments"})
 
 
 class Transcript:
-    """What one request continues and stores.
+    """One response.
 
     input: its own `input` as JSON. previous_id: the response it continues, empty without one. stores: whether a copy
-    goes to the controller, `store` in the object. tells_usage: its usage is read here, by nobody else: events before
-    the last repeat the request, whose tools' schemas may say anything. held: bytes that it keeps of a stream until its
-    end. counts: the request only counts input tokens, and the engine answers with all ids. final: the returned object,
-    empty until then; prompt_tokens, completion_tokens: its usage.
+    goes to the controller, `store` in the object. final: the object that the client got, empty until then. usage: the
+    part of it that has the usage; events before the last repeat the request, whose tools' schemas may say anything.
+    held: bytes of events that it has gathered.
     """
 
-    counts: bool = False
-    tells_usage: bool = True
-    held: int = 0
     final: bytes = b""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    _partial: bytes = b""
+    usage: bytes = b""
+    held: int = 0
 
-    def __init__(self, input: bytes, previous_id: str, *, stores: bool, background: bool) -> None:
-        self.input = input
-        self.previous_id = previous_id
-        self.stores = stores
-        self.background = background
+    def __init__(self, input: bytes, previous_id: str = "", *, stores: bool = True, background: bool = False) -> None:
+        self.input, self.previous_id = input, previous_id
+        self.stores, self.background = stores, background
 
     def whole(self, body: bytes) -> bytes:
         """A plain answer, as the client gets it."""
-        if self.counts and (counted := object_in(body)) is not None and isinstance(counted.get("token_ids"), list):
-            return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(counted["token_ids"])})
         answer = object_in(body, "response")
         if answer is None:
             self.stores = False
             return body
-        self._end(self._with_store(answer))
+        self._end(answer)
         return self.final
 
-    def take(self, data: bytes, max_bytes: int, *, last: bool = False) -> bytes:
-        """Whole events for the client out of an engine's bytes; keep the beginning of another one back.
-
-        max_bytes: of what is kept; beyond it all passes unchanged, and the answer is not stored.
-        """
-        *events, self._partial = (self._partial + data).split(b"\n\n")
-        passed = b"".join(self._event(event) + b"\n\n" for event in events)
-        if self.held + len(self._partial) > max_bytes:
-            self.forgo()
-        elif not last:
-            return passed
-        rest, self._partial = self._partial, b""
-        return passed + rest
-
-    def forgo(self) -> None:
-        """From now on nothing of it is stored."""
-        self.stores = False
+    def event(self, event: bytes) -> bytes:
+        """An event, as the client gets it."""
+        head, _, text = event.partition(b"\ndata: ")
+        kind = head.removeprefix(b"event: response.")
+        data = object_in(text) if kind in _WHOLE else None
+        if data is None or not isinstance(data.get("response"), dict):
+            return event
+        if kind == b"completed" and data["response"].get("status") == "incomplete":  # engines end all streams alike
+            kind, data["type"] = b"incomplete", "response.incomplete"
+        if kind in _FINAL:
+            self._end(data["response"])
+        else:
+            self._describe(data["response"])
+        return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
 
     def copy(self, key_id: str) -> bytes:
         """What the controller gets: {"key", "previous", "input", "response"}."""
@@ -77,29 +81,70 @@ class Transcript:
         bodies = {"input": orjson.Fragment(self.input), "response": orjson.Fragment(self.final)}
         return orjson.dumps(parts | bodies)
 
-    def _event(self, event: bytes) -> bytes:
-        """An event as the client gets it."""
-        head, _, text = event.partition(b"\ndata: ")
-        kind = head.removeprefix(b"event: response.")
-        data = object_in(text) if kind in _WHOLE else None
-        if data is None or not isinstance(data.get("response"), dict):
-            return event
-        response = self._with_store(data["response"])
-        if kind == b"completed" and response.get("status") == "incomplete":  # engines end all streams alike
-            kind, data["type"] = b"incomplete", "response.incomplete"
-        if kind in _FINAL:
-            self._end(response)
-        return b"event: response.%b\ndata: %b" % (kind, orjson.dumps(data))
-
     def _end(self, answer: dict[str, Any]) -> None:
-        self.final, usage = orjson.dumps(answer), answer.get("usage") or {}
-        self.prompt_tokens, self.completion_tokens = usage.get("input_tokens", 0), usage.get("output_tokens", 0)
+        self._describe(answer)
+        self.final, self.usage = orjson.dumps(answer), orjson.dumps({"usage": answer.get("usage")})
 
-    def _with_store(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def _describe(self, answer: dict[str, Any]) -> None:
         answer["previous_response_id"] = self.previous_id or None
         answer["store"] = self.stores
         answer.setdefault("error", None)
-        return answer
+
+
+class CompletionTranscript(Transcript):
+    """One chat completion, of a stream put together from its events. input: what of the request is kept, an object."""
+
+    def __init__(self, input: bytes) -> None:
+        super().__init__(input)
+        self._answer: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def whole(self, body: bytes) -> bytes:
+        self.stores = object_in(body, "chat.completion") is not None
+        self.final = body
+        return body
+
+    def event(self, event: bytes) -> bytes:
+        chunk = object_in(event[6:], "chat.completion.chunk") if self.stores and event.startswith(b"data: {") else None
+        if event == b"data: [DONE]":
+            choices = [choice for _, choice in sorted(self._choices.items())]
+            self.final = orjson.dumps({**self._answer, "object": "chat.completion", "choices": choices})
+        elif chunk is not None:
+            self.held += len(event) - event.find(b'"choices":')
+            self._answer |= {name: chunk[name] for name in _ENVELOPE if chunk.get(name) is not None}
+            for choice in chunk.get("choices") or ():
+                self._add(choice)
+        elif event.startswith(b'data: {"error"'):
+            self.stores = False
+        return event
+
+    def _add(self, piece: dict[str, Any]) -> None:
+        index, message = piece.get("index") or 0, {"role": "assistant", "content": None}
+        new = {"index": index, "message": message, "logprobs": None, "finish_reason": None}
+        choice = self._choices.setdefault(index, new)
+        _merge(choice["message"], piece.get("delta") or {})
+        _merge(choice, {name: piece.get(name) for name in ("logprobs", "finish_reason")})
+
+
+def _merge(whole: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Adds a piece of a streamed object to what has come of it. Lists of calls have places, others grow."""
+    for name, value in piece.items():
+        known = whole.get(name)
+        if value is None or (value == "" and known is not None):
+            continue
+        if name == "tool_calls":
+            calls = whole.setdefault(name, [])
+            for call in value:
+                calls += [{} for _ in range(call.get("index", 0) + 1 - len(calls))]
+                _merge(calls[call.get("index", 0)], {key: part for key, part in call.items() if key != "index"})
+        elif isinstance(known, str) and name in _IN_PIECES:
+            whole[name] = known + value
+        elif isinstance(known, list):
+            known.extend(value)
+        elif isinstance(known, dict):
+            _merge(known, value)
+        else:
+            whole[name] = value
 
 
 def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
@@ -111,9 +156,19 @@ def object_in(body: bytes, kind: str = "") -> dict[str, Any] | None:
     return found if isinstance(found, dict) and (not kind or found.get("object") == kind) else None
 
 
-def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
-    """The transcript of a checked body of /v1/responses. Raises HttpError 400."""
-    stores, background = data.get("store") is not False, data.get("background") is True
+def token_count(body: bytes) -> bytes:
+    """An engine's answer to a request that only counts its input: it has all ids."""
+    counted = object_in(body) or {}
+    ids = counted.get("token_ids")
+    if not isinstance(ids, list):
+        return body
+    return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+def of_response(data: dict[str, Any], *, stores: bool = True) -> Transcript:
+    """The transcript of a checked body of /v1/responses. Raises HttpError 400. stores: False where
+    nothing is answered that could be."""
+    stores, background = stores and data.get("store") is not False, data.get("background") is True
     if background and not stores:
         raise errors.bad_request(
             "`background` is true and `store` is false: the answer of a response in background can only be retrieved, "
@@ -122,9 +177,19 @@ def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
             code="invalid_value",
         )
     previous = data.get("previous_response_id") or ""
-    made = Transcript(orjson.dumps(data["input"]), previous, stores=stores and not counts, background=background)
-    made.counts = counts
-    return made
+    return Transcript(orjson.dumps(data["input"]), previous, stores=stores, background=background)
+
+
+def of_completion(data: dict[str, Any]) -> CompletionTranscript | None:
+    """The transcript of a checked chat request that says `store`; None for one that is not to be kept. Raises HttpError
+    400."""
+    if data.get("store"):
+        return CompletionTranscript(orjson.dumps({name: data[name] for name in _ASKED if data.get(name) is not None}))
+    if data.get("metadata") is not None:
+        raise errors.bad_request(
+            "The 'metadata' parameter is only allowed when 'store' is enabled.", param="metadata", code="invalid_value"
+        )
+    return None
 
 
 def joined(body: bytes, earlier: bytes) -> bytes:

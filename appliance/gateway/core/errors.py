@@ -18,6 +18,7 @@ from runtime.moments import minute
 from runtime.pydantic_words import words_of_check
 
 MAX_RETRY_AFTER_S = 120
+ENGINES_DIED: Final = "engines_died"
 JSON_TYPES: Final = {
     bool: "a boolean",
     int: "an integer",
@@ -37,25 +38,27 @@ class ConfigInvalid(Exception):
 class HttpError(Exception):
     """An error sent to a client, in OpenAI's shape {"error": {"message", "type", "param", "code"}}.
 
-    status: HTTP status. kind: the `type`. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
-    `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the connection is unusable afterwards.
+    status: HTTP status. kind: the `type`, by the status where it is empty. retry_after_s: sent as Retry-After, at most
+    120 s. should_retry: sent as `x-should-retry` when not None. allow: the methods in a 405's Allow. close: the
+    connection is unusable afterwards.
     """
 
     status: int
     message: str
     _: KW_ONLY
-    kind: str = "invalid_request_error"
+    kind: str = ""
     param: str | None = None
     code: str | None = None
-    retry_after_s: int | None = None
+    retry_after_s: float | None = None
     should_retry: bool | None = None
     allow: str | None = None
     close: bool = False
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
+        self.kind = self.kind or kind_of_status(self.status)
         if self.retry_after_s is not None:
-            self.retry_after_s = min(max(self.retry_after_s, 1), MAX_RETRY_AFTER_S)
+            self.retry_after_s = min(max(math.ceil(self.retry_after_s), 1), MAX_RETRY_AFTER_S)
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
@@ -73,23 +76,16 @@ def not_of_type(param: str, wanted: str, given: Any) -> str:
 
 def protocol_error(message: str, status: int = 400) -> HttpError:
     """The bytes are not acceptable HTTP, so nothing after them on this connection can be trusted."""
-    return HttpError(status, message, code="bad_http_request", close=True)
+    return HttpError(status, message, kind="invalid_request_error", code="bad_http_request", close=True)
 
 
-def unknown_url(method: str, path: str, meant: str = "") -> HttpError:
-    """meant: the existing URL, where the client's base URL has one /v1 too few or too many."""
-    hint = "Check the URL for typos."
-    if meant:
-        hint = f"Did you mean {meant}? OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
+def body_too_large(limit: int, *, close: bool = True) -> HttpError:
+    return HttpError(413, f"The request body is larger than {limit} bytes.", code="request_too_large", close=close)
+
+
+def unknown_url(method: str, path: str) -> HttpError:
+    hint = "OpenAI's clients want a base URL that ends with /v1, Anthropic's one without it."
     return HttpError(404, f"Unknown request URL: {method} {path}. {hint}", code="unknown_url")
-
-
-# -- who asks
-
-
-def missing_key() -> HttpError:
-    message = "You didn't provide an API key. Send it in an Authorization header: Authorization: Bearer YOUR_KEY."
-    return HttpError(401, message, code="missing_api_key")
 
 
 def invalid_key(why: str = "Incorrect API key provided, or the key was revoked.", *, close: bool = False) -> HttpError:
@@ -106,117 +102,28 @@ def session_ended() -> HttpError:
     return HttpError(401, "This login of the page has ended. Log in again.", code="session_ended")
 
 
-def missing_scope(needed: str) -> HttpError:
-    message = f"You have insufficient permissions for this operation. The API key needs the scope: {needed}."
-    return HttpError(403, message, code="insufficient_permissions")
-
-
-# -- models
-
-
 def model_not_found(model: str) -> HttpError:
-    message = f"The model `{_shortened(model)}` does not exist or you do not have access to it."
+    message = f"The model `{model[:200]}` does not exist or you do not have access to it."
     return HttpError(404, message, param="model", code="model_not_found")
 
 
-def version_not_served(model: str, version: str, served: list[str]) -> HttpError:
-    names = ", ".join(f"`{name}`" for name in served)
-    message = (
-        f"The version `{_shortened(version)}` of the model `{model}` is not served now; {names} is. `appliance model "
-        f"rollback {model} --version VERSION` serves another, `appliance model canary {model} VERSION` both."
-    )
-    return HttpError(404, message, param="model", code="model_version_not_served")
-
-
-def wrong_task(model: str, route: str) -> HttpError:
-    message = f"The model `{model}` does not support {route}."
-    return HttpError(400, message, param="model", code="model_not_supported")
-
-
-def no_chat_template(model: str) -> HttpError:
-    message = (
-        f"The model `{model}` has no chat template, so it knows no conversations: ask it with /v1/completions, or give "
-        "it one with `appliance model deploy MODEL --chat-template FILE`."
-    )
-    return HttpError(400, message, param="model", code="model_not_supported")
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 200 else name[:200] + "…"
-
-
-# -- what the box cannot do now
-
-
-def body_too_large(limit_bytes: int, *, close: bool = True) -> HttpError:
-    message = f"The request body is over the limit of {limit_bytes} bytes of this endpoint."
-    return HttpError(413, message, code="request_too_large", close=close)
-
-
-def server_error(status: int, message: str, code: str, *, should_retry: bool | None = None) -> HttpError:
-    return HttpError(status, message, kind="server_error", code=code, should_retry=should_retry)
-
-
-def unavailable(message: str, code: str, retry_after_s: int) -> HttpError:
-    return HttpError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
+def unavailable(message: str, code: str, retry_after_s: float) -> HttpError:
+    return HttpError(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def batch_gives_way() -> HttpError:
     return unavailable("Requests of class batch give way: no engine has room for this one.", "batch_gives_way", 1)
 
 
-def not_serving(model: str, reason: str, next_try_s: float) -> HttpError:
-    """The model's engines fail; the next start is in this many seconds."""
-    wait_s = max(math.ceil(next_try_s), 1)
-    message = f"The model `{model}` is not serving: {reason.rstrip('.')}. The next try is in {wait_s} s."
-    return unavailable(message, "model_not_ready", wait_s)
-
-
 def engine_failed(status: int = 502) -> HttpError:
     late = status == 504
     what, code = ("did not answer in time", "engine_timeout") if late else ("failed while answering", "engine_failed")
-    return server_error(status, f"The engine serving this model {what}. The request can be sent again.", code)
+    return HttpError(status, f"The engine serving this model {what}. The request can be sent again.", code=code)
 
 
-ENGINES_DIED: Final = "engines_died"
-
-
-def engines_died_of_it() -> HttpError:
-    """Clients that retry by themselves are told not to: each time would cost engines again."""
-    message = (
-        "Two engines of this model ended while they had this request, so it is sent to no other. Please change it, or "
-        "ask whoever runs the box what the engines' logs say."
-    )
-    return server_error(502, message, ENGINES_DIED, should_retry=False)
-
-
-# -- limits
-
-
-def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
-    """what: "requests" or "tokens"; limit: by the minute."""
-    message = f"Rate limit reached: {limit} {what} per minute. Please try again in {wait_s:.3g}s."
-    return HttpError(429, message, kind=what, code="rate_limit_exceeded", retry_after_s=math.ceil(wait_s))
-
-
-def too_many_at_once(what: str, limit: int) -> HttpError:
-    message = f"Your API keys have {limit} {what} open, the most at once. Please try again when one of them has ended."
-    return HttpError(429, message, kind="requests", code="rate_limit_exceeded", retry_after_s=1)
-
-
-def too_much_of_a_quota(open_tokens: int, more: int, limit: int) -> HttpError:
-    message = (
-        f"Requests of this API key that are under way may take {open_tokens} tokens, and this one {more}; together it "
-        f"may be {limit} at once, by its quota. Please try again when one of them has ended."
-    )
-    return HttpError(429, message, kind="tokens", code="rate_limit_exceeded", retry_after_s=1)
-
-
-def quota_spent(until_s: float, which: str) -> HttpError:
-    """which: such as "1,000 tokens a day". No Retry-After: the quota renews in hours, and clients should not wait for
-    that."""
-    message = f"This API key has used up its quota of {which or 'tokens'}. It is renewed at {minute(until_s)}."
-    return HttpError(429, message, kind="insufficient_quota", code="insufficient_quota", should_retry=False)
+def over_limit(message: str, kind: str, retry_after_s: float) -> HttpError:
+    """kind: "requests" or "tokens"."""
+    return HttpError(429, message, kind=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 # -- what others answered
@@ -251,10 +158,12 @@ def from_upstream(status: int, body: bytes, prompt_field: str | None = None) -> 
     if _MISMATCHES.match(message):
         message, param = _first_mismatch(message)
     if code is None:  # an engine's
-        code = _code_from_message(status, message)
-        param = prompt_field if code == "context_length_exceeded" else param
+        if status == 404 and "does not exist" in message:
+            code = "model_not_found"
+        elif "maximum context length" in message or "max_model_len" in message:
+            code, param = "context_length_exceeded", prompt_field
         kind = kind if kind.endswith("_error") else ""
-    return HttpError(status, _VALUES.sub("", message), kind=kind or kind_of_status(status), param=param, code=code)
+    return HttpError(status, _VALUES.sub("", message), kind=kind, param=param, code=code)
 
 
 def event_code(data: Any) -> int | None:
@@ -265,25 +174,15 @@ def event_code(data: Any) -> int | None:
     return code if isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599 else 500
 
 
-def _code_from_message(status: int, message: str) -> str | None:
-    if status == 404 and "does not exist" in message:
-        return "model_not_found"
-    if "maximum context length" in message or "max_model_len" in message:
-        return "context_length_exceeded"
-    return None
-
-
 # What vLLM's exceptions put behind their text: names of its own, and a value that may be the whole prompt.
 _VALUES = re.compile(r" \(parameter=\w+(?:, value=.*)?\)\Z", re.DOTALL)
 # How vLLM lists mismatches: a line for each type that it tried for a value.
 _MISMATCHES = re.compile(r"[0-9]+ validation errors?:\n")
 _MISMATCH = re.compile(r"'type': '([^']*)', 'loc': '([^']*)', 'msg': ('[^']*'|\"[^\"]*\")")
 # A value of the wrong type for one form may fit another one, whose own fault is more telling.
-_OTHER_TYPE = ("_type", "literal_error", "model_attributes_type")
+_OTHER_TYPE = ("_type", "literal_error")
 # Parts of a location that are types, or tags by which vLLM tells the forms of one field apart.
-_NO_FIELDS = frozenset(
-    "body str int float bool list dict enabled disabled adaptive tool_definition tool_reference".split()
-)
+_NO_FIELDS = frozenset("body str int float bool list dict enabled disabled adaptive tool_definition".split())
 
 
 def _first_mismatch(message: str) -> tuple[str, str | None]:

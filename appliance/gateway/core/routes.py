@@ -165,7 +165,7 @@ def resolve(method: bytes, path: bytes) -> Route:
             return route
         taken |= route.methods
     if not taken:
-        raise errors.unknown_url(_shown(method), _shown(path), _shown(_meant(path)))
+        raise errors.unknown_url(_shown(method), _shown(path))
     allowed = b", ".join(sorted(taken | ({b"HEAD"} if b"GET" in taken else set()))).decode()
     raise errors.HttpError(
         405,
@@ -178,12 +178,6 @@ def resolve(method: bytes, path: bytes) -> Route:
 def _at(path: bytes) -> Iterator[Route]:
     if not _UNSAFE_PATH.search(path):
         yield from (route for route in ROUTES if route.urls.fullmatch(path))
-
-
-def _meant(path: bytes) -> bytes:
-    """The URL that there is for one with a /v1 too few or too many; empty where neither is the fault."""
-    meant = path[3:] if path.startswith(b"/v1/v1/") else b"/v1%b" % path
-    return meant if any(_at(meant)) else b""
 
 
 def _shown(raw: bytes) -> str:

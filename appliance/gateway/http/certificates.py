@@ -13,7 +13,6 @@ from runtime.moments import minute
 
 log = logging.getLogger("appliance.gateway")
 
-LOOK_EVERY_S = 2.0
 SAID_BEFORE_S = 14 * 86400.0
 
 
@@ -27,7 +26,6 @@ class Certificate:
         self.fault = ""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._next_look_s = 0.0
         try:
             self._seen = self._stamps()
             self._load()
@@ -37,11 +35,8 @@ class Certificate:
                 f"cannot be used ({error}), expected a PEM certificate chain and its unencrypted key"
             ) from error
 
-    def look(self, now_s: float, *, at_once: bool = False) -> bool:
-        """Load the files if they have changed; return whether anything did. now_s: the monotonic clock."""
-        if not at_once and now_s < self._next_look_s:
-            return False
-        self._next_look_s = now_s + LOOK_EVERY_S
+    def look(self) -> bool:
+        """Load the files if they have changed; return whether anything did."""
         before, self.fault = (self.fault, self._seen), ""
         try:
             if (seen := self._stamps()) != self._seen:

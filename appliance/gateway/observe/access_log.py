@@ -38,7 +38,7 @@ class AccessLog:
             "process": "gateway",
             "event": "request",
             "request_id": request.request_id.decode("latin-1"),
-            "key_id": None if caller is None else caller.id,
+            "key_id": caller.id or None,
             "method": "HEAD" if request.head_only else request.method.decode("latin-1"),
             "path": _NAMED.sub(rb"\1*", request.path)[:256].decode("latin-1"),
             "model": request.model or None,

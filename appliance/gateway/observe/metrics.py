@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Collection
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
-from appliance.gateway.observe.row_load import RowLoad
+from appliance.gateway.observe.load import RowLoad
 
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ADDED_SECONDS: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
 REQUEST_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MOST_SERIES: Final = 128
 """Triples of model, version and key class per process; beyond this the oldest is dropped. Rendering one takes 2 ms."""
-
-SeriesKey = tuple[str, str, str]
 _LABELS: Final = ("model", "version", "key_class")
 
 disable_created_metrics()
@@ -28,30 +25,35 @@ disable_created_metrics()
 class Metrics:
     """All counts of one process. Times in seconds.
 
-    events: things that happened to requests, by kind. series: triples of model, version and key class with samples,
-    the oldest first. rows: load by row of the routing table.
+    events: things that happened to requests, by kind. rows: load by row of the routing table. series: by model, version
+    and key class, the oldest first: what is counted of their requests, by name.
     """
 
     def __init__(self) -> None:
         self.events: defaultdict[str, int] = defaultdict(int)
         self.rows: defaultdict[str, RowLoad] = defaultdict(RowLoad)
-        self.series: dict[SeriesKey, None] = {}
+        self.series: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
         self.requests = counter("requests", "Requests answered, by route and status.", "route", "status")
         self.added = histogram("added", "From complete request to its sending upstream, unheld.", ADDED_SECONDS)
         self.held_for = histogram("held", "Time held requests waited for a replica.", SECONDS)
         text = "Inference requests ended, by model, version, key class and status."
-        self.answered = counter("model_requests", text, *_LABELS, "status")
+        self._answered = counter("model_requests", text, *_LABELS, "status")
         text = "Tokens of prompts (input) and answers (output), as engines counted them."
-        self.tokens = counter("tokens", text, *_LABELS, "direction")
-        self.cached = counter("cached_tokens", "Tokens of prompts in an engine's cache of prefixes.", *_LABELS)
-        text = "From complete request to the first body byte."
-        self.ttft = histogram("time_to_first_byte", text, SECONDS, *_LABELS)
-        text = "From complete request to the end of its answer."
-        self.duration = histogram("request", text, REQUEST_SECONDS, *_LABELS)
+        self._tokens = counter("tokens", text, *_LABELS, "direction")
+        text = "Tokens of prompts in an engine's cache of prefixes."
+        self._of_series = {
+            "cached": counter("cached_tokens", text, *_LABELS),
+            "first_byte": histogram(
+                "time_to_first_byte", "From complete request to the first body byte.", SECONDS, *_LABELS
+            ),
+            "duration": histogram(
+                "request", "From complete request to the end of its answer.", REQUEST_SECONDS, *_LABELS
+            ),
+        }
         text = "Streams: mean time from one token to the next."
-        self.per_token = histogram("time_per_output_token", text, SECONDS, *_LABELS)
+        self._per_token = histogram("time_per_output_token", text, SECONDS, *_LABELS)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"appliance_gateway_{name}", text, labels, registry=self.registry)
@@ -63,7 +65,7 @@ class Metrics:
     def first_byte(self, request: Request, now_s: float) -> None:
         """Record that the first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
-        self.ttft.labels(*self._series(request)).observe(seconds)
+        self._series(request)["first_byte"].observe(seconds)
         self.rows[request.row].first_byte(seconds, now_s)
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -71,50 +73,37 @@ class Metrics:
         self.requests.labels(request.route.name, request.status).inc()
         if not request.model:
             return
-        key, tokens, token_s = self._series(request), request.tokens, None
-        self.answered.labels(*key, request.status).inc()
-        self.duration.labels(*key).observe(now_s - request.received_s)
-        self.tokens.labels(*key, "input").inc(tokens.prompt)
-        self.tokens.labels(*key, "output").inc(tokens.completion)
-        self.cached.labels(*key).inc(tokens.found)
+        series, tokens, token_s = self._series(request), request.tokens, None
+        self._answered.labels(*series["labels"], request.status).inc()
+        series["duration"].observe(now_s - request.received_s)
+        series["input"].inc(tokens.prompt)
+        series["output"].inc(tokens.completion)
+        series["cached"].inc(tokens.found)
         # One event may carry several tokens: use their number if the engine reported it.
         written = tokens.completion or request.stream_events
         if request.stream_events and written > 1:
             token_s = (now_s - request.first_byte_s) / (written - 1)
-            self.per_token.labels(*key).observe(token_s)
+            self._per_token.labels(*series["labels"]).observe(token_s)
         self.rows[request.row].finished(request, token_s, now_s)
 
-    def counted_events(self) -> CounterMetricFamily:
-        """`events` as a metric; call it on the loop."""
-        family = CounterMetricFamily("appliance_gateway_events", "Things that happened to requests.", labels=["event"])
-        for event, count in sorted(self.events.items()):
-            family.add_metric([event], count)
-        return family
-
-    # -- bounds
-
-    def _series(self, request: Request) -> SeriesKey:
-        """The labels of this request's series; makes room for new ones."""
-        scopes: frozenset[str] = request.caller.scopes if request.caller is not None else frozenset()
-        key = request.model, request.model_version, key_class(scopes)
-        if key not in self.series and len(self.series) >= MOST_SERIES:
-            self._drop(next(iter(self.series)))
-        self.series[key] = None
-        return key
-
-    def _drop(self, key: SeriesKey) -> None:
-        del self.series[key]
-        labels = dict(zip(_LABELS, key, strict=True))
-        for metric in (self.answered, self.tokens, self.cached, self.ttft, self.duration, self.per_token):
-            metric.remove_by_labels(labels)
-
-    def forget_models(self, keep: Iterable[str]) -> None:
-        """Drop what is kept of models that left the table."""
-        kept = set(keep)
-        for key in [key for key in self.series if key[0] not in kept]:
-            self._drop(key)
-        for name in self.rows.keys() - kept:
+    def forget_models(self, keep: Collection[str]) -> None:
+        """Drop the load of models that left the table."""
+        for name in [name for name in self.rows if name not in keep]:
             del self.rows[name]
+
+    def _series(self, request: Request) -> dict[str, Any]:
+        """What is counted of requests like this one; makes room for new ones."""
+        key = request.model, request.model_version, key_class(request.caller.scopes)
+        if key not in self.series:
+            if len(self.series) >= MOST_SERIES:
+                oldest = next(iter(self.series))
+                del self.series[oldest]
+                for metric in (self._answered, self._tokens, self._per_token, *self._of_series.values()):
+                    metric.remove_by_labels(dict(zip(_LABELS, oldest, strict=True)))
+            made = {name: metric.labels(*key) for name, metric in self._of_series.items()}
+            made |= {way: self._tokens.labels(*key, way) for way in ("input", "output")}
+            self.series[key] = {"labels": key, **made}
+        return self.series[key]
 
 
 def key_class(scopes: frozenset[str]) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -59,10 +61,10 @@ class Tracing:
 
 
 class RequestSpans:
-    """The spans of one request; those still open at its end end with it."""
+    """The spans of one request."""
 
     def __init__(self, tracer: trace.Tracer, request: Request) -> None:
-        self._tracer, self._request = tracer, request
+        self._tracer, self._request, self._attempts = tracer, request, 0
         waited_s = time.monotonic() - request.received_s
         self.span: Span = tracer.start_span(
             "request",
@@ -72,38 +74,26 @@ class RequestSpans:
             attributes={"http.route": request.route.name, "request_id": request.request_id.decode()},
         )
         self._context = set_span_in_context(self.span)
-        self._hold: Span | None = None
-        self._attempt: Span | None = None
-        self._attempts = 0
 
-    def hold(self) -> None:
-        if self._hold is None:
-            self._hold = self._tracer.start_span("hold", context=self._context)
-
-    def unhold(self) -> None:
-        if self._hold is not None:
-            self._hold.end()
-            self._hold = None
-
-    def attempt(self) -> bytes:
-        """Record that the request goes to a replica now. Returns the `traceparent` for the engine."""
-        self._attempts = number = self._attempts + 1
-        request = self._request
-        ids: dict[str, str | int] = {"replica": request.replica, "version": request.model_version, "attempt": number}
-        self._attempt = self._tracer.start_span("attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids)
-        return _traceparent(self._attempt)
-
-    def attempt_ended(self, failed: bool) -> None:
-        if self._attempt is not None:
-            if failed:
-                self._attempt.set_status(_FAILED)
-            self._attempt.end()
-            self._attempt = None
+    @contextmanager
+    def part(self, name: str) -> Iterator[bytes]:
+        """A "hold", or an "attempt" at the replica that the request is on now. Gives its `traceparent`."""
+        kind, ids = SpanKind.INTERNAL, dict[str, str | int]()
+        if name == "attempt":
+            self._attempts += 1
+            request, kind = self._request, SpanKind.CLIENT
+            ids = {"replica": request.replica, "version": request.model_version, "attempt": self._attempts}
+        span = self._tracer.start_span(name, context=self._context, kind=kind, attributes=ids)
+        try:
+            yield _traceparent(span)
+        except BaseException:
+            span.set_status(_FAILED)
+            raise
+        finally:
+            span.end()
 
     def end(self) -> None:
         self._request.spans = None  # they refer to each other
-        self.unhold()
-        self.attempt_ended(failed=False)
         self.span.set_attributes(_attributes(self._request))
         if self._request.status >= 500:
             self.span.set_status(_FAILED)
@@ -118,7 +108,7 @@ def _attributes(request: Request) -> dict[str, str | int | float]:
         "http.response.status_code": request.status,
         "model": request.model,
         "version": version,
-        "key_id": request.caller.id if request.caller is not None else "",
+        "key_id": request.caller.id,
         "prompt_tokens": tokens.prompt,
         "completion_tokens": tokens.completion,
         "gen_ai.provider.name": "appliance",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from asyncio import Future
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -46,6 +46,7 @@ class Holds:
         self.count = 0
         self._queues: dict[str, FairQueue[Ticket]] = {}
         self._models: Counter[str] = Counter()
+        self._rows: defaultdict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
 
     def add(self, ticket: Ticket) -> Refusal | None:
         """Queue a request, or return why not."""
@@ -76,6 +77,8 @@ class Holds:
 
     def next(self, host: str, full: Collection[tuple[str, ...]] = ()) -> Ticket | None:
         """The request that is next for a place on these engines; it stays queued. full: rows without a place."""
+        if len(full) >= len(self._rows[host]):
+            return None  # without a look at each, of which there may be thousands
         return next((ticket for ticket in self._queues.get(host, ()) if ticket.rows not in full), None)
 
     def held(self, model: str) -> int:
@@ -95,7 +98,10 @@ class Holds:
     def _count(self, ticket: Ticket, change: int) -> None:
         self.count += change
         self._models[ticket.model] += change
+        self._rows[ticket.host][ticket.rows] += change
         if not self._models[ticket.model]:
             del self._models[ticket.model]
+        if not self._rows[ticket.host][ticket.rows]:
+            del self._rows[ticket.host][ticket.rows]
         if not self._queues[ticket.host]:
             del self._queues[ticket.host]

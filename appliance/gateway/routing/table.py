@@ -9,6 +9,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -119,10 +120,6 @@ class Caller(Struct, frozen=True):
     sessions: dict[Digest, Login] = {}
     secret: Digest = ""
 
-    @property
-    def scopes_header(self) -> bytes:
-        return ",".join(sorted(self.scopes)).encode()
-
     def has_expired(self, now_s: float) -> bool:
         """now_s: Unix time."""
         return self.expires_s is not None and self.expires_s <= now_s
@@ -137,29 +134,22 @@ class Caller(Struct, frozen=True):
         return self.models is None or model in self.models or model.partition("@")[0] in self.models
 
 
+NOBODY: Final = Caller("")
+"""Of a request without a key."""
 THE_BOX: Final = Caller("", frozenset({ADMIN}), owner="box")
 """Work that no key asked for, as a command on the box itself begins it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A login with the caller that it stands for. until_s: Unix time of its end."""
-
-    id: str
-    caller: Caller
-    until_s: float
 
 
 @dataclass(slots=True)
 class Table:
     """One generation of the routing table. keys: by the SHA-256 of the key, in hex. refused: errors of rows left out.
-    sessions: by the SHA-256 of a login's token."""
+    sessions: logins with the callers that they stand for, by the SHA-256 of the login's token."""
 
     generation: int
     models: list[Model] = field(default_factory=list)
     keys: dict[str, Caller] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    sessions: dict[str, Session] = field(default_factory=dict)
+    sessions: dict[str, tuple[Login, Caller]] = field(default_factory=dict)
 
 
 class Degraded(Struct, tag_field="type", tag="degraded"):
@@ -218,9 +208,10 @@ def _add_key(table: Table, digest: str, row: Raw) -> None:
     key = _KEYS.decode(row)
     table.keys[digest] = caller = msgspec.structs.replace(key, owner=key.owner or key.id, secret=digest)
     for token, login in key.sessions.items():
-        table.sessions[token] = Session(login.id, caller, login.until_s)
+        table.sessions[token] = login, caller
 
 
+@lru_cache(1024)
 def cache_salt(owner: str, own: str = "") -> str:
     """The `cache_salt` of an owner's requests. own: the request's own salt, which separates it further."""
     return f"{_digest(owner)}.{_digest(own)}" if own else _digest(owner)

@@ -1,5 +1,5 @@
-"""Takes requests from client connections, admits or refuses each, and has it answered.
+"""Takes requests from client connections, admits or refuses each, and relays it to an engine or the controller.
 
-Never: Relays anything to engines or controller itself.
-Begin with app.py, then exchange.py.
+Never: Chooses a replica (routing does) or says what a key may (access does).
+Begin with app.py, then inference.py.
 """

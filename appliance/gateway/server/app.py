@@ -12,6 +12,7 @@ import time
 from typing import Any, Final
 
 import orjson
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from appliance.gateway.access.auth import (
     LOGIN_BODY_BYTES,
@@ -22,18 +23,17 @@ from appliance.gateway.access.auth import (
     login_digest,
 )
 from appliance.gateway.access.request import Request
-from appliance.gateway.control.controller import Controller
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import FRONT_DOOR, KEYLESS, Kind, is_anthropic, plain_target, resolve
 from appliance.gateway.http import wire
-from appliance.gateway.inference.inference import Inference
-from appliance.gateway.observe.exposition import CONTENT_TYPE
-from appliance.gateway.payload.request_check import Checked, check_length, check_object, parsed_body
+from appliance.gateway.requests.request_check import Checked, check_length, check_object, parsed_body
 from appliance.gateway.routing.table import THE_BOX, Caller
-from appliance.gateway.state.exchange import ClientGone, Exchange
-from appliance.gateway.state.reports import metrics_text
-from appliance.gateway.state.state import State
+from appliance.gateway.server.controller import Controller
+from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.inference import Inference
+from appliance.gateway.server.reports import metrics_text
+from appliance.gateway.server.state import State
 from appliance.ui.site import TO_THE_PAGE, site
 from appliance.ui.site import answer as answer_file
 from runtime.moments import minute
@@ -84,7 +84,7 @@ class App:
             raise
         except Exception as error:  # noqa: BLE001 - logged, and the client is told
             log.error("a request was not answered", exc_info=error, extra=exchange.request.ids)
-            return errors.server_error(500, "The gateway failed.", "internal_error")
+            return HttpError(500, "The gateway failed.", code="internal_error")
         return None
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -104,9 +104,6 @@ class App:
         if route.kind is Kind.INFERENCE:
             await self._infer(exchange)
         elif route.kind is Kind.CONTROL:
-            caller, use = request.caller, request.use
-            assert caller is not None and use is not None
-            state.spending.admit_control(caller, use, state.limits)
             state.spending.opened_control(request, state.limits)
             await self._controller.relay(exchange)
         elif route.kind is Kind.LOGIN:
@@ -114,7 +111,7 @@ class App:
         elif route.kind is Kind.METRICS:
             theirs = await self._controller.metrics(request)
             own = await metrics_text(state, controller_up=bool(theirs))
-            await exchange.whole(200, CONTENT_TYPE, own + theirs)
+            await exchange.whole(200, CONTENT_TYPE_PLAIN_0_0_4.encode(), own + theirs)
         elif route.kind is Kind.PAGE:
             await self._page(exchange)
         else:
@@ -143,7 +140,6 @@ class App:
                 raise errors.unknown_url(request.method.decode(), request.path.decode("ascii", "replace"))
         elif route.kind is Kind.LOGIN:
             check_same_origin(request)
-            state.spending.admit_login(exchange.address)
         check_head(request, state.limits)
 
     def _of_key(self, digest: str) -> Caller:
@@ -163,11 +159,12 @@ class App:
         return caller
 
     def _of_login(self, request: Request, digest: str) -> Caller:
-        session = self._state.sessions.get(digest)
-        if session is None or session.until_s <= time.time():
+        found = self._state.sessions.get(digest)
+        if found is None or found[0].until_s <= time.time():
             raise errors.session_ended()
-        request.session = session.id
-        return session.caller
+        login, caller = found
+        request.session = login.id
+        return caller
 
     # -- inference
 
@@ -180,7 +177,6 @@ class App:
         """Check a request, in order of cost: the key's limits, the body's content, the model, the work that is asked
         for. None: the controller has answered it."""
         state, request, route = self._state, exchange.request, exchange.request.route
-        assert request.caller is not None and request.use is not None
         body = await exchange.body(state.limits.inference_body_bytes)
         request.received_s = request.complete_s
         state.spending.admit(request)
@@ -212,18 +208,22 @@ class App:
     def _check_model(self, request: Request, checked: Checked) -> None:
         """Raises HttpError unless the model does what is asked."""
         route, caller = request.route, request.caller
-        assert caller is not None
         if checked.ignored:
             request.ignored = checked.ignored
             told = "; ".join(value.decode() for _, value in checked.ignored)
             log.info("left out of the request, as no engine has it: %s", told, extra=request.ids)
         model = self._state.callable_model(checked.model, caller)
         if model.task != route.task:
-            raise errors.wrong_task(checked.model, route.name)
+            message = f"The model `{checked.model}` does not support {route.name}."
+            raise HttpError(400, message, param="model", code="model_not_supported")
         if model.max_model_len is not None:
             check_length(checked, model.max_model_len)
         if route.converses and not model.chats:
-            raise errors.no_chat_template(checked.model)  # before an engine is started for it
+            message = (
+                f"The model `{checked.model}` has no chat template, so it knows no conversations: ask it with "
+                "/v1/completions, or give it one with `appliance model deploy MODEL --chat-template FILE`."
+            )
+            raise HttpError(400, message, param="model", code="model_not_supported")  # before an engine is started
 
     # -- what the gateway knows itself
 

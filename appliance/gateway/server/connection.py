@@ -16,9 +16,9 @@ from uvicorn.server import ServerState
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.http.error_shapes import error_response
-from appliance.gateway.state.exchange import LINGER_S
-from appliance.gateway.state.state import State
+from appliance.gateway.http.wire import error_response
+from appliance.gateway.server.exchange import LINGER_S
+from appliance.gateway.server.state import State
 
 # With two of them two parsers could disagree.
 _ONCE: Final = frozenset(

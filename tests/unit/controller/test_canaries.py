@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from appliance.controller.access import model_access
-from appliance.controller.bus.load import Load, Times, VersionLoad
+from appliance.controller.bus.load import Load, VersionLoad
 from appliance.controller.models.activation import Activations
-from appliance.gateway.routing.canary_comparison import bucket
+from appliance.gateway.observe.load import bucket
 from appliance.store.objects import models
 from appliance.store.records import audit, canaries, deployments
 from appliance.store.rows import CanaryRow, DeploymentRow
@@ -42,8 +42,7 @@ def counted(control: Control, **versions: VersionLoad) -> None:
 
 
 def good(requests: int) -> VersionLoad:
-    times = Times({bucket(0.1): requests}, {bucket(1.0): requests})
-    return VersionLoad({"a": times}, {"a": (requests, 0)})
+    return VersionLoad(requests, 0, {bucket(0.1): requests}, {bucket(1.0): requests})
 
 
 async def look_later(control: Control, after_s: float) -> CanaryRow:
@@ -151,7 +150,7 @@ async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: C
 
 
 async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto(served: Control):
-    bad = VersionLoad(asked={"a": (20, 15)})
+    bad = VersionLoad(20, 15)
     await ask(served, "PUT", version="v2")
     counted(served, v2=bad, v1=good(180))
     assert (await look_later(served, 5)).state == "running"

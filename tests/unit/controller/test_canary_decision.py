@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from appliance.controller.bus.load import Times, VersionLoad
+from appliance.controller.bus.load import VersionLoad
 from appliance.controller.models.canary_decision import decide, p95_s
-from appliance.gateway.routing.canary_comparison import bucket
+from appliance.gateway.observe.load import bucket
 from appliance.store.rows import CanaryRow
 
 ROW = CanaryRow("m", "v2", "v1", 0.1, created_s=0.0, watch_s=600.0, min_requests=50)
@@ -12,8 +12,8 @@ OVER_S = 601.0
 
 
 def load(requests: int, errors: int = 0, *, first_s: float = 0.1, whole_s: float = 1.0) -> VersionLoad:
-    times = Times({bucket(first_s): requests - errors}, {bucket(whole_s): requests - errors})
-    return VersionLoad({"a": times}, {"a": (requests, errors)})
+    good = requests - errors
+    return VersionLoad(requests, errors, {bucket(first_s): good}, {bucket(whole_s): good})
 
 
 def verdict(new: VersionLoad, old: VersionLoad, now_s: float = OVER_S) -> str:

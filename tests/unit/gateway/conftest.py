@@ -21,7 +21,7 @@ import uvloop
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import cache_salt
-from appliance.gateway.state.state import State
+from appliance.gateway.server.state import State
 from runtime.network.sockets import private_socket
 from tests.unit.gateway.tables import parse_table
 

@@ -11,8 +11,8 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.fields import FIELDS, REFUSED
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.fields import FIELDS, REFUSED
+from appliance.gateway.requests.request_check import check_body
 
 from .conftest import Box, chat
 

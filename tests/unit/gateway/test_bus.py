@@ -16,8 +16,8 @@ from msgspec import ValidationError
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.bus import COUNTED, BusClient
-from appliance.gateway.observe.row_load import RECENT_S
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.observe.load import RECENT_S
+from appliance.gateway.server.reports import load_report
 from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, chat, request_bytes
@@ -100,7 +100,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
             "prefill_tokens_per_s": None,
             "arrived_requests": 1,
             "arrived_prompt_tokens": 3,
-            "arrived_prompts": {"7": 1},
+            "arrived_prompts": {7: 1},
             "first_tokens": {},
         }
     }

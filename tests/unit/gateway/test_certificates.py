@@ -11,9 +11,9 @@ import pytest
 from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
-from appliance.gateway.http.certificates import LOOK_EVERY_S, Certificate
-from appliance.gateway.state.reports import gauges, load_report
-from appliance.gateway.state.state import State
+from appliance.gateway.http.certificates import Certificate
+from appliance.gateway.server.reports import gauges, load_report
+from appliance.gateway.server.state import State
 
 from .certificates import self_signed
 from .conftest import Start, request_bytes
@@ -41,9 +41,8 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
     (note,) = load_report(box.state)["notes"]
     assert "expires in 5.0 days" in note and str(cert) in note
     self_signed(tmp_path, days=90, number=2)
-    now = time.monotonic() + LOOK_EVERY_S
     box.changes.clear()
-    await box.gateway.sweep(now)
+    await box.gateway.sweep(time.monotonic())
     assert await _serial(box.port) == 2 and box.changes == [True]
     assert load_report(box.state)["notes"] == []
     asked = await _metric(box.state)
@@ -96,9 +95,9 @@ def test_where_the_old_pair_is_back_nothing_is_wrong_any_more(tmp_path: Path) ->
     cert, key = self_signed(tmp_path, days=30)
     certificate = Certificate(str(cert), str(key))
     key.rename(tmp_path / "away")
-    assert certificate.look(0.0) and certificate.fault
+    assert certificate.look() and certificate.fault
     (tmp_path / "away").rename(key)
-    assert certificate.look(LOOK_EVERY_S) and certificate.fault == ""
+    assert certificate.look() and certificate.fault == ""
 
 
 def test_what_is_said_of_the_time_that_is_left(tmp_path: Path) -> None:

@@ -7,7 +7,12 @@ import random
 
 import pytest
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.answers.continuation import continuation_of
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.requests.request_check import check_body
+from appliance.gateway.server.stream import Stream
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -193,10 +198,13 @@ def test_any_cut_of_the_bytes_gives_the_same(seed: int) -> None:
     )
     draw = random.Random(seed)
     cuts = sorted(draw.sample(range(1, len(stream)), 15))
-    continuation = continuation_of("chat.completions", chat(stream=True, temperature=0, max_tokens=99))
+    route, body = resolve(b"POST", b"/v1/chat/completions"), chat(stream=True, temperature=0, max_tokens=99)
+    checked = check_body(route, json.dumps(body).encode(), Limits())
+    continuation = checked.continuation
     assert continuation is not None
+    relayed = Stream(Request(b"POST", b"/v1/chat/completions"), checked, hides_usage=False, most_bytes=0)
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    seen = b"".join(continuation.take(piece) for piece in pieces)
+    seen = b"".join(relayed.passed(event) for piece in pieces for event in relayed.events(piece))
     assert b"[1,2]" not in seen and b'"token_ids":' not in seen and seen.count(b"data: ") == 12
     resumed = json.loads(continuation.resume_body(None) or b"")
     assert resumed["prompt"] == [1, 2, *range(12)] and resumed["max_tokens"] == 99 - 12
@@ -220,5 +228,5 @@ def test_continuation_of_a_thought_is_not_possible(deltas: list[dict], resumes: 
     for number, delta in enumerate(deltas):
         choice = {"index": 0, "delta": delta, "token_ids": [number]}
         event = {"id": "a", "choices": [choice], "prompt_token_ids": [1, 2]}
-        continuation.take(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n")
+        continuation.event(b"data: " + json.dumps(event, separators=(",", ":")).encode())
     assert continuation.can_resume(None) is resumes

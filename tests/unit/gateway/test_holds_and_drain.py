@@ -8,7 +8,7 @@ import json
 import time
 from typing import Any
 
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.server.reports import load_report
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events, sends

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.answers.kept_completion import CompletionTranscript
+from appliance.gateway.answers.transcript import CompletionTranscript
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind, resolve
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 
 from .conftest import Box, Start, chat
 from .test_continuation import TEXT, TOKENS, greedy_engine
@@ -156,8 +156,9 @@ async def test_a_stream_past_what_may_be_gathered_passes_and_is_not_stored(
 
 def test_a_stream_with_an_error_in_it_is_not_stored() -> None:
     transcript = CompletionTranscript(b"{}")
-    told = WIRE.replace(b"data: [DONE]\n\n", b'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n')
-    assert transcript.take(told, 1 << 20) == told and not transcript.stores and not transcript.final
+    for event in WIRE.replace(b"data: [DONE]", b'data: {"error": {"code": 500}}\n\ndata: [DONE]').split(b"\n\n"):
+        assert transcript.event(event) == event
+    assert not transcript.stores
 
 
 @pytest.mark.parametrize("route", [URL, "/v1/responses"])

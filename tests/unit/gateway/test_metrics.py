@@ -11,10 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.observe.exposition import STALE_S, WRITE_EVERY_S, WorkerSnapshots, joined
 from appliance.gateway.observe.metrics import MOST_SERIES, Metrics, key_class
-from appliance.gateway.state.reports import metrics_text, series_text
-from appliance.gateway.state.state import State
+from appliance.gateway.server.reports import STALE_S, joined, metrics_text, write_snapshot
+from appliance.gateway.server.state import State
 
 from .conftest import Box, chat
 from .upstreams import Reply, UpstreamRequest
@@ -90,31 +89,23 @@ async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> N
         assert "traceparent" not in box.engines["e0"].requests[-1].headers
 
 
-async def test_workers_make_one_answer(tmp_path: Path) -> None:
+async def test_workers_make_one_answer(tmp_path: Path, monkeypatch: Any) -> None:
     states = [State(GatewayConfig("", str(tmp_path / "bus"), name=f"gateway-{n}", workers=2)) for n in range(2)]
     for state, count in zip(states, (2, 5), strict=True):
         state.metrics.requests.labels("a", 200).inc(count)
-    first, second = states
-    assert second.snapshots is not None
-    second.snapshots.write(await series_text(second), time.monotonic())
-    text = await metrics_text(first, controller_up=False)
-    assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
-    rows = values(text)
-    assert all("worker" in dict(labels) for _, labels in rows)
-    found = {dict(labels)["worker"]: value for (name, labels), value in rows.items() if name.endswith("requests_total")}
-    assert found == {"gateway-0": 2, "gateway-1": 5}
-    now_s = time.monotonic()
-    assert not second.snapshots.due(now_s) and second.snapshots.due(now_s + WRITE_EVERY_S)
+        await write_snapshot(state)
 
+    async def counted() -> dict[str, float]:
+        text = await metrics_text(states[0], controller_up=False)
+        assert text.count(b"# TYPE appliance_gateway_requests_total counter") == 1
+        rows = values(text)
+        assert all("worker" in dict(labels) for _, labels in rows)
+        return {dict(labels)["worker"]: value for (name, labels), value in rows.items() if name.endswith("ts_total")}
 
-def test_snapshots_of_a_worker_that_is_gone_are_left_out(tmp_path: Path, monkeypatch: Any) -> None:
-    text, bus = "# HELP a A.\n# TYPE a gauge\na 1\n", str(tmp_path / "bus.sock")
-    WorkerSnapshots(bus, "gone").write(text, 0.0)
-    assert WorkerSnapshots(bus, "gone").others() == []
-    assert WorkerSnapshots(bus, "me").others() == [text]
+    assert {name: value for name, value in (await counted()).items()} == {"gateway-0": 2, "gateway-1": 5}
     later = time.time() + STALE_S + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    assert WorkerSnapshots(bus, "me").others() == []
+    assert await counted() == {"gateway-0": 2}, "the other one is gone"
 
 
 def test_joined_puts_the_samples_of_one_name_together() -> None:
@@ -134,8 +125,6 @@ def test_series_beyond_the_bound_replace_the_oldest() -> None:
     assert {
         dict(labels)["version"] for name, labels in values(generate_latest(metrics.registry)) if "tokens" in name
     } == newest
-    metrics.forget_models([])
-    assert not metrics.series and not metrics.rows and b"v1" not in generate_latest(metrics.registry)
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
 
 

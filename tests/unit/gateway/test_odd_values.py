@@ -10,8 +10,8 @@ import pytest
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.fields import FIELDS
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.fields import FIELDS
+from appliance.gateway.requests.request_check import check_body
 from tests.e2e.request_fuzz import REQUESTS, changes
 
 PLAIN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "n"}], "seed": 1}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from appliance.gateway.state.reports import load_report
+from appliance.gateway.server.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes, salted
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events

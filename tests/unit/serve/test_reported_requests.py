@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.responses.utils import construct_input_messages, co
 
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.requests.request_check import check_body
 
 Body = dict[str, Any]
 USER = {"role": "user", "content": "How many boxes?"}

@@ -11,7 +11,7 @@ from appliance.controller.bus import demand_learning
 from appliance.controller.bus.arrivals import Arrivals
 from appliance.controller.bus.demand_learning import LOOK_S, DemandLearning, Traffic
 from appliance.controller.bus.load import Arrived, Load, Report, parse_report, total
-from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
+from appliance.gateway.observe.load import BUCKETS_PER_DOUBLING, SHORTEST_S
 from appliance.store.records import deployments, standby
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore

@@ -16,7 +16,7 @@ from typing import Final
 import aiohttp
 
 from appliance.gateway.http import wire
-from appliance.gateway.state.state import State
+from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
 
@@ -55,14 +55,11 @@ class Copies:
         refusals = 0
         while True:
             await self._came.wait()
-            batch = [self._waiting[0]]
-            for copy in itertools.islice(self._waiting, 1, None):
-                if sum(map(len, batch)) + len(copy) > BATCH_BYTES:
-                    break
-                batch.append(copy)
+            sizes = itertools.accumulate(map(len, self._waiting))
+            batch = list(itertools.islice(self._waiting, max(1, sum(size <= BATCH_BYTES for size in sizes))))
             status = await self._send(batch)
-            refusals = refusals + 1 if status is not None and status >= 300 else 0
-            if status is None or (status >= 500 and refusals <= MAX_REFUSALS):
+            refusals = refusals + 1 if status >= 300 else 0
+            if not status or (status >= 500 and refusals <= MAX_REFUSALS):
                 self.delivering = False
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -70,15 +67,14 @@ class Copies:
                 log.error("%d answered responses are not stored: the controller answered %d", len(batch), status)
                 self._state.metrics.events["responses_not_stored"] += len(batch)
                 refusals = 0
-            for copy in batch:
-                self._waiting.popleft()
-                self._bytes -= len(copy)
+            for _ in batch:
+                self._bytes -= len(self._waiting.popleft())
             self.delivering = bool(self._waiting)
             if not self._waiting:
                 self._came.clear()
 
-    async def _send(self, batch: list[bytes]) -> int | None:
-        """The controller's status; None if it did not answer."""
+    async def _send(self, batch: list[bytes]) -> int:
+        """The controller's status; 0 if it did not answer."""
         state = self._state
         headers = {"content-type": "application/json", **wire.own_identity(state.new_request_id(), state.token)}
         session = state.engines.of(state.config.controller_socket, lasting=False)
@@ -88,4 +84,4 @@ class Copies:
             ) as response:
                 return response.status
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return None
+            return 0

@@ -57,6 +57,7 @@ def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
     """Returns the places of keywords that a strict tool's calls are not held to. Raises HttpError 400 for structured
     output that engines do not enforce, or that is too large."""
     schemas = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
+    schemas = [(place, schema) for place, schema in schemas if schema is not None]
     for place, schema in schemas:
         if path := next(unenforced(schema), ""):
             raise errors.bad_request(
@@ -67,6 +68,8 @@ def check_structure(data: dict[str, Any], json_depth: int) -> list[str]:
             )
     strict, demanded = _enforced_tools(data)
     forms = [*schemas, *strict, *demanded]
+    if not forms:
+        return []
     for what, measure, most in _MOST:
         sizes = [measure(form) for _, form in forms]
         if sum(sizes) > most:
@@ -106,8 +109,8 @@ def _outputs(given: dict[str, Any], json_depth: int) -> Iterator[Form]:
             raise errors.bad_request(f"`{name}.json` is not JSON: {error}", param=f"{name}.json") from None
         check_depth([schema], json_depth, f"{name}.json")
     yield f"{name}.json", schema
-    yield f"{name}.regex", {"const": given.get("regex")}
-    yield f"{name}.choice", {"enum": given.get("choice")}
+    for key, keyword in (("regex", "const"), ("choice", "enum")):
+        yield f"{name}.{key}", {keyword: given[key]} if key in given else None
 
 
 def _enforced_tools(data: dict[str, Any]) -> tuple[list[Form], list[Form]]:

@@ -1,13 +1,11 @@
 """Finds the images and sounds of a body: refuses those that would have to be fetched, counts the others. Pure.
 
-A file's size in bytes says nothing of its tokens. Vision models cut an image into patches of some 28 × 28 pixels after
-resizing large ones. The real usage is charged when the engine reports it.
+A file's size in bytes says nothing of its tokens: vision models resize large images. The real usage is charged when the
+engine reports it.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from typing import Any, Final
 
@@ -16,14 +14,9 @@ from appliance.gateway.core import errors
 # Where a URL may be in a message: OpenAI's and vLLM's short forms, and what engines take instead of one.
 _URLS: Final = frozenset("image_url video_url audio_url file_url image_embeds audio_embeds image_pil".split())
 _INLINE: Final = re.compile(r"data:(image|audio)/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
-_PATCH_PIXELS: Final = 28 * 28
-_MOST_IMAGE_TOKENS: Final = 16_384
-UNKNOWN_IMAGE_TOKENS: Final = 1_024
-"""For an image of unreadable size."""
+_IMAGE_TOKENS: Final = 1_024
 _SOUND_CHARS: Final = 1_700
 """Of base64 per token: speech encoders make some 25 tokens of a second, which has 32,000 bytes."""
-_FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_HEAD_CHARS: Final = 64 * 1024
 
 
 def media_in(prompts: Any) -> tuple[int, int]:
@@ -38,7 +31,7 @@ def media_in(prompts: Any) -> tuple[int, int]:
         elif isinstance(node, dict):
             for kind, data in _media(node):
                 chars += len(data)
-                tokens += image_tokens(data) if kind == "image" else len(data) // _SOUND_CHARS
+                tokens += _IMAGE_TOKENS if kind == "image" else len(data) // _SOUND_CHARS
             if node.get("type") != "tool_use":  # whose arguments may have any names
                 stack.extend(value for value in node.values() if isinstance(value, (dict, list)))
     return chars, tokens
@@ -69,19 +62,6 @@ def _media(part: dict[str, Any]) -> list[tuple[str, str]]:
     elif isinstance(data, str) and isinstance(part.get("format"), str) and "type" not in part:
         found.append(("audio", data))  # OpenAI's input_audio
     return found
-
-
-def image_tokens(data: str) -> int:
-    """data: base64 of the file."""
-    from PIL import Image  # for the first image of a gateway
-
-    head = data[:_HEAD_CHARS]
-    try:
-        # Reads the head alone: nothing is decompressed.
-        width, height = Image.open(io.BytesIO(base64.b64decode(head[: len(head) & ~3])), formats=_FORMATS).size
-    except (OSError, ValueError, SyntaxError):
-        return UNKNOWN_IMAGE_TOKENS
-    return min(_MOST_IMAGE_TOKENS, max(1, width * height // _PATCH_PIXELS))
 
 
 def _remote(param: str) -> errors.HttpError:

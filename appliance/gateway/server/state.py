@@ -6,6 +6,7 @@ Everything runs on one event loop thread, so nothing here is locked.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -20,14 +21,13 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.http.sessions import Sessions
+from appliance.gateway.http.upstreams import Sessions
 from appliance.gateway.observe.access_log import AccessLog
-from appliance.gateway.observe.exposition import WorkerSnapshots
+from appliance.gateway.observe.load import Comparison
 from appliance.gateway.observe.metrics import Metrics
-from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Holds, Refusal
 from appliance.gateway.routing.router import Choice, Router
-from appliance.gateway.routing.table import Caller, Model, Session
+from appliance.gateway.routing.table import Caller, Login, Model
 from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class State:
 
     limits: the configured ones with the table's overrides. generation: of the current table, -1 before the first.
     buffered_bytes: of request bodies in memory. token: proves to the controller that a
-    request came through this gateway. session_ids: of `sessions`, the logins of the page by their tokens' SHA-256.
+    request came through this gateway. sessions: logins of the page by their tokens' SHA-256.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
@@ -52,7 +52,6 @@ class State:
         self.server = ServerState()
         self.exchanges: set[Any] = set()  # of `Exchange`, which stands above this
         self.metrics = Metrics()
-        self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
         self.engines = Sessions()
         self.router = Router(max_inflight=config.limits.replica_inflight)
@@ -61,8 +60,7 @@ class State:
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Caller] = {}
-        self.sessions: dict[str, Session] = {}
-        self.session_ids: frozenset[str] = frozenset()
+        self.sessions: dict[str, tuple[Login, Caller]] = {}
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
         self.stopping = False
@@ -92,18 +90,16 @@ class State:
         """Account for body bytes in memory. Raises HttpError 503 if all bodies together are too large."""
         if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
-        use = request.use
-        if use is not None:
-            if use.owner.body_bytes + nbytes > self.limits.owner_body_bytes:
-                raise errors.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
-            use.owner.body_bytes += nbytes
+        owner = request.use.owner
+        if owner.body_bytes + nbytes > self.limits.owner_body_bytes:
+            raise self.spending.too_many_at_once("bytes of request bodies", self.limits.owner_body_bytes)
+        owner.body_bytes += nbytes
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
     def release_body(self, request: Request) -> None:
         self.buffered_bytes -= request.buffered_bytes
-        if request.use is not None:
-            request.use.owner.body_bytes -= request.buffered_bytes
+        request.use.owner.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
 
     # -- models, and who waits for them
@@ -116,14 +112,20 @@ class State:
             raise self.unknown_model(name, caller)
         return model
 
-    def unknown_model(self, name: str, caller: Caller | None) -> HttpError:
+    def unknown_model(self, name: str, caller: Caller) -> HttpError:
         """The error for a name that is not in the table."""
         base, at, version = name.partition("@")
         row = self.router.models.get(base) if at else None
-        if row is None or caller is None or not caller.sees(row) or not caller.may_use(base):
+        if row is None or not caller.sees(row) or not caller.may_use(base):
             return errors.model_not_found(name)
-        served = {replica.version for replica in row.replicas} or {row.version}
-        return errors.version_not_served(base, version, sorted(served))
+        served = ", ".join(
+            f"`{name}`" for name in sorted({replica.version for replica in row.replicas} or {row.version})
+        )
+        message = (
+            f"The version `{version[:200]}` of the model `{base}` is not served now; {served} is. `appliance model "
+            f"rollback {base} --version VERSION` serves another, `appliance model canary {base} VERSION` both."
+        )
+        return HttpError(404, message, param="model", code="model_version_not_served")
 
     def next_try_s(self, name: str) -> float | None:
         """Seconds until the engines of a model are started again, if that is too long to wait."""
@@ -134,18 +136,17 @@ class State:
         left_s = trouble.next_try_s - time.time()
         return left_s if left_s > trouble.hold_before_s else None
 
-    def changed(self) -> None:
-        self.on_change(False)
-
     def not_ready(self, name: str, refusal: Refusal) -> HttpError:
         """The error for a request that may not wait (any longer) for a replica of this model."""
         self.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra={"model": name})
         model, retry_s = self.router.models.get(name), self.config.holds.retry_after_s
-        if model is None or model.trouble is None:
-            message = f"The model `{name}` is not ready: {refusal.value}. Please retry."
-            return errors.unavailable(message, "model_not_ready", retry_s)
-        return errors.not_serving(name, model.trouble.reason, self.next_try_s(name) or retry_s)
+        message = f"The model `{name}` is not ready: {refusal.value}. Please retry."
+        if model is not None and model.trouble is not None:
+            retry_s = max(math.ceil(self.next_try_s(name) or retry_s), 1)
+            reason = model.trouble.reason.rstrip(".")
+            message = f"The model `{name}` is not serving: {reason}. The next try is in {retry_s} s."
+        return errors.unavailable(message, "model_not_ready", retry_s)
 
     def held(self, model: str) -> None:
         """A request began to wait. Report it at once, because the controller wakes a sleeping model for it."""
@@ -177,25 +178,17 @@ class State:
         self.release_body(request)
         if request.counted:
             self.spending.closed(request)
-        if request.status == 503 and request.model and request.use is not None and request.use.batch:
+        if request.status == 503 and request.model and request.use.batch:
             self.spending.gave_way(request)
             request.model = ""  # it counts once, when it is answered
         self.metrics.finished(request, now_s)  # before `account`, which adds what no engine reported
         if request.model:
             self.spending.account(request)
-        elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
+        elif request.status == 429 or (request.route.kind is Kind.INFERENCE and request.status in range(400, 499)):
             self.spending.refused(request)
         if request.spans is not None:
             request.spans.end()
         self.access_log.add(request, now_s)
-
-
-def _is_refusal(request: Request) -> bool:
-    """Count inference requests answered here, and control requests over a limit."""
-    route = request.route
-    if route is None or route.kind is not Kind.INFERENCE:
-        return request.status == 429
-    return True
 
 
 def _token(path: str) -> bytes:

@@ -1,27 +1,31 @@
-"""Builds one gateway's load report for the controller, and its Prometheus text."""
+"""Builds one gateway's load report for the controller, and its Prometheus text.
+
+Each of several workers keeps a snapshot of its series beside the bus socket; the scraped one adds those of the others
+to its own. Each series has the label `worker`, so that to Prometheus a restarted worker resets only its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from appliance.gateway.core.config import GatewayConfig
-from appliance.gateway.observe.exposition import joined
-from appliance.gateway.observe.row_load import RowLoad
-from appliance.gateway.state.state import State
+from appliance.gateway.observe.load import RowLoad
+from appliance.gateway.server.state import State
+from runtime.replace_file import replace_file
 
 # Number of skipped table rows that a report lists one by one.
 REFUSED_ROWS_REPORTED: Final = 10
-
-
-# -- the load report
+STALE_S: Final = 30.0
+"""Age of a snapshot whose worker is gone; its successor writes to the same file."""
 
 
 def load_report(state: State) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def load_report(state: State) -> dict[str, Any]:
         "started_s": state.started_s,
         "replicas": {name: {"inflight": load.inflight} for name, load in state.router.loads.items()},
         "models": rows,
-        "canaries": state.comparison.report(),
+        "canaries": state.comparison.canaries,
         "notes": notes(state),
         "certificate_expires_s": None if state.certificate is None else state.certificate.expires_s,
     }
@@ -78,35 +82,58 @@ def notes(state: State) -> list[str]:
 async def metrics_text(state: State, *, controller_up: bool) -> bytes:
     """Series of this gateway, all its workers together."""
     up = _gauge("controller_up", "Whether the controller answered this scrape.", int(controller_up))
-    others = [] if state.snapshots is None else state.snapshots.others()
-    return joined([await series_text(state, up), *others])
+    return joined([await _series(state, up), *_snapshots_of_others(state)])
 
 
-async def series_text(state: State, *more: Metric) -> str:
+async def write_snapshot(state: State) -> None:
+    """Replace this worker's snapshot. A full disk loses a snapshot, nothing else."""
+    text = await _series(state)
+    with contextlib.suppress(OSError):
+        replace_file(_snapshot(state, state.config.name), text.encode())
+
+
+def _snapshots_of_others(state: State) -> Iterator[str]:
+    own = _snapshot(state, state.config.name)
+    for path in sorted(own.parent.glob(_snapshot(state, "*").name)):
+        with contextlib.suppress(OSError):
+            if path != own and time.time() - path.stat().st_mtime < STALE_S:
+                yield path.read_text()
+
+
+def _snapshot(state: State, worker: str) -> Path:
+    return Path(f"{state.config.bus_socket}.{worker}.metrics")
+
+
+def joined(texts: Iterable[str]) -> bytes:
+    """One text of several: the samples of one name are together, as the format requires."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        for family in f"\n{text.rstrip()}".split("\n# HELP ")[1:]:
+            about, kind, *samples = family.split("\n")
+            families.setdefault(f"# HELP {about}\n{kind}", []).extend(samples)
+    return "".join("\n".join((head, *samples)) + "\n" for head, samples in families.items()).encode()
+
+
+async def _series(state: State, *more: Metric) -> str:
     """Text of this worker's series and of `more`, with the label `worker` where there are several workers."""
-    of_now = [state.metrics.counted_events(), *gauges(state), *more]
-    # In a thread, as it may take 0.3 s; what is read of the state is read here.
-    return await asyncio.to_thread(_text, of_now, state.metrics.registry, state.config)
+    of_now, worker = [*gauges(state), *more], {"worker": state.config.name} if state.config.workers > 1 else {}
 
+    def text() -> str:
+        families = [*of_now, *state.metrics.registry.collect()]
+        for family in families:
+            family.samples = [sample._replace(labels=worker | sample.labels) for sample in family.samples]
+        collected: Any = SimpleNamespace(collect=lambda: families)
+        return generate_latest(collected).decode()
 
-def _text(of_now: list[Metric], registry: CollectorRegistry, config: GatewayConfig) -> str:
-    worker = {"worker": config.name} if config.workers > 1 else {}
-    families = [*of_now, *registry.collect()]
-    for family in families:
-        family.samples = [sample._replace(labels=worker | sample.labels) for sample in family.samples]
-    return generate_latest(_Collected(families)).decode()
-
-
-class _Collected(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
+    return await asyncio.to_thread(text)  # it may take 0.3 s
 
 
 def gauges(state: State) -> Iterator[Metric]:
     """What is so now."""
+    events = CounterMetricFamily("appliance_gateway_events", "Things that happened to requests.", labels=["event"])
+    for event, count in sorted(state.metrics.events.items()):
+        events.add_metric([event], count)
+    yield events
     yield _gauge("gateway_connections", "Open client connections.", len(state.connections))
     yield _gauge("gateway_table_generation", "Routing table in force, -1 before the first.", state.generation)
     yield _gauge("gateway_buffered_body_bytes", "Request bodies in memory.", state.buffered_bytes)

@@ -22,11 +22,11 @@ from appliance.gateway.answers.transcript import joined
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
-from appliance.gateway.http.sessions import read_up_to
-from appliance.gateway.inference.copies import Copies
-from appliance.gateway.payload.request_check import Checked, check_body
-from appliance.gateway.state.exchange import ClientGone, Exchange
-from appliance.gateway.state.state import State
+from appliance.gateway.http.upstreams import read_up_to
+from appliance.gateway.requests.request_check import Checked, check_body
+from appliance.gateway.server.copies import Copies
+from appliance.gateway.server.exchange import ClientGone, Exchange
+from appliance.gateway.server.state import State
 
 ERROR_BODY_BYTES: Final = 64 * 1024
 METRICS_PATH: Final = "/admin/v1/metrics"
@@ -93,7 +93,7 @@ class Controller:
                     yield response
                     return
             except aiohttp.SocketTimeoutError:
-                raise errors.server_error(504, "The controller did not answer in time.", "timeout") from None
+                raise HttpError(504, "The controller did not answer in time.", code="timeout") from None
             except (aiohttp.ClientError, OSError) as error:
                 if isinstance(error.__cause__, (HttpError, ClientGone)):
                     raise error.__cause__ from None  # the body broke off
@@ -125,11 +125,9 @@ class Controller:
     async def with_previous(self, request: Request, body: bytes, checked: Checked) -> tuple[bytes, Checked]:
         """A request with `previous_response_id`, and the whole conversation as its input. Raises HttpError."""
         state, transcript, limit = self._state, checked.transcript, self._state.limits.inference_body_bytes
-        assert transcript is not None and request.caller is not None and request.use is not None
-        # It counts against the controller: a hundred bytes can name a conversation of megabytes.
-        state.spending.admit_control(request.caller, request.use, state.limits)
+        assert transcript is not None
         asks = Request(b"GET", b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode())
-        async with self._answer(asks, wire.identity(request, state.token), None) as response:
+        async with self._answer(asks, list(wire.identity(request, state.token).items()), None) as response:
             earlier = await read_up_to(response.content, limit + 1)
             if response.status != 200:
                 raise errors.from_upstream(response.status, earlier)

@@ -1,7 +1,7 @@
 """Checks an inference body. Pure: takes bytes, returns the few facts the gateway needs or raises HttpError.
 
 A body's size bounds what parsing costs: orjson reads it once and refuses NaN, infinities, lone surrogates and invalid
-UTF-8. readings/ makes of it what the client means; where that is another body, the engine gets that one, and else the
+UTF-8. meant.py makes of it what the client means; where that is another body, the engine gets that one, and else the
 client's bytes.
 """
 
@@ -14,16 +14,14 @@ from typing import Any, Final
 import orjson
 
 from appliance.gateway.answers.continuation import CHAT, Continuation, continuation_of
-from appliance.gateway.answers.kept_completion import kept_completion
-from appliance.gateway.answers.transcript import Transcript, transcript_of
-from appliance.gateway.answers.usage import TokenRequest
+from appliance.gateway.answers.transcript import Transcript, of_completion, of_response
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, RESPONSES, Route
-from appliance.gateway.payload.fields import check_fields, prompts_in
-from appliance.gateway.payload.structure import check_depth, check_structure
-from appliance.gateway.readings.media import media_in
-from appliance.gateway.readings.request import IGNORED_KEYWORDS, as_meant, header
+from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.requests.fields import check_fields, prompts_in
+from appliance.gateway.requests.meant import IGNORED_KEYWORDS, as_meant, header
+from appliance.gateway.requests.media import media_in
+from appliance.gateway.requests.structure import check_depth, check_structure
 
 Pairs = Sequence[tuple[bytes, bytes]]
 
@@ -31,7 +29,6 @@ MODEL_NAME_CHARS: Final = 512
 DEFAULT_COMPLETION_TOKENS: Final = 256
 PREFIX_CHARS: Final = 512
 _BRACKETS: Final = 1 << 20
-_UNBOUNDED: Final = 1 << 20
 # No tokenizer makes fewer tokens of a prompt worth reading; an engine would read all of it to say that it is too long.
 # Of a prompt that it shortens it reads all too, at up to 460 bytes of memory for each character.
 _BYTES_OF_A_TOKEN: Final = 16
@@ -44,11 +41,12 @@ _SEQUENCES_OF_ONE, _INPUTS_OF_ONE = 16, 64
 class Checked:
     """What a checked request asks for.
 
-    prompt: its messages, items or prompts. prompt_tokens: estimated; tokens: with the completion; asked: the same for
-    quotas. weight: as how many open requests it counts for its owner. asks_usage: the client wants its stream's usage
-    as an event. rewritten: the body as an engine reads it, if that is another one; ignored: headers that name what is
-    left out of it. text_length: of its longest prompt, in characters, bytes or tokens. cut: an engine shortens a prompt
-    that is too long. named: what the client calls the person or conversation that it serves.
+    prompt: its messages, items or prompts. prompt_tokens: estimated; tokens: with the completion. sequences: an
+    engine's slots that it takes; weight: as how many open requests it counts for its owner. asks_usage: the client
+    wants its stream's usage as an event. rewritten: the body as an engine reads it, if that is another one; ignored:
+    headers that name what is left out of it. text_length: of its longest prompt, in characters, bytes or tokens. cut:
+    an engine shortens a prompt that is too long. named: what the client calls the person or conversation that it
+    serves.
     """
 
     model: str
@@ -56,7 +54,7 @@ class Checked:
     prompt: Any
     prompt_tokens: int
     tokens: int
-    asked: TokenRequest
+    sequences: int
     weight: int
     asks_usage: bool
     text_length: int
@@ -130,8 +128,7 @@ def parsed_body(body: bytes) -> dict[str, Any]:
 def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
     """Check a body of this many bytes, as returned by `parsed_body`. Raises HttpError 400 like `check_body`."""
     check_depth(given, limits.json_depth)
-    reading = as_meant(route.name, given)
-    data = reading.data
+    data, ignored = as_meant(route.name, given)
     check_fields(route.name, data)
     keywords = check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
@@ -149,29 +146,29 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     transcript: Transcript | None = None
     if route.name in (RESPONSES, INPUT_TOKENS):
         # As the client sent it: that is what it lists, and what a later turn is read from.
-        transcript = transcript_of(given, counts=route.name == INPUT_TOKENS)
+        transcript = of_response(given, stores=route.name == RESPONSES)
     elif route.name == CHAT:
-        transcript = kept_completion(given)
+        transcript = of_completion(given)
     stream = data.get("stream", False)
     limit = next((data[n] for n in ("max_completion_tokens", "max_tokens", "max_output_tokens") if data.get(n)), 0)
     several = isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     text_length = max(map(len, prompt)) if several else body_bytes - media_chars
     prompt_tokens = max(0, body_bytes - media_chars) // 4 + media_tokens
-    completes = route.task != "embed" and route.name not in (INPUT_TOKENS, COUNT_TOKENS)
+    weight = max(1, -(-sequences // _SEQUENCES_OF_ONE), -(-inputs // _INPUTS_OF_ONE))
     return Checked(
         model=data["model"],
         stream=stream,
         prompt=prompt,
         prompt_tokens=prompt_tokens,
         tokens=prompt_tokens + min(limit or DEFAULT_COMPLETION_TOKENS, 4096) * sequences,
-        asked=TokenRequest(prompt_tokens, (limit or _UNBOUNDED) * sequences if completes else 0, sequences),
-        weight=max(1, -(-sequences // _SEQUENCES_OF_ONE), -(-inputs // _INPUTS_OF_ONE)),
+        sequences=max(sequences, weight),
+        weight=weight,
         asks_usage=stream and data.get("stream_options", {}).get("include_usage") is True,
         text_length=text_length,
         cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
         cache_salt=data.get("cache_salt", ""),
         named="\n".join(str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")),
-        ignored=[*reading.headers, *header(IGNORED_KEYWORDS, keywords)],
+        ignored=[*ignored, *header(IGNORED_KEYWORDS, keywords)],
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
         rewritten=b"" if data is given else orjson.dumps(data),

@@ -6,7 +6,7 @@
   to one more after that, and to no third.
 - After that a greedy stream goes on if another engine can generate the same tokens (answers/continuation.py); any
   other ends with an error event.
-- Of a good answer the bytes pass unchanged, but for what relayed_stream.py and the transcript of a stored one rewrite.
+- Of a good answer the bytes pass unchanged, but for what stream.py rewrites.
 - A request of class batch (header `x-appliance-class: batch`) is never held, and is no demand.
 """
 
@@ -16,31 +16,33 @@ import asyncio
 import logging
 import time
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import aiohttp
 
 from appliance.gateway.answers.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS, RESUME_PATH
-from appliance.gateway.answers.usage import ASK_FOR_USAGE
+from appliance.gateway.answers.transcript import token_count
 from appliance.gateway.core import errors
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIELDS
 from appliance.gateway.http import wire
-from appliance.gateway.http.sessions import read_up_to
-from appliance.gateway.inference.copies import Copies
-from appliance.gateway.inference.engines import AttemptFailed, Failure, answer_of, is_alive
-from appliance.gateway.inference.relayed_stream import ERROR_EVENT, RelayedStream, event_error
-from appliance.gateway.payload.request_check import Checked, with_fields, with_model
+from appliance.gateway.http.upstreams import AttemptFailed, Failure, answer_of, is_alive, read_up_to
+from appliance.gateway.requests.request_check import Checked, with_fields, with_model
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
-from appliance.gateway.state.exchange import Exchange
-from appliance.gateway.state.state import State
+from appliance.gateway.server.copies import Copies
+from appliance.gateway.server.exchange import Exchange
+from appliance.gateway.server.state import State
+from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
 
 log = logging.getLogger("appliance.gateway")
 
 _ERROR_BYTES: Final = 64 * 1024
 # Largest answer of an engine to a request that counts tokens.
 _TOKEN_IDS_BYTES: Final = 64 << 20
+_ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 _HELD: Final = b": held\n\n"
 MAX_FAILURES: Final = 3
 MAX_DEATHS: Final = 2
@@ -57,7 +59,6 @@ class Inference:
 
     def __init__(self, state: State, copies: Copies, exchange: Exchange, checked: Checked, body: bytes) -> None:
         request, caller = exchange.request, exchange.request.caller
-        assert caller is not None
         self.state, self.copies, self.exchange, self.checked = state, copies, exchange, checked
         self.request, self.caller = request, caller
         self.model = self.row = checked.model
@@ -66,15 +67,14 @@ class Inference:
         salt = "" if state.config.prefix_cache_shared else cache_salt(caller.owner, checked.cache_salt)
         self.salt = b',"cache_salt":"%b"' % salt.encode() if salt else b""
         hides_usage = checked.stream and not checked.asks_usage and request.route.name in (CHAT, COMPLETIONS)
-        asks = (ASK_FOR_USAGE if hides_usage else b"") + (ASK_FOR_TOKEN_IDS if checked.continuation else b"")
+        asks = (_ASK_FOR_USAGE if hides_usage else b"") + (ASK_FOR_TOKEN_IDS if checked.continuation else b"")
         self.body = with_fields(body, self.salt + asks) if self.salt or asks else body
-        self.stream = RelayedStream(request, hides_usage=hides_usage)
-        counts_only = request.route.name in (INPUT_TOKENS, COUNT_TOKENS)
+        self.stream = Stream(request, checked, hides_usage=hides_usage, most_bytes=state.limits.stored_response_bytes)
         self.work = exchange.work = Work(
             caller.owner,
             checked.tokens,
             checked.prompt_tokens,
-            sequences=0 if counts_only else max(checked.asked.sequences, checked.weight),
+            sequences=0 if request.route.name in (INPUT_TOKENS, COUNT_TOKENS) else checked.sequences,
             beginning=zlib.crc32(checked.prefix(), zlib.crc32(salt.encode())),
             batch=request.headers.get(wire.CLASS) == b"batch",
         )
@@ -101,8 +101,6 @@ class Inference:
                 self._compare(choice, failed=True, why=failure.why)
                 self._prepare_retry(failure, choice)
             finally:
-                if self.request.spans is not None:
-                    self.request.spans.attempt_ended(failed=not self.exchange.finished)
                 self.exchange.choice = None
                 self.state.ended(choice)
         await self._send_ending()
@@ -127,7 +125,7 @@ class Inference:
         self.row = self.request.row = choice.model
         self.exchange.choice = choice
         self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
-        state.changed()
+        state.on_change(False)
         return choice
 
     def _rows(self) -> tuple[str, ...]:
@@ -150,21 +148,22 @@ class Inference:
         if (refusal := state.holds.add(ticket)) is not None:
             raise state.not_ready(self.model, refusal)
         request.row, self.exchange.ticket = self.model, ticket
-        if request.spans is not None:
-            request.spans.hold()
         try:
             state.held(self.model)
-            return await self._place_before_deadline(place)
+            with self._span("hold"):
+                return await self._place_before_deadline(place)
         except BaseException:
             if not state.holds.remove(ticket) and place.done() and place.exception() is None:
                 state.ended(place.result())  # it got a place and left in the same turn
             raise
         finally:
             self.exchange.ticket = None
-            state.changed()
+            state.on_change(False)
             state.metrics.held_for.observe(time.monotonic() - now_s)
-            if request.spans is not None:
-                request.spans.unhold()
+
+    def _span(self, name: str) -> AbstractContextManager[bytes]:
+        """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
+        return nullcontext(self.request.trace) if self.request.spans is None else self.request.spans.part(name)
 
     async def _place_before_deadline(self, place: asyncio.Future[Choice]) -> Choice:
         """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
@@ -201,24 +200,24 @@ class Inference:
             "x-request-id": state.new_request_id().decode(),
             "x-vllm-priority": str(choice.priority),
         }
-        trace = request.trace if request.spans is None else request.spans.attempt()
-        if trace:
-            headers["traceparent"] = trace.decode()
         body, session = self._body_for(choice), state.engines.of(choice.replica.socket)
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
-            named = response.headers.get("x-appliance-model-version")
-            if named is not None and not self._may_be_adapter():
-                # The engine knows the version of its first token; the table may lag behind a swap.
-                request.model_version = named
-            if response.status >= 400:
-                raise await self._refusal(response, session)
-            if response.content_type == "text/event-stream":
-                await self._relay_stream(response, choice, session)
-            else:
-                await self._relay_whole(response, choice)
+        with self._span("attempt") as trace:
+            if trace:
+                headers["traceparent"] = trace.decode()
+            async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
+                named = response.headers.get("x-appliance-model-version")
+                if named is not None and not self._may_be_adapter():
+                    # The engine knows the version of its first token; the table may lag behind a swap.
+                    request.model_version = named
+                if response.status >= 400:
+                    raise await self._refusal(response, session)
+                if response.content_type == "text/event-stream":
+                    await self._relay_stream(response, choice, session)
+                else:
+                    await self._relay_whole(response, choice)
 
     def _body_for(self, choice: Choice) -> bytes:
         """The body with the name by which this row's engines know the model."""
@@ -233,30 +232,28 @@ class Inference:
     async def _relay_stream(
         self, response: aiohttp.ClientResponse, choice: Choice, session: aiohttp.ClientSession
     ) -> None:
-        exchange, continuation = self.exchange, self.checked.continuation
-        began = False
+        exchange, stream, began = self.exchange, self.stream, False
+        stream.begin()
         async for piece in response.content.iter_any():
-            if not began:
-                if not self.relayed and piece.startswith(ERROR_EVENT):
-                    await self._check_alive(piece, session)
-                began = True
-                await self._begin(choice)
-            if continuation is not None:
-                piece = continuation.take(piece)
-                if (at := piece.find(ERROR_EVENT)) >= 0:
-                    await exchange.write(self.stream.take(self._noted(piece[:at])))
-                    piece = piece[at:]
-                    # An engine's last event reports its own death, which must not reach a client whose stream goes on.
-                    await self._check_alive(piece, session)
-            await exchange.write(self.stream.take(self._noted(piece)))
+            passed: list[bytes] = []
+            for event in stream.events(piece):
+                # An engine's last event reports its own death, which must not reach a client whose stream goes on.
+                hides_death = not self.relayed or self.checked.continuation is not None
+                if hides_death and event.startswith(ERROR_EVENT) and await self._is_fatal(event, session):
+                    await exchange.write(b"".join(passed))
+                    raise AttemptFailed(Failure.DIED)
+                if not began:
+                    began = True
+                    await self._begin(choice)
+                passed.append(stream.passed(event))
+            self._keep_copy()  # the client may leave once it has the last event
+            await exchange.write(b"".join(passed))
         if not began:
             raise AttemptFailed(Failure.DIED)
-        rest = self.stream.take(self._noted(b"", last=True), last=True)
-        if not self.stream.ended_well():
+        if not stream.ended:
             self.state.metrics.events["stream_unfinished"] += 1
-            await exchange.write(rest)
-            raise AttemptFailed(Failure.BROKEN if continuation is None else Failure.DIED)
-        await exchange.finish(rest)
+            raise AttemptFailed(Failure.BROKEN if self.checked.continuation is None else Failure.DIED)
+        await exchange.finish()
 
     async def _begin(self, choice: Choice) -> None:
         """The head of a stream, or a comment where the client has it: it was held, or goes on."""
@@ -270,21 +267,20 @@ class Inference:
     async def _relay_whole(self, response: aiohttp.ClientResponse, choice: Choice) -> None:
         """A plain answer is kept until it is whole, so that another engine can still give it, unless it is too long."""
         exchange, transcript, limits = self.exchange, self.checked.transcript, self.state.limits
-        most = limits.buffered_response_bytes
-        if transcript is not None and transcript.counts:
-            most = _TOKEN_IDS_BYTES
-        elif transcript is not None and transcript.stores:
-            most = limits.stored_response_bytes
+        counts = self.request.route.name == INPUT_TOKENS
+        stores = transcript is not None and transcript.stores
+        most = limits.stored_response_bytes if stores else limits.buffered_response_bytes
+        most = _TOKEN_IDS_BYTES if counts else most
         body = await read_up_to(response.content, most + 1)
         self._first_bytes(choice)
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         headers, is_whole = [(wire.VERSION, self._version()), exchange.processing()], len(body) <= most
         if is_whole and transcript is not None:
-            body = transcript.whole(body)
+            body = token_count(body) if counts else transcript.whole(body)
             self._keep_copy()
-        elif transcript is not None and transcript.stores:
+        elif stores:
             self.state.metrics.events["responses_not_stored"] += 1
-        self.stream.read_usage(body)
+        self.stream.read_whole(body)
         if exchange.head_sent:
             raise errors.engine_failed()  # comments have opened a stream, and the engine gave a plain answer
         if is_whole:
@@ -295,7 +291,7 @@ class Inference:
             await exchange.begin(200, [(b"content-type", kind), *headers])
             await exchange.write(body)
             async for piece in response.content.iter_any():
-                self.stream.read_usage(piece)
+                self.stream.read_whole(piece)
                 await exchange.write(piece)
             await exchange.finish()
 
@@ -317,25 +313,16 @@ class Inference:
     async def _send_ending(self) -> None:
         """All tokens of a stream were sent before its engine died: only its ending is missing."""
         assert self.checked.continuation is not None
-        ending = self._noted(self.checked.continuation.ending(), last=True)
-        await self.exchange.finish(self.stream.take(ending, last=True))
-
-    def _noted(self, piece: bytes, *, last: bool = False) -> bytes:
-        """What of a stream's bytes goes to the client, once its transcript, if it has one, has read them."""
-        if self.checked.transcript is not None:
-            piece = self.checked.transcript.take(piece, self.state.limits.stored_response_bytes, last=last)
-            self._keep_copy()
-        return piece
+        ending = b"".join(map(self.stream.relayed, self.checked.continuation.ending()))
+        self._keep_copy()
+        await self.exchange.finish(ending)
 
     def _keep_copy(self) -> None:
-        """Once the answer is whole, its usage and, where it is to be stored, its copy."""
-        transcript, tokens = self.checked.transcript, self.request.tokens
-        assert transcript is not None
-        if transcript.final and transcript.tells_usage:
-            tokens.prompt, tokens.completion = transcript.prompt_tokens, transcript.completion_tokens
-        if transcript.final and transcript.stores:
+        """Once an answer is whole that is to be stored."""
+        transcript = self.checked.transcript
+        if transcript is not None and transcript.final and transcript.stores:
             self.copies.add(transcript.copy(self.caller.id))
-        transcript.final = b""
+            transcript.final = b""  # once
 
     # -- refusals and failures
 
@@ -353,11 +340,10 @@ class Inference:
             return AttemptFailed(Failure.DIED)
         return AttemptFailed(Failure.REFUSED, error)
 
-    async def _check_alive(self, events: bytes, session: aiohttp.ClientSession) -> None:
-        """Raises AttemptFailed if the first event is an error of which the engine died."""
-        error = event_error(events)
-        if error is not None and error.status >= 500 and not await is_alive(session):
-            raise AttemptFailed(Failure.DIED)
+    async def _is_fatal(self, event: bytes, session: aiohttp.ClientSession) -> bool:
+        """Whether the engine died of the error in this event."""
+        error = event_error(event)
+        return error is not None and error.status >= 500 and not await is_alive(session)
 
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
         """Prepare the next attempt. Raises HttpError where there is none."""
@@ -380,7 +366,11 @@ class Inference:
         if len(self.died_on) >= MAX_DEATHS:
             state.metrics.events["condemned"] += 1
             log.warning("two engines died of this request: it is not sent again", extra=request.ids)
-            raise errors.engines_died_of_it()
+            message = (
+                "Two engines of this model ended while they had this request, so it is sent to no other. Please change "
+                "it, or ask whoever runs the box what the engines' logs say."
+            )
+            raise HttpError(502, message, code=errors.ENGINES_DIED, should_retry=False)
         if self.failures >= MAX_FAILURES:
             raise failure.error
         if self.relayed:
@@ -407,7 +397,6 @@ class Inference:
         self.state.comparison.add(
             self.model,
             choice.replica.version,
-            self.caller.owner,
             failed=failed,
             first_byte_s=first_s - request.sent_s if first_s >= request.sent_s else None,
             duration_s=now_s - request.sent_s,

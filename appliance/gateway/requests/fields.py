@@ -1,6 +1,6 @@
 """The fields that inference requests may have, by route: type and bounds of each, declared once. Pure.
 
-Nulls are no fields: readings/request.py has left them out.
+Nulls are no fields: meant.py has left them out.
 
 An allowlist: engines ignore unknown fields silently, OpenAI refuses them, and so does this gateway. A test compares the
 tables with vLLM's request models and with OpenAI's SDK.

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import HttpError
-from appliance.gateway.http import error_shapes, wire
+from appliance.gateway.http import wire
 from appliance.gateway.routing.holds import Ticket
 from appliance.gateway.routing.router import Choice, Work
 
 if TYPE_CHECKING:
-    from appliance.gateway.state.state import State
+    from appliance.gateway.server.state import State
 
 # The rest of a refused request's body is read for this long, and so much of it: closing with unread bytes resets the
 # connection, which can destroy the answer on its way.
@@ -28,6 +28,8 @@ LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
 # A refused request with a larger body than this ends its connection.
 _DISCARD_BYTES: Final = 256 * 1024
+# What a socket takes at once.
+_SMALL_BYTES: Final = 32 * 1024
 Pairs = Sequence[tuple[bytes, bytes]]
 
 
@@ -47,7 +49,6 @@ class Exchange:
         for name, value in scope["headers"]:
             headers[name] = b"%b, %b" % (headers[name], value) if name in headers else value
         self.request = Request(scope["method"].encode(), scope["target"], headers)
-        self.address: str = scope["client"][0] if scope["client"] else ""
         self.head_sent = self.sse = self.finished = False
         self.ended: HttpError | None = None
         self.work: Work | None = None
@@ -56,7 +57,6 @@ class Exchange:
         self.body_complete = not (self.request.chunked or self.request.content_length)
         self._receive, self._send = receive, send
         self._task = asyncio.current_task()
-        self._between_events = b""
 
     def end(self, error: HttpError) -> None:
         """Answer this error in place of what runs: the key was revoked, or the box stops."""
@@ -125,7 +125,6 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         if data:
             await self._out({"type": "http.response.body", "body": data, "more_body": True})
-            self._between_events = b"" if data.endswith(b"\n\n") else b"\n\n"
             self.request.sent_bytes += len(data)
 
     async def finish(self, data: bytes = b"") -> None:
@@ -136,8 +135,10 @@ class Exchange:
     async def whole(self, status: int, content_type: bytes, body: bytes, headers: Pairs = ()) -> None:
         typed = [(b"content-type", content_type), *headers, (b"content-length", b"%d" % len(body))]
         await self.begin(status, typed)
-        await self.write(body)  # so that the end waits for a client that reads slowly
-        await self.finish()
+        if len(body) > _SMALL_BYTES:
+            await self.write(body)  # so that the end waits for a client that reads slowly
+            body = b""
+        await self.finish(body)
 
     async def fail(self, error: HttpError) -> None:
         """Answers an error: as the whole answer, as an event of a stream, or, within a plain body, by ending the
@@ -148,12 +149,12 @@ class Exchange:
         if self.sse:
             self.state.metrics.events["stream_error"] += 1
             self.connection.running.keep_alive = False
-            await self.finish(self._between_events + error_shapes.event(error, request, request.stream_events))
+            await self.finish(wire.error_event(error, request, request.stream_events))
         elif self.head_sent:
             self.state.metrics.events["response_aborted"] += 1
             self.connection.abort()
         else:
-            status, body = error_shapes.shaped(error, request, request.request_id)
+            status, body = wire.shaped(error, request, request.request_id)
             headers = [(b"content-type", b"application/json"), *wire.error_headers(error)]
             unread = not self.body_complete and (request.chunked or (request.content_length or 0) > _DISCARD_BYTES)
             if error.close or unread:
