@@ -78,10 +78,8 @@ MORE: dict[Route, list[Any]] = {
     ],
     ("POST", "/v1/evals/{eval_id}/runs"): [{"data_source": _TEMPLATE}, {"data_source": _JUDGED}],
     ("POST", "/admin/v1/plan"): [{"serve": {"model": MODEL}}],
-    ("POST", "/v1/files/{file_id}/check"): [{"words": ["a"], "leave_out": ["duplicates"], "against": "{file-2}"}],
-    ("POST", "/v1/files/{file_id}/prepare"): [
-        {"drop": ["duplicates"], "words": ["a"], "mix": [{"file": "{file-2}", "share": 0.5}]}
-    ],
+    ("POST", "/v1/files/{file_id}/check"): [{"against": "{file-2}"}],
+    ("POST", "/v1/files/{file_id}/prepare"): [{"drop": ["duplicates"], "split": 0.5}],
     ("POST", "/v1/responses"): [
         {
             "model": MODEL,

@@ -159,8 +159,9 @@ def _nothing_by_itself(rounds: dict[str, Callable[[], Awaitable[None]]]) -> Iter
     async def process(_: DataWork, request: Any) -> dict[str, Any]:
         if "prepare" not in request:
             return {"checks": {}, "examples": 12}
-        Path(request["target"]).write_bytes(FILE)
-        return {"report": {}, "asked": {}, "dropped": {}, "made": [{"sha256": "0" * 64}]}
+        for target in request["targets"]:
+            Path(target).write_bytes(FILE)
+        return {"from": {}, "asked": {}, "dropped": {}, "made": [{"sha256": "0" * 64} for _ in request["targets"]]}
 
     with (
         mock.patch.object(BackgroundTasks, "keep_every", keep_every),
