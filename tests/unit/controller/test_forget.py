@@ -468,7 +468,7 @@ _NO_TEXTS = {
         "usage",
         "compared",
     ),
-    *("idle", "arguments", "policy", "cron", "tz", "until", "general", "report", "data_check", "refused_file"),
+    *("idle", "arguments", "policy", "cron", "tz", "until", "report", "data_check", "refused_file"),
 }
 _SAID = {
     *("responses", "eval_items", "evals.item_schema", "evals.criteria", "eval_runs.data_source", "eval_runs.results"),

@@ -283,7 +283,6 @@ TABLES: dict[str, tuple[Any, Make]] = {
             "devices": [],
             "snapshot": None,
             "result_files": [at.id("file", 3)],
-            "general": None,
             "deadline_s": None,
             "eta_s": None,
             "finished_s": None if at.goes_on else at.old_s,

@@ -1,0 +1,2 @@
+DROP INDEX jobs_heard;
+ALTER TABLE jobs DROP COLUMN general;
