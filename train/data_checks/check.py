@@ -102,13 +102,13 @@ class Check:
             "file": {"file": name, "bytes": self.bytes, "sha256": self.sha256, "shape": self.shape},
             "examples": len(self.rows),
             "usable": 0 < len(good) == len(self.rows),
-            "checks": {name: self._told(found) for name, found in self.found.items()},
+            "checks": {name: self._finding(found) for name, found in self.found.items()},
             "keys_left_out": dict(sorted(self._keys_left_out.items())),
             "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
             "lengths": _lengths(tokens) if len(tokens) else {},
         }
 
-    def _told(self, found: Finding) -> dict[str, Any]:
+    def _finding(self, found: Finding) -> dict[str, Any]:
         share = round(found.count / max(1, len(self.rows)), 6)
         kinds = {"kinds": dict(found.kinds.most_common())} if found.kinds else {}
         return {"count": found.count, "share": share, **kinds, "first": found.first}

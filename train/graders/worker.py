@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _preload() -> None:
-    """What most graders use, so that a fork need not import it."""
+    """Import modules that most graders use, so that no fork has to."""
     import random  # noqa: F401
     import re  # noqa: F401
     import statistics  # noqa: F401

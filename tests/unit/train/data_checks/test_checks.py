@@ -1,4 +1,4 @@
-"""What a check finds in a file, and on which line."""
+"""Checks name the lines of a file, and count them."""
 
 import json
 import subprocess
