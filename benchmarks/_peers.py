@@ -22,7 +22,6 @@ PACKAGES = {
         "dill==0.4.1",
         "xxhash==4.1.0",
     ),
-    "rensa": ("rensa==0.5.0",),
 }
 
 

@@ -56,9 +56,7 @@ def supervised(box, client, model: str, epochs: int, **more) -> str:
         seed=1,
         method={
             "type": "supervised",
-            "supervised": {
-                "hyperparameters": {"n_epochs": epochs, "lora_rank": 16, "general_questions": False, **more}
-            },
+            "supervised": {"hyperparameters": {"n_epochs": epochs, "lora_rank": 16, **more}},
         },
     )
     return ended(box, client, job.id).fine_tuned_model
@@ -126,7 +124,6 @@ def main() -> None:
                 "lora_rank": 16,
                 "learning_rate": asked.rate,
                 "rollouts": asked.rollouts,
-                "general_questions": False,
             }
             job = client.fine_tuning.jobs.create(
                 model=start,

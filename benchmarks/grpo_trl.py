@@ -62,7 +62,6 @@ def by_the_box(box: WholeBox, way: str, asked: argparse.Namespace, seed: int) ->
         "n_epochs": 1,
         "batch_size": asked.prompts,
         "max_completion_tokens": asked.tokens,
-        "general_questions": False,
         "learning_rate": RATE,
         "lora_rank": RANK,
         "rollouts": who,

@@ -42,7 +42,6 @@ def run(box: WholeBox, model: str, seed: int, options: argparse.Namespace) -> di
         "eval_interval": max(1, options.steps // VALIDATIONS),
         "lora_rank": 16,
         "learning_rate": options.rate,
-        "general_questions": False,
     }
     box.set_mode(policy="train")
     job = client.fine_tuning.jobs.create(

@@ -22,8 +22,8 @@ from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
 from appliance.controller.data_checks import data_routes
-from appliance.controller.data_checks.data_work import LARGE, SMALL, DataWork
 from appliance.controller.data_checks.data_work import LOOK_EVERY_S as CHECKS_EVERY_S
+from appliance.controller.data_checks.data_work import DataWork
 from appliance.controller.evals import eval_routes
 from appliance.controller.evals.runner import EvalRunner
 from appliance.controller.files import file_routes, quarantine, storage, upload_routes
@@ -107,8 +107,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             tasks.keep_every("keys that expire", key_ends.look, keys.EXPIRED_EVERY_S, at_once=True),
             tasks.keep_every("rollouts", sampling.look, WANTS_EVERY_S, at_once=True),
             tasks.keep_every("gates", gates.look, GATES_EVERY_S),
-            tasks.keep_every("data checks", partial(data_work.look, SMALL), CHECKS_EVERY_S),
-            tasks.keep_every("data checks of large files", partial(data_work.look, LARGE), CHECKS_EVERY_S),
+            tasks.keep_every("data checks", data_work.look, CHECKS_EVERY_S),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )
         try:

@@ -182,7 +182,7 @@ class DemoBox:
         )
 
     def switch(self, lesson: Lesson, file: str, switches: int) -> LoadReport:
-        job = self.train(lesson, file, n_epochs=FOREVER, general_questions=False)
+        job = self.train(lesson, file, n_epochs=FOREVER)
         self.admin("mode", "set", "serve", "--wait")
         with Load(self.url, self.key, lesson.model) as load:
             wait_for(lambda: load.finished >= 4)

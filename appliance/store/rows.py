@@ -225,8 +225,6 @@ class JobRow:
         was the last that an event "told" of; stays after the end until its bytes were given back.
     devices: device names held now.
     owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
-    general: what its model knew of the general questions, "before" the job and "after" it, each as
-        train.data.general_questions.Answers; "of": what those before follow from (answers_key there).
     verdict: {"code", "text"}, what its curves say of what it learned (train.plan.verdict); None until it ends.
     gate: {"eval_id", "pass_rate_at_least", "version" judged, "before" it, "runs" by version, "verdict" ("passed",
         "refused", "undecided"), "reason", "activated": None until it has ended}; None: there is none.
@@ -272,7 +270,6 @@ class JobRow:
     eta_s: float | None = None
     trained_tokens: int | None = None
     result_files: list[str] = json_column(default_factory=list)
-    general: dict[str, Any] | None = json_column(default=None)
     verdict: dict[str, Any] | None = json_column(default=None)
     gate: dict[str, Any] | None = json_column(default=None)
     started_s: float | None = None

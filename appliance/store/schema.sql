@@ -96,9 +96,8 @@ CREATE TABLE deployments (
     max_replicas INTEGER, ttft_p95_s REAL, tpot_p95_ms REAL, served TEXT NOT NULL DEFAULT '{}'
 ) WITHOUT ROWID;
 
--- stable_name: output_model is a name its owner chose, with versions of several jobs. general: general questions
--- answered before and after. verdict: of its curves, {"code", "text"}. gate: the evaluation that decides on
--- activation, and its verdict.
+-- stable_name: output_model is a name its owner chose, with versions of several jobs. verdict: of its
+-- curves, {"code", "text"}. gate: the evaluation that decides on activation, and its verdict.
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, key_id TEXT, model TEXT NOT NULL,
     method TEXT NOT NULL, training_file TEXT NOT NULL, validation_file TEXT, suffix TEXT, seed INTEGER NOT NULL,
@@ -110,7 +109,7 @@ CREATE TABLE jobs (
     snapshot TEXT, step INTEGER NOT NULL, total_steps INTEGER, loss REAL, valid_loss REAL, tokens_per_s REAL,
     eta_s REAL, trained_tokens INTEGER, result_files TEXT NOT NULL, created_s REAL NOT NULL, started_s REAL,
     finished_s REAL, owner TEXT NOT NULL DEFAULT '', deadline_s REAL, preemptible INTEGER NOT NULL DEFAULT 1,
-    held INTEGER NOT NULL DEFAULT 0, asked_sizes TEXT, general TEXT, stable_name INTEGER NOT NULL DEFAULT 0,
+    held INTEGER NOT NULL DEFAULT 0, asked_sizes TEXT, stable_name INTEGER NOT NULL DEFAULT 0,
     activate INTEGER NOT NULL DEFAULT 1, verdict TEXT, gate TEXT
 );
 CREATE INDEX jobs_phase ON jobs (phase, seq);
@@ -122,8 +121,6 @@ CREATE INDEX jobs_making ON jobs (output_model) WHERE phase IN ('validating', 'q
 CREATE TRIGGER jobs_cost_stays BEFORE DELETE ON jobs BEGIN
     UPDATE device_time SET key_id = OLD.key_id, owner = OLD.owner, model = OLD.model WHERE job_id = OLD.id;
 END;
-CREATE INDEX jobs_heard ON jobs (general ->> '$.of', json_array_length(general, '$.before.known'))
-    WHERE general IS NOT NULL;
 CREATE INDEX jobs_gated ON jobs (seq) WHERE gate IS NOT NULL AND gate ->> '$.activated' IS NULL;
 
 CREATE TABLE job_events (

@@ -24,12 +24,10 @@ from appliance.tiers.job_snapshots import JobSnapshots
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.policies import Policies, Unload
-from train.data.general_questions import answers_key
 from train.methods.methods import method_of
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, VersionLeased, VersionNotFound, WeightsError
-from weights.format.manifest import Manifest
 from weights.memory.store import Lease, StoredVersion, WeightStore
 from weights.tiers.copies import verify
 
@@ -91,7 +89,7 @@ class JobRuns:
         return [
             event
             for event in read_events(self._jobs_dir / job_id)
-            if event["event"] in ("anomaly", "general") or (event["event"] == "metrics" and event["step"] not in known)
+            if event["event"] == "anomaly" or (event["event"] == "metrics" and event["step"] not in known)
         ]
 
     def _ingest_some(self, job_id: str, events: list[dict[str, Any]]) -> None:
@@ -106,7 +104,7 @@ class JobRuns:
             known_cuts = len((jobs.get(self._db, job_id).resolved or {}).get("rate_cuts", ()))
             cuts = len(event["cuts"]) + (event["action"] == "rollback")
             return event["action"] in ("rollback", "lower_rate") and cuts > known_cuts
-        return event["event"] == "metrics" or event["when"] not in (jobs.get(self._db, job_id).general or {})
+        return True
 
     def answered_by(self, answers: Mapping[str, Answer], unload: Unload, remove: Remove) -> None:
         """answers: by kind of question. unload: has every engine unload the adapters of these names. remove: takes the
@@ -194,7 +192,6 @@ class JobRuns:
                 "job_id": job_id,
                 "method": row.method,
                 **base,
-                **self._general(row, base, device_kind),
                 "device_kind": device_kind,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
@@ -217,33 +214,6 @@ class JobRuns:
         judge = job_records.find_judge(self._db, job_id)
         form = judge.judge.get("response_format") if judge is not None else None
         return {"response_format": form} if form else {}
-
-    def _general(self, row: JobRow, base: dict[str, Any], device_kind: str) -> dict[str, Any]:
-        """The fields of a TrainSpec that say what an earlier job heard of the same starting model."""
-        resolved = row.resolved or {}
-        if not resolved.get("general_questions"):
-            return {}
-        checksums = []
-        for path in (base.get("base_path"), base.get("base_adapter")):
-            if path is None:
-                continue
-            try:
-                manifest = Manifest.read(Path(path))
-            except WeightsError:  # who reads the weights says what is wrong with them
-                return {}
-            if not manifest.sealed:
-                return {}
-            for name, record in sorted({**manifest.files, **manifest.aux_files}.items()):
-                checksums.append(f"{name} {record.checksum}")
-        of = answers_key(checksums, str(resolved.get("precision")), device_kind)
-        known = jobs.most_asked(self._db, of)
-        if known is None or known.general is None:
-            return {"general_of": of}
-        return {
-            "general_of": of,
-            "general_known": known.general["before"]["known"],
-            "general_begun": known.general["before"]["begun"],
-        }
 
     def _base(self, row: JobRow) -> dict[str, Any]:
         """The fields of a TrainSpec that say what is trained: the version that was active when the job was queued.

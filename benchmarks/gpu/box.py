@@ -159,7 +159,7 @@ class Run:
         self.holders("with two engines")
 
     def modes(self, tuned: str) -> None:
-        job = self.box.create_job(REAL, self.box.upload(REAL), 50, suffix="background", general_questions=False)
+        job = self.box.create_job(REAL, self.box.upload(REAL), 50, suffix="background")
         self.box.admin("mode", "set", "serve", "--wait")
         with Load(self.box.url, self.box.key, tuned) as load:
             _wait(lambda: load.finished >= 4)

@@ -52,7 +52,7 @@ def data_of(method: str, rows: int) -> bytes:
 def job_of(box: WholeBox, method: str) -> str:
     client, judge = box.client(max_retries=5), method_of(method).judged_by
     more: dict[str, Any] = {"packing": False, "n_epochs": 2} if not judge else {"max_completion_tokens": 12}
-    hyperparameters = {"n_epochs": 1, "batch_size": 2, "general_questions": False, "snapshot_every_s": 2, **more}
+    hyperparameters = {"n_epochs": 1, "batch_size": 2, "snapshot_every_s": 2, **more}
     said = {"grader": {"grader": GRADER}, "teacher": {"teacher": ""}, "": {}}[judge]
     if judge == "teacher":
         said = {"teacher": teacher(box, client)}

@@ -70,7 +70,7 @@ def teacher(box, client) -> str:
         seed=5,
         method={
             "type": "supervised",
-            "supervised": {"hyperparameters": hyperparameters | {"general_questions": False}},
+            "supervised": {"hyperparameters": hyperparameters},
         },
     )
     box.run("job", "wait", made.id, "--timeout", "600", timeout_s=700)
@@ -81,7 +81,7 @@ def job_of(box, client, steps: int, validation_file: str | None = None, taught_b
     """more: hyperparameters."""
     method = "distillation" if taught_by else "reinforcement"
     judge = {"teacher": taught_by} if taught_by else {"grader": GRADER}
-    hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, "general_questions": False, **more}
+    hyperparameters = {"n_epochs": 1, "batch_size": 2, "max_completion_tokens": 12, **more}
     return client.fine_tuning.jobs.create(
         model="starter",
         training_file=box.upload(sums(1, 2 * steps)),

@@ -183,7 +183,7 @@ def test_a_model_with_tied_embeddings_is_tuned_and_computes_what_transformers_do
     box.run("model", "import", str(base))
     client, examples = box.client(), gsm8k("train", 24)
     (seen, *_) = (json.loads(line)["messages"] for line in examples.splitlines())
-    asked = {"n_epochs": 2, "batch_size": 4, "max_length": 256, "learning_rate": 3e-3, "general_questions": False}
+    asked = {"n_epochs": 2, "batch_size": 4, "max_length": 256, "learning_rate": 3e-3}
     asked |= {"full": True} if method == "full" else {"lora_rank": 8}
     job = client.fine_tuning.jobs.create(
         model=name,

@@ -97,7 +97,6 @@ def test_each_family_answers_with_what_it_was_trained_on(box, tmp_path, family):
         "learning_rate": 3e-3,
         "packing": False,
         "max_length": 2048,
-        "general_questions": False,
         "publish": "end",
     }
     job = client.fine_tuning.jobs.create(

@@ -5,7 +5,6 @@ Events handed to `on_event` (all have "event" and "job"):
   started     step, devices, seconds {start, join, prepare}
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices,
               rank_seconds (of each rank: train.run.forward_time)
-  general     when ("before" or "after" the job), right (numbers of general questions), answers
   validation  step, loss
   anomaly     step, kind ("spike" or "not_finite"), action, loss, grad_norm, usual, cuts, text (train.plan.spikes)
   straggler   step, rank, seconds, usual_s (train.plan.stragglers)

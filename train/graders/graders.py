@@ -21,7 +21,6 @@ from pydantic import (
 
 from train.graders import formula, similarity, templates
 from train.graders.errors import GradingErrors, GradingFailed, InvalidGrader, MissingField
-from train.graders.number_expression import numbers
 
 MAX_GRADERS = 32
 MAX_MESSAGES = 64
@@ -238,7 +237,7 @@ class ScoreModel(_ModelGrader):
     @property
     def answers_by(self) -> dict[str, Any]:
         reason = rf'"reason": "[^"\\\n]{{0,{REASON_CHARACTERS}}}", ' if self.answer_tokens >= REASON_TOKENS else ""
-        return {"regex": rf'\{{{reason}"result": ({numbers(*self.range)})\}}'}
+        return {"regex": rf'\{{{reason}"result": ({_numbers(*self.range)})\}}'}
 
     def score(self, answer: Any) -> float:
         """Raises KeyError, TypeError, ValueError for an answer that does not follow the schema."""
@@ -246,6 +245,19 @@ class ScoreModel(_ModelGrader):
         if not math.isfinite(found := float(answer["result"])):
             raise ValueError(f"the result {found} is no number")
         return min(high, max(low, found))
+
+
+def _numbers(low: float, high: float) -> str:
+    """A regular expression for the numbers between the whole numbers around a range; of a wide range, for those with as
+    many digits. The score is clipped to the range."""
+    least, most = math.floor(low), math.ceil(high)
+    if most - least > 100:
+        digits, sign = len(str(max(abs(least), abs(most)))), "-?" if low < 0 else ""
+        # JSON has no 007, and a judge that wrote it would have given no grade.
+        return rf"{sign}(0|[1-9][0-9]{{0,{digits - 1}}})(\.[0-9]{{1,4}})?"
+    # From each whole number up to the next one: -0.5 lies between -1 and 0.
+    above = [str(one) if one >= 0 else f"-{-one - 1}" for one in range(least, most)]
+    return rf"({'|'.join(above)})(\.[0-9]{{1,4}})?|({least}|{most})(\.0)?"
 
 
 class LabelModel(_ModelGrader):

@@ -49,9 +49,8 @@ class GraderHosts:
                 await self._end_idle()
 
     async def unusable(self, owner: str, sources: Mapping[str, str]) -> list[tuple[str, str]]:
-        """`GraderHost.unusable`, by one worker for all owners that runs no code, so that nobody waits for code that
-        runs for minutes. Requests of an owner wait for each other first: code can be written so that reading it takes
-        the whole time limit, and a hundred of those delayed everybody else's jobs and evals."""
+        """`GraderHost.unusable`, by one worker for all owners, apart from those that grade for minutes. Requests of an
+        owner wait for each other first, because code can take the whole time limit."""
         async with self._reading.setdefault(owner, asyncio.Lock()):
             return await self._reader.unusable(sources)
 

@@ -3,7 +3,7 @@ limits of time and memory."""
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import json
 import math
 import os
@@ -14,6 +14,7 @@ import site
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -26,16 +27,12 @@ from train.graders.errors import GradingErrors, GradingFailed, TookTooLong
 
 TIME_S = 120
 """Seconds of the wall clock and, apart from it, of CPU: as OpenAI's API has it, like the memory."""
+CHECK_S = 30
 MEMORY_BYTES = 2 << 30
 THREADS = 64
 """With small stacks, its memory could hold more threads than the machine has ids for: then no other process could
 start."""
-NICENESS = 10
-"""Higher than that of the box's work, so that users' code yields to it."""
-FEW_THREADS, _LEAST_NICENESS = 4, 19
-"""With more threads than this it gets only idle processor time: sixty threads at its worker's niceness weigh as much as
-seven of an engine, which then got half of its time."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _RESULT_BYTES = 16 << 10
 _CONFINED = b"\n"
 """What the child writes before the code runs: what follows may be the code's, and is not believed about the box."""
@@ -64,21 +61,33 @@ def only_compute(memory_bytes: int, cpu_s: int) -> None:
         confine(_readable(), memory_bytes, cpu_s)
 
 
-def run_python(
-    source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S, yields_after_s: float = math.inf
-) -> float:
-    """What `grade(sample, item)` returns. Raises TookTooLong for more than `time_s` of the wall clock or TIME_S of CPU,
-    GradingFailed for all else: no such function, an exception in it, no number, more than MEMORY_BYTES or THREADS.
-    yields_after_s: seconds of CPU after which its niceness is NICENESS more than that of this process."""
+def run_python(source: str, sample: dict[str, Any], item: Any, time_s: float = TIME_S) -> float:
+    """The number that `grade(sample, item)` returns. Raises TookTooLong for more than `time_s` of the wall clock or
+    TIME_S of CPU, GradingFailed for all else: no such function, an exception in it, no number, more than MEMORY_BYTES
+    or THREADS."""
+    return _in_child(time_s, lambda: _graded(source, sample, item))
+
+
+def why_unusable(source: str) -> str:
+    """Why the source cannot grade, in words; empty if its module runs and has a function `grade(sample, item)`."""
+    try:
+        _in_child(CHECK_S, lambda: _checked(source))
+    except GradingFailed as failed:
+        return str(failed)
+    return ""
+
+
+def _in_child(time_s: float, work: Callable[[], dict[str, Any]]) -> float:
+    """The "reward" that `work` returns in a confined fork, or GradingFailed with its "error"."""
     if why := refusal():
-        raise GradingFailed(why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why))
+        raise _not_confined(why)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _child(writing, source, sample, item)
+        _child(writing, work)
     os.close(writing)
     try:
-        result = _read(reading, time.monotonic() + time_s, pid, yields_after_s)
+        result = _read(reading, time.monotonic() + time_s, pid)
     finally:
         os.close(reading)
         # It is not waited for yet, so the pid is still its own.
@@ -86,13 +95,10 @@ def run_python(
         _, status = os.waitpid(pid, 0)
     if result is None:
         raise _failed(f"grade() took longer than {time_s:g} s", TookTooLong)
+    if result and not result.startswith(_CONFINED):
+        raise _not_confined(f"python graders cannot be confined here: {result.decode(errors='replace')}")
     try:
         answer = json.loads(result)
-        if "refused" in answer and not result.startswith(_CONFINED):
-            why = str(answer["refused"])
-            raise GradingFailed(
-                why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why)
-            )
         if "error" in answer:
             raise _failed(str(answer["error"]))
         return float(answer["reward"])
@@ -112,23 +118,19 @@ def _failed(details: str, kind: type[GradingFailed] = GradingFailed) -> GradingF
     return kind(details, GradingErrors(python_grader_runtime_error=True, python_grader_runtime_error_details=details))
 
 
-def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> bytes | None:
+def _not_confined(why: str) -> GradingFailed:
+    return GradingFailed(why, GradingErrors(python_grader_server_error=True, python_grader_server_error_type=why))
+
+
+def _read(reading: int, until_s: float, pid: int) -> bytes | None:
     """Everything that the child writes until it closes its end; None if it takes too long. Raises GradingFailed: it has
     too many threads."""
-    read, seen = b"", (1, 0)
+    read = b""
     while (left_s := until_s - time.monotonic()) > 0:
         # Neither seccomp nor a limit of its own counts them: RLIMIT_NPROC is of all that the box's user runs.
         if (threads := os.stat(f"/proc/{pid}/task").st_nlink - 2) > THREADS:
             raise _failed(f"grade() had {threads} threads at once; at most {THREADS} are allowed")
-        niceness = seen[1]
-        if threads > FEW_THREADS:
-            niceness = _LEAST_NICENESS
-        elif not niceness and time.clock_gettime(_cpu_clock(pid)) >= yields_after_s:
-            niceness = min(_LEAST_NICENESS, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        if niceness and (threads, niceness) != seen:
-            _weigh(pid, niceness)
-        seen = threads, niceness
-        if not select.select([reading], [], [], min(left_s, _LOOK_S))[0]:
+        if not select.select([reading], [], [], min(left_s, _POLL_S))[0]:
             continue
         more = os.read(reading, _RESULT_BYTES)
         read += more
@@ -137,44 +139,40 @@ def _read(reading: int, until_s: float, pid: int, yields_after_s: float) -> byte
     return None
 
 
-def _cpu_clock(pid: int) -> int:
-    """The clock of what a process has computed, as clock_getcpuclockid(3) makes it."""
-    return ~pid << 3 | 2
-
-
-def _weigh(pid: int, niceness: int) -> None:
-    """All threads of the process, and those that they start."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
-
-
-def _child(writing: int, source: str, sample: dict[str, Any], item: Any) -> None:
+def _child(writing: int, work: Callable[[], dict[str, Any]]) -> None:
     """Never returns."""
     try:
         die_with_parent()
         _only_these_files(writing)
         confine(_readable(), MEMORY_BYTES, TIME_S)
     except BaseException as error:  # noqa: BLE001 - this process ends here
-        os.write(3, json.dumps({"refused": f"python graders cannot be confined here: {error}"}).encode())
+        os.write(3, str(error).encode() or b"no reason")
         os._exit(1)
     os.write(3, _CONFINED)
     try:
-        answer = _graded(source, sample, item)
-    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is told
+        answer = work()
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything; it is reported
         answer = {"error": _told(error)}
     os.write(3, json.dumps(answer).encode())
     os._exit(0)
 
 
-def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
+def _function(source: str) -> Callable[..., Any] | None:
     _reseed()
     # Registered like any other module: dataclasses, pydantic and pickle look it up by the name in its classes. It is
     # compiled without this file's `annotations` import, which the code need not have.
     sys.modules["grader"] = module = ModuleType("grader")
     exec(compile(source, "grader.py", "exec", dont_inherit=True), module.__dict__)
-    if not callable(function := getattr(module, "grade", None)):
-        return {"error": "the source defines no function `grade(sample, item)`"}
+    function = getattr(module, "grade", None)
+    return function if callable(function) else None
+
+
+_NO_FUNCTION = {"error": "the source defines no function `grade(sample, item)`"}
+
+
+def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
+    if (function := _function(source)) is None:
+        return _NO_FUNCTION
     reward = function(sample, item)
     # Also what numpy calls a number, and True.
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
@@ -183,6 +181,20 @@ def _graded(source: str, sample: dict[str, Any], item: Any) -> dict[str, Any]:
     if not math.isfinite(number):
         return {"error": f"grade() returned {number}, which is not a reward"}
     return {"reward": number}
+
+
+def _checked(source: str) -> dict[str, Any]:
+    if (function := _function(source)) is None:
+        return _NO_FUNCTION
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        return {"error": "`grade` is a coroutine or a generator; expected a function that returns a number"}
+    try:
+        inspect.signature(function).bind({}, {})
+    except TypeError as error:
+        return {"error": f"`grade` is called as `grade(sample, item)`: {error}"}
+    except ValueError:  # a builtin, which has no signature
+        pass
+    return {"reward": 0.0}
 
 
 def _told(error: BaseException) -> str:

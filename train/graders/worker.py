@@ -1,10 +1,9 @@
 """The process that grades: `python -m train.graders.worker`. It forks for every request, and the fork reads its request
 itself, so that no code of a user runs where another's data was.
 
-Protocol (host.py has the other side): `L` and one byte on stdin have it import what that place of `LOADED` names; one
-byte asks for a fork, `F` for a request that yields to the box's
-work, `W` for one that work of the box waits for; the fork reads `<length: 8 bytes><JSON>`; on stdout it answers
-`R<length: 8 bytes><JSON>`, and when it has ended the worker writes `E` and one byte, 0 if all was well.
+Protocol (host.py has the other side): a request is two frames, `<length: 8 bytes><JSON>`: {"loads": names of LOADED,
+"waited_for"} for the worker, and the question for its fork. On stdout the fork answers `R` and a frame; when it has
+ended, the worker writes `E` and one byte, 0 if all was well.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import resource
 import struct
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from referencing import Registry
@@ -25,27 +24,44 @@ from referencing.exceptions import Unresolvable
 
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
-from train.graders import similarity
-from train.graders.code import LOADED, why_refused
 from train.graders.errors import GradingErrors, GradingFailed, TookTooLong
-from train.graders.graders import parse
-from train.graders.grading import Graded, ModelAnswer, RunPython, grade, requests
-from train.graders.sandbox import NICENESS, only_compute, prepare, run_python
+from train.graders.graders import Grader, Python, TextSimilarity, leaves, parse
+from train.graders.grading import Graded, ModelAnswer, grade, requests
+from train.graders.sandbox import only_compute, prepare, run_python, why_unusable
 from train.graders.templates import Sample
 
 LENGTH = struct.Struct(">Q")
-FORK, WAITED_FOR, LOAD, RESULT, END = b"F", b"W", b"L", b"R", b"E"
+RESULT, END = b"R", b"E"
+LOADED = {
+    "deepdiff": ("deepdiff",),
+    "nltk": ("nltk.translate.bleu_score", "nltk.translate.gleu_score", "nltk.translate.meteor_score"),
+    "pandas": ("pandas",),
+    "rouge_score": ("rouge_score.rouge_scorer",),
+    "scipy": ("scipy.stats", "scipy.spatial.distance"),
+    "sklearn": ("sklearn.metrics", "sklearn.feature_extraction.text"),
+    "sympy": ("sympy",),
+}
+"""Packages that take 0.5 to 2 s of CPU to import, by the names that code imports: a worker imports one once, before it
+forks for the first grader that needs it, and every later call has it."""
+NICENESS = 10
+"""Higher than that of the box's work, so that users' code yields to it."""
 MEMORY_BYTES = 4 << 30
-WAITED_FOR_CPU_S = 2.0
-"""Processor time for which a request that work of the box waits for has the priority of that work: at a lower one,
-sixteen calls of 9 ms took 5 to 17 s where other processes took both processors, most of a step of training."""
-LOOPS = 3
-"""If this many calls of the same code run out of time before any call ends, a request runs it no more: otherwise a
-job's devices waited two minutes for each of its answers, which is hours for a grader that never ends."""
+MOST_TIMEOUTS = 3
+"""If this many calls run out of time before any returns, the request makes no more of them: otherwise a job's devices
+would wait two minutes for each of its answers."""
 _REFUSED_SHOWN = 20
 CHECK_CPU_S = 10
 CHECK_BYTES = 1 << 30
 """The memory of a check of items: a schema's patterns can take for ever, and its references can go in circles."""
+
+
+def loads_of(grader: Grader) -> set[str]:
+    """The packages of LOADED that the grader needs or may import."""
+    each = leaves(grader).values()
+    code = [leaf.source for leaf in each if isinstance(leaf, Python)]
+    found = {name for name in LOADED if any(name in source for source in code)}
+    metrics = {leaf.evaluation_metric for leaf in each if isinstance(leaf, TextSimilarity)}
+    return found | ({"nltk"} if metrics & {"bleu", "gleu", "meteor"} else set())
 
 
 def main() -> None:
@@ -53,43 +69,37 @@ def main() -> None:
     dies_as(DiesAs.TRIAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _preload()
-    while (byte := os.read(0, 1)) in (FORK, WAITED_FOR, LOAD):
-        if byte == LOAD:
-            _load(list(LOADED)[_read(1)[0]])
-            continue
+    while True:
+        try:
+            request = json.loads(_read_frame())
+        except EOFError:
+            return
+        _load(request["loads"])
         pid = os.fork()
         if pid == 0:
-            _answer(byte == WAITED_FOR)
+            _answer(request["waited_for"])
         _, status = os.waitpid(pid, 0)
         os.write(1, END + bytes([min(255, abs(os.waitstatus_to_exitcode(status)))]))
 
 
 def _preload() -> None:
-    """What graders use, so that a fork need not import it."""
+    """Import modules that most graders use, so that no fork has to."""
     import random  # noqa: F401
     import re  # noqa: F401
     import statistics  # noqa: F401
 
-    # nltk imports these if they are installed, for parts that no metric uses: a worker then took 2 s longer to start
-    # and 100 MB more. Users' code that names them gets them, see LOADED.
-    left_out = [name for name in ("pandas", "scipy", "sklearn") if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(left_out))  # type: ignore[arg-type]
-
-    # numpy imports it only when somebody asks for it, which every fork does: that took half of its time.
+    # numpy imports it only on demand, which every fork has: that took half of its time.
     import numpy.random  # noqa: F401
+    from rapidfuzz import fuzz  # noqa: F401
 
     prepare()
-    for metric in similarity.METRICS:
-        similarity.similarity(metric, "a b c d e f", "a b c d e f")
-    for name in left_out:
-        del sys.modules[name]
 
 
-def _load(name: str) -> None:
-    for module in LOADED[name]:
+def _load(names: Collection[str]) -> None:
+    for module in (module for name in names for module in LOADED[name]):
         try:
             importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - whoever imports it has it anew
+        except Exception as error:  # noqa: BLE001 - the code that imports it gets the error again
             print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
 
 
@@ -98,81 +108,53 @@ def _answer(waited_for: bool) -> None:
     status = 1
     try:
         die_with_parent()
-        if not waited_for:  # only whoever has a higher priority can have a lower one
+        if not waited_for:
             os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-        (length,) = LENGTH.unpack(_read(LENGTH.size))
-        request = json.loads(_read(length))
         # A lone surrogate, which JSON and users' code may contain, cannot be sent as text.
-        written = json.dumps(answer(request, waited_for), ensure_ascii=False).encode(errors="replace")
+        written = json.dumps(answer(json.loads(_read_frame())), ensure_ascii=False).encode(errors="replace")
         _write(RESULT + LENGTH.pack(len(written)) + written)
         status = 0
     finally:
         os._exit(status)
 
 
-def unusable(sources: dict[str, str]) -> list[tuple[str, str]]:
-    """(path, why) of the code that cannot grade."""
-    return [(path, why) for path, source in sources.items() if (why := why_refused(source))]
-
-
-def answer(request: dict[str, Any], waited_for: bool = False) -> dict[str, Any]:
-    """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; without `answers` for a grader
-    that asks models `{"requests": [...]}`, by name for each sample. waited_for: this process has the priority of what
-    waits for it, and gives it up after WAITED_FOR_CPU_S."""
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """`{"grader", "samples": [{"sample", "item", "answers"?}]}` -> `{"graded": [...]}`; with `only_requests` for a
+    grader that asks models `{"requests": [...]}`, by name for each sample; `{"sources"}` -> `{"unusable": [(path,
+    why)]}`; `{"schema", "items", "cpu_s"?}` -> `{"refused": [(place, why)]}`."""
     if "schema" in request:
         import jsonschema  # noqa: F401 - before files are closed to this process
 
         only_compute(CHECK_BYTES, request.get("cpu_s", CHECK_CPU_S))
         return {"refused": refused_items(request["schema"], request["items"])}
     if "sources" in request:
-        only_compute(CHECK_BYTES, CHECK_CPU_S)
-        return {"unusable": unusable(request["sources"])}
+        found = [(path, why_unusable(source)) for path, source in request["sources"].items()]
+        return {"unusable": [(path, why) for path, why in found if why]}
     grader = parse(request["grader"])
     samples = [(Sample(**one["sample"]), one["item"], one.get("answers")) for one in request["samples"]]
     if request.get("only_requests"):
         return {"requests": [requests(grader, sample, item) for sample, item, _ in samples]}
-    graded, calls = [], Calls()
-    for sample, item, answers in samples:
-        model_answers = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
-        run = run_python
-        if waited_for and (left_s := WAITED_FOR_CPU_S - _cpu_s()) > 0:
-            run = partial(run_python, yields_after_s=left_s)
-        elif waited_for:
-            os.nice(NICENESS)
-            waited_for = False
-        graded.append(asdict(grade(grader, sample, item, model_answers, partial(calls.run, run))))
-    return {"graded": graded}
+    timeouts, returned = Counter[str](), set[str]()
 
-
-class Calls:
-    """Those of one request."""
-
-    def __init__(self) -> None:
-        self._too_long, self._others = Counter[str](), Counter[str]()
-
-    def run(self, run: RunPython, source: str, sample: dict[str, Any], item: Any) -> float:
+    def run(source: str, sample: dict[str, Any], item: Any) -> float:
         """Raises GradingFailed."""
-        if self._too_long[source] >= LOOPS and not self._others[source]:
-            raise GradingFailed(
-                f"it was not run: its first {LOOPS} calls all ran out of time", GradingErrors(other_error=True)
-            )
+        if timeouts[source] >= MOST_TIMEOUTS and source not in returned:
+            why = f"it was not run: its first {MOST_TIMEOUTS} calls all ran out of time"
+            raise GradingFailed(why, GradingErrors(other_error=True))
         try:
-            reward = run(source, sample, item)
+            reward = run_python(source, sample, item)
         except TookTooLong:
-            self._too_long[source] += 1
+            timeouts[source] += 1
             raise
-        except GradingFailed:
-            self._others[source] += 1
-            raise
-        self._others[source] += 1
+        returned.add(source)
         return reward
 
-
-def _cpu_s() -> float:
-    """Processor time of this process and of those of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    graded = []
+    for sample, item, answers in samples:
+        model_answers = {name: ModelAnswer(**given) for name, given in (answers or {}).items()}
+        graded.append(asdict(grade(grader, sample, item, model_answers, run)))
+    return {"graded": graded}
 
 
 def refused_items(schema: Any, items: list[Any]) -> list[tuple[int, str]]:
@@ -209,6 +191,11 @@ def _refused(validator: Any, items: list[Any]) -> list[tuple[int, str]]:
 def graded_of(fields: dict[str, Any]) -> Graded:
     """The other way round, in the host."""
     return Graded(**{**fields, "errors": GradingErrors(**fields["errors"])})
+
+
+def _read_frame() -> bytes:
+    (length,) = LENGTH.unpack(_read(LENGTH.size))
+    return _read(length)
 
 
 def _read(length: int) -> bytes:

@@ -122,7 +122,6 @@ def resolve(
     fields["eval_interval"] = given.integer("eval_interval", 0, 1_000_000, auto=0)
     fields["early_stopping_patience"] = given.integer("early_stopping_patience", 0, 1_000_000, auto=0)
     fields["serve_dtype"] = _serve_dtype(given)
-    fields["general_questions"] = given.flag("general_questions", auto=True)
     _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
     fields["step_patience_s"] = given.number("step_patience_s", 0, _MOST_PATIENCE_S, auto=0.1)

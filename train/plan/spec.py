@@ -81,10 +81,6 @@ class TrainSpec:
     step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
-    general_questions: bool = False  # asked before and after, to see what was forgotten (train.data.general_questions)
-    general_of: str = ""  # names the starting model's answers (train.data.general_questions.answers_key); "": unknown
-    general_known: tuple[float, ...] = ()  # what an earlier job heard of it (train.data.general_questions.Answers)
-    general_begun: tuple[float, ...] = ()
     eval_interval: int = 0  # steps between two validations; 0: one after each epoch
     early_stopping_patience: int = 0  # validations without a better one after which the run ends; 0: never
 

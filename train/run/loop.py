@@ -37,7 +37,6 @@ from train.run.engine import accumulation_steps
 from train.run.event_log import EventLog, read_events
 from train.run.feed import DataFeed, Feed
 from train.run.forward_time import ForwardTime
-from train.run.general_answers import GeneralQuestions
 from train.run.leave_step import Leaving, StepLeft
 from train.run.profiling import Profiling
 from train.run.reference import Reference
@@ -97,9 +96,6 @@ class Run:
         if self.rank == 0:
             stop.reset()  # no rank begins a step before the first all-reduce of `run`
         self.leaving = Leaving(engine, stop, spec.step_patience_s)
-        trained_tokens = spec.n_epochs * train.n_tokens
-        model, device = engine.module.model, engine.device
-        self._general = GeneralQuestions(spec, model, self.grid, device, trained_tokens, self.emit, progress)
         # Only on rank 0, only if something depends on them, and only once the first step of the run is known.
         self._validations: Validations | None = None
         self._ends_early = False
@@ -146,9 +142,6 @@ class Run:
             self.plan, self.feed = self._steps()
             self.saving.steps = self.plan
         if self.step == 0:
-            if not self._general.ask("before", self._devices_wanted):
-                signals, self.boundary_s = self._agreed(), time.monotonic()
-                return self._suspend(0) if signals["suspend"] else self._cancelled()
             self._validate()
             self._say_how_often_it_validates()
         if self._is_best():  # an earlier world may have been about to finish or to publish
@@ -168,7 +161,6 @@ class Run:
         self._profiling.end(self.step)
         self.saving.drop_reserved()
         if not self._best_is_published():
-            self._general.ask("after")
             self.saving.publish_result(self.step)
         self.saving.wait()
         return {"outcome": "succeeded", "step": self.step}
@@ -380,11 +372,6 @@ class Run:
             metrics |= dict(zip(self.method.peak_names, peaks.tolist(), strict=True))
         return {"loss": total, "draft": int(draft), "metrics": metrics, "rank_seconds": rest[len(names) :]} | found
 
-    def _devices_wanted(self) -> bool:
-        """Collective: whether a suspend or cancel was sent to any rank."""
-        signals = self._agreed()
-        return signals["suspend"] or signals["cancel"]
-
     def _say_how_often_it_validates(self) -> None:
         wanted, most = self.spec.eval_interval, self.spec.most_validations
         apart = self.plan.apart(wanted, most)
@@ -411,7 +398,6 @@ class Run:
     def _publish_best(self) -> None:
         """Collective. The result, unless a later step is better."""
         if self.spec.publish == "best":
-            self._general.ask("after")
             self.saving.publish_if_room(self.step, self._pace_s)
 
     def _best_is_published(self) -> bool:

@@ -194,7 +194,6 @@ def _one(job: dict[str, Any]) -> Any:
         ("loss", formats.loss(job["loss"])),
         ("validation loss", formats.loss(job.get("valid_loss"))),
         ("verdict", formats.or_dash((job.get("verdict") or {}).get("text"))),
-        ("general questions", formats.or_dash(job.get("general"))),
         ("tokens/s", formats.count(job["tokens_per_s"])),
         ("time to finish", _eta(job)),
         ("created", formats.moment(job["created_s"])),

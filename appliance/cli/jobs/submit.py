@@ -41,7 +41,7 @@ app = group("The making of fine-tuning jobs; `appliance job` takes this command 
     "learning_rate, lr_scheduler (cosine, linear, constant, wsd), warmup_ratio, weight_decay, max_grad_norm,",
     "on_loss_spike (none, pause, rollback, lower_rate), data_order (shuffled, given, loss),",
     "gradient_accumulation, micro_batch, packing, eval_interval, early_stopping_patience, activation_checkpointing,",
-    "offload, snapshot_every_s, step_patience_s, general_questions; for methods that learn from the",
+    "offload, snapshot_every_s, step_patience_s; for methods that learn from the",
     "model's own answers also rollouts (engine, ranks), staleness (0 to 4), in_flight.",
 )
 @with_training

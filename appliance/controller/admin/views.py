@@ -8,7 +8,7 @@ from appliance.controller.access.naming import aliases
 from appliance.controller.http.views import job_phase, job_status
 from appliance.controller.interfaces.model_states import ModelStates
 from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
-from appliance.controller.jobs import claims, forgetting
+from appliance.controller.jobs import claims
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
@@ -33,7 +33,6 @@ def job(row: JobRow) -> dict[str, Any]:
         "preemptible": bool(row.preemptible),
         "held": bool(row.held),
         **columns(row, "step total_steps loss valid_loss"),
-        "general": forgetting.in_short(row.general),
         **columns(row, "verdict gate"),
         **columns(row, "tokens_per_s eta_s snapshot error hyperparameters resolved training_file validation_file"),
         **columns(row, "seed metadata created_s started_s finished_s"),

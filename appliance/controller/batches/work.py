@@ -192,6 +192,7 @@ class BatchWork:
         now_s, grown = time.monotonic(), self.answers.bytes - self._looked_at
         if now_s - self._looked_s >= ROOM_LOOK_EVERY_S or grown > min(self._kept_free, _LOOK_AFTER_BYTES):
             self._looked_s, self._looked_at = now_s, self.answers.bytes
+            self._count_answers()  # those that a thread has just written are not counted yet
             self.no_room = self._context.quotas.no_room_for_answers(self.asker.key_id)
             (self._has_room.clear if self.no_room else self._has_room.set)()
 

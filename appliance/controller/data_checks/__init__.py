@@ -2,5 +2,5 @@
 owner, and after each upload by the box itself.
 
 Never: Parses a file, or changes one; a preparation makes another.
-Begin with data_work.py, then carry_out.py.
+Begin with data_routes.py, then data_work.py.
 """

@@ -65,8 +65,6 @@ async def check_code(hosts: GraderHosts, grader: Grader, caller: Principal, para
         return
     try:
         found = await hosts.unusable(caller.owner, code)
-    except ForkBroke as error:
-        found = [(path, f"cannot be read: {error}") for path in list(code)[:1]]
     except WorkerBroke as error:
         raise not_looked_at(f"The code of {param!r}", error) from error
     for path, why in found:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
 from appliance.controller.files import results
-from appliance.controller.jobs import forgetting, stable_names
+from appliance.controller.jobs import stable_names
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -83,7 +83,6 @@ class JobEvents:
             "validation": self._validation,
             "anomaly": self._anomaly,
             "straggler": self._straggler,
-            "general": self._general,
             "published": self._published,
             "profiled": self._profiled,
             "snapshot": self._snapshot,
@@ -93,7 +92,7 @@ class JobEvents:
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
         """One event of `train.control.group`: {"event": "metrics" | "validation" | "anomaly" | "straggler" |
-        "general" | "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an
+        "published" | "profiled" | "snapshot" | "message" | "finished", …}. Raises RowNotFound for an
         unknown job; logs and skips events of other kinds."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
@@ -339,29 +338,6 @@ class JobEvents:
         )
         straggler = {"step": int(event["step"]), "rank": rank, "device": device, "seconds": seconds, "usual_s": usual_s}
         add_message(self._db, row.id, text, level="warn", data={"straggler": straggler})
-
-    def _general(self, row: JobRow, event: dict[str, Any]) -> None:
-        """Stores the model's answers to the general questions, before or after the job."""
-        if "known" not in event:
-            return  # from ranks of an older release, which asked otherwise
-        when = str(event["when"])
-        general = {**(row.general or {}), when: {name: event[name] for name in ("known", "begun", "spoken", "said")}}
-        if when == "before":
-            general.pop("after", None)  # the job begins again
-            general["of"] = event.get("of") or ""
-        jobs.update(self._db, row.id, general=general)
-        found = forgetting.verdict(general)
-        if found is not None:
-            text = forgetting.in_words(found, dict(zip(event["spoken"], event["answers"], strict=False)))
-            data = {
-                "asked": found.asked,
-                "before": found.before,
-                "after": found.after,
-                "error": found.error,
-                "lost": list(found.lost),
-                "unsaid": list(found.unsaid),
-            }
-            add_message(self._db, row.id, text, level="warn" if found.forgot else "info", data=data)
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])

@@ -14,7 +14,6 @@ from appliance.store.table import Table
 
 _UNFINISHED_BATCH = sql_list(UNFINISHED_BATCH)
 
-ANY_SIZE = range(1 << 62)
 _TABLE = Table("files", FileRow)
 insert, update = _TABLE.insert, _TABLE.update
 
@@ -41,13 +40,12 @@ def page(db: Database, *, viewer: str | None, now_s: float, purpose: str | None,
     )
 
 
-def unchecked(db: Database, after: str = "", sizes: range = ANY_SIZE) -> FileRow | None:
-    """The smallest whose data waits for its check, of so many bytes, of the owner whose turn it is after this one."""
+def unchecked(db: Database, after: str = "") -> FileRow | None:
+    """The smallest file whose data waits for its check, of the owner whose turn it is after this one."""
     return db.one(
         FileRow,
-        "SELECT * FROM files WHERE check_status = 'waiting' AND bytes BETWEEN ? AND ?"
-        " ORDER BY owner <= ?, owner, bytes, created_s LIMIT 1",
-        [sizes.start, sizes.stop - 1, after],
+        "SELECT * FROM files WHERE check_status = 'waiting' ORDER BY owner <= ?, owner, bytes, created_s LIMIT 1",
+        [after],
     )
 
 

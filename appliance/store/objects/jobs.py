@@ -199,16 +199,6 @@ def list_left_snapshots(db: Database) -> list[JobRow]:
     )
 
 
-def most_asked(db: Database, of: str) -> JobRow | None:
-    """The job whose starting model was asked most of the general questions, of those whose answers follow from `of`."""
-    return db.one(
-        JobRow,
-        "SELECT * FROM jobs WHERE general IS NOT NULL AND general ->> '$.of' = ? "
-        "ORDER BY json_array_length(general, '$.before.known') DESC LIMIT 1",
-        [of],
-    )
-
-
 def alike(db: Database, row: JobRow) -> list[str]:
     """Ids of other jobs of its owner that began with the same version of its model by its method, the newest first;
     of the newest hundred of the owner's."""

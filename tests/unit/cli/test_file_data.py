@@ -23,17 +23,13 @@ def test_a_stored_file_is_checked_and_prepared_on_the_box(box: ControlledBox, tm
     assert report["checks"]["duplicates"]["count"] == 1
     assert "personal data 2" in box.run("file", "get", made).stdout
     assert "line 1" in box.run("file", "get", made, "--report").stdout
-    prepared = box.json("file", "prepare", made, "--dedup", "--mask-pii", "--mix", f"{made}=1")
+    prepared = box.json("file", "prepare", made, "--dedup", "--mask-pii")
     new = prepared["made"][0]["id"]
     assert b"[EMAIL]" in box.run("file", "get", new, "--save", "-").stdout_bytes
     shown = box.run("file", "get", new, "--lineage").stdout
     assert f"from: {made}" in shown and "masked: email 1" in shown
     assert box.run("file", "get", new, "--lineage", "--report").exit_code == 2
     assert box.run("file", "check", "file-nobody").exit_code == 3
-    (tmp_path / "words.txt").write_text("nobody\n\n")
-    assert box.json("file", "check", made, "--words", str(tmp_path / "words.txt"))["checks"]["toxic"]["count"] == 1
-    (tmp_path / "words.txt").write_bytes(b"\xff")
-    assert box.run("file", "check", made, "--words", str(tmp_path / "words.txt")).exit_code == 2
     assert box.run("file", "prepare", made, "--out", "x").exit_code == 2
 
 
@@ -54,8 +50,6 @@ def test_more_than_is_allowed_is_an_exit_code(tmp_path: Path):
         ["--at-most", "duplicates=200%"],
         ["--at-most", "contaminated=0"],
         ["--model", "smollm2-135m"],
-        ["--leave-out", "spelling"],
-        ["--like", "0.1"],
         ["--method", "poetry"],
         ["--against", "nowhere.jsonl"],
     ],
@@ -73,12 +67,12 @@ def test_a_local_file_is_prepared_beside_it(tmp_path: Path):
     again = run("file", "prepare", str(path))
     assert again.exit_code == 1 and "exists" in again.stderr
     assert run("file", "prepare", str(path), "--drop-too-long").exit_code == 2
-    assert run("file", "prepare", str(path), "--mix", "a.jsonl").exit_code == 2
+    assert run("file", "prepare", str(path), "--split", "2").exit_code == 2
 
 
 def test_file_check_shows_keys_left_out_and_each_cause_once(tmp_path: Path):
     path = tmp_path / "f.jsonl"
     rows = [{"prompt": "3?", "completion": "4", "source": "x", **({"label": True} if n > 2 else {})} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shown = run("file", "check", str(path), "--leave-out", "duplicates").stdout
+    shown = run("file", "check", str(path)).stdout
     assert "source 3" in shown and shown.count("kto") + shown.count("KTO") == 1 and "and 5 more" in shown

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError
+from openai import NotFoundError
 
 from appliance.controller.data_checks import data_work
-from appliance.store.objects import files, job_records, models
-from appliance.store.rows import JobMetricRow
+from appliance.store.objects import files, models
 from tests.train_support.tiny import tokenizer
 from tests.unit.controller.conftest import Control
 
@@ -40,7 +39,7 @@ async def test_every_upload_of_training_data_is_checked_after_it(control: Contro
     shown = await asked(control, f"/v1/files/{made}")
     assert shown["check"] == {"status": "done", "found": {"duplicates": 1, "personal_data": 2}}
     report = await asked(control, f"/v1/files/{made}/check")
-    assert report["files"][0]["file"] == made and report["checks"]["duplicates"]["first"] == [{"line": 2, "of": 1}]
+    assert report["file"]["file"] == made and report["checks"]["duplicates"]["first"] == [{"line": 2, "of": 1}]
     (listed,) = (await control.sdk.files.list()).data
     assert listed.check == {"status": "done"}, "a list reads no reports"  # type: ignore[attr-defined]
 
@@ -56,38 +55,37 @@ async def test_what_is_no_training_data_or_cannot_be_trained_on_is_not_checked(c
 @pytest.mark.usefixtures("checked_here")
 async def test_a_check_that_is_asked_for_replaces_the_report(control: Control):
     made, valid = await control.upload(TWICE), await control.upload(lines(("And now?", "Nobody")))
-    report = await asked(
-        control, f"/v1/files/{made}/check", {"against": valid, "leave_out": ["toxic"], "max_tokens": 5}
-    )
-    assert report["checks"]["contaminated"]["count"] == 1 and "toxic" not in report["checks"]
+    report = await asked(control, f"/v1/files/{made}/check", {"against": valid, "max_tokens": 5})
+    assert report["checks"]["contaminated"]["count"] == 1
     assert await asked(control, f"/v1/files/{made}/check") == report
     assert files.unchecked(control.db).id == valid  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     "body",
-    [{"like": 0.1}, {"leave_out": ["x"]}, {"method": "poetry"}, {"max_tokens": 0}, {"words": ["a" * 513]}, {"a": 1}],
+    [{"model": "a" * 513}, {"method": "poetry"}, {"max_tokens": 0}, {"against": "file-none"}, {"a": 1}],
 )
 async def test_bad_requests_are_refused(control: Control, body: dict):
     made = await control.upload(TWICE)
-    assert (await control.http.post(f"/v1/files/{made}/check", json=body)).status_code in (400, 422)
+    assert (await control.http.post(f"/v1/files/{made}/check", json=body)).status_code in (400, 404, 422)
 
 
 async def test_a_prepared_file_is_a_new_one_that_says_what_it_was_made_of(control: Control):
-    made, other = await control.upload(TWICE), await control.upload(lines(*((f"q {n}", f"a {n}") for n in range(8))))
-    body = {"drop": ["duplicates"], "mask": True, "mix": [{"file": other, "share": 0.5}], "split": 0.5, "seed": 4}
+    content = TWICE + lines(*((f"q {n}", f"a {n}") for n in range(8)))
+    made = await control.upload(content)
+    body = {"drop": ["duplicates"], "mask": True, "split": 0.5}
     answer = await asked(control, f"/v1/files/{made}/prepare", body)
     train, valid = (one["id"] for one in answer["made"])
     text = b"".join([(await control.sdk.files.content(one)).content for one in (train, valid)])
-    assert b"[EMAIL]" in text and b"ann@" not in text and len(text.splitlines()) == 4
+    assert b"[EMAIL]" in text and b"ann@" not in text and len(text.splitlines()) == 10
     lineage = await asked(control, f"/v1/files/{valid}/lineage")
-    assert [one["file"] for one in lineage["from"]] == [made, other] and lineage["asked"]["mix"] == [[other, 0.5]]
+    assert lineage["from"]["file"] == made and lineage["dropped"] == {"duplicates": 1}
     assert str(control.context.files_dir) not in json.dumps(answer) + json.dumps(lineage)
     shown = await control.sdk.files.retrieve(train)
     assert shown.filename == "train.prepared.jsonl" and shown.bytes == answer["made"][0]["bytes"]
     assert (await control.http.get(f"/v1/files/{made}/lineage")).status_code == 409
-    assert sorted(path.name for path in control.context.files_dir.iterdir()) == sorted([made, other, train, valid])
-    assert (await control.sdk.files.content(made)).content == TWICE
+    assert sorted(path.name for path in control.context.files_dir.iterdir()) == sorted([made, train, valid])
+    assert (await control.sdk.files.content(made)).content == content
 
 
 @pytest.mark.usefixtures("checked_here")
@@ -101,22 +99,13 @@ async def test_the_same_preparation_sent_again_makes_nothing_more(control: Contr
 
 @pytest.mark.usefixtures("checked_here")
 async def test_what_comes_to_nothing_leaves_nothing(control: Control):
-    made = await control.upload(lines(("a", "shit happens to all of us here"), ("b", "what a shit day that was")))
+    made = await control.upload(lines(("a", "Write to ann@example.org"), ("b", "Write to bob@example.org")))
     keyed = {"idempotency-key": "k"}
-    answer = await control.http.post(f"/v1/files/{made}/prepare", json={"drop": ["toxic"]}, headers=keyed)
+    answer = await control.http.post(f"/v1/files/{made}/prepare", json={"drop": ["personal_data"]}, headers=keyed)
     assert answer.status_code == 400 and "no example would be left" in answer.text
     assert [path.name for path in control.context.files_dir.iterdir()] == [made]
     with pytest.raises(NotFoundError):
         await control.sdk.post(f"/files/{made}/check", body={"model": "nobody"}, cast_to=object)
-    with pytest.raises(BadRequestError, match="share"):
-        await control.sdk.post(f"/files/{made}/prepare", body={"mix": [{"file": made, "share": 0.5}]}, cast_to=object)
-
-
-async def test_one_owner_has_only_so_many_under_way(control: Control, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(data_work, "_MOST_WAITING", 0)
-    made = await control.upload(TWICE)
-    answer = await control.http.post(f"/v1/files/{made}/check", json={})
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "30"
 
 
 def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
@@ -135,7 +124,7 @@ def began(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
 
 async def test_a_check_that_nobody_waits_for_ends(control: Control, monkeypatch: pytest.MonkeyPatch):
     begun = began(monkeypatch)
-    waiting = asyncio.create_task(data_work.DataWork(control.context).run("ann", {}))
+    waiting = asyncio.create_task(data_work.DataWork(control.context).run("ann", "file-1"))
     while not begun:
         await asyncio.sleep(0)
     waiting.cancel()
@@ -150,26 +139,21 @@ async def test_the_smallest_upload_is_checked_first(control: Control):
     assert files.unchecked(control.db).id == small  # type: ignore[union-attr]
 
 
-async def test_owners_take_turns_and_a_large_upload_keeps_no_small_one_waiting(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-):
-    """Two thousand small uploads of one owner, or one that takes an hour, kept everybody's waiting."""
+async def test_owners_take_turns(control: Control, monkeypatch: pytest.MonkeyPatch):
     made: dict[str, str] = {}
     for owner in ("ann", "bob"):
         control.as_key(owner)
-        for number in range(3):
-            made[await control.upload(TWICE * (number + 1 + 3 * (owner == "bob")))] = f"{owner}{number}"
+        for number in range(2):
+            made[await control.upload(TWICE * (number + 1))] = f"{owner}{number}"
     work, checked = data_work.DataWork(control.context), list[str]()
 
     async def process(request: dict[str, Any]) -> dict[str, Any]:
-        checked.append(made[request["names"][0]])
+        checked.append(made[request["name"]])
         return {}
 
     monkeypatch.setattr(work, "_process", process)
-    await work.look(range(len(TWICE) * 6))
-    assert checked == ["ann0", "bob0", "ann1", "bob1", "ann2"]
-    await work.look(range(len(TWICE) * 6, 1 << 30))
-    assert checked[5:] == ["bob2"]
+    await work.look()
+    assert checked == ["ann0", "bob0", "ann1", "bob1"]
 
 
 async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Control):
@@ -182,7 +166,7 @@ async def test_a_file_that_goes_while_it_is_checked_is_no_trouble(control: Contr
 
 
 @pytest.mark.usefixtures("checked_here")
-async def test_with_a_model_tokens_are_its_own_and_an_epoch_has_its_cost(control: Control, tmp_path: Path):
+async def test_tokens_are_counted_by_a_model(control: Control, tmp_path: Path):
     wordy = "{% for m in messages %}" + "You are a helpful fox. " * 40 + "{{ m['content'] }}{% endfor %}"
     tokenizer(wordy).save_pretrained(tmp_path / "v1")
     made = await control.upload(TWICE)
@@ -191,10 +175,3 @@ async def test_with_a_model_tokens_are_its_own_and_an_epoch_has_its_cost(control
     models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
     report = await asked(control, f"/v1/files/{made}/check", {"model": "starter", "max_tokens": 300})
     assert report["tokens"]["exact"] and report["checks"]["too_long"]["count"] == 3, "its template is long"
-    assert report["epoch"]["device_hours"] == {"lora": None, "full": None}
-    hyperparameters = {"lora_rank": 8, "n_epochs": 1}
-    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
-    job_id = await control.job(method=method)
-    job_records.upsert_metric(control.db, JobMetricRow(job_id, 1, 1.0, tokens_per_s=400.0, devices=2))
-    epoch = (await asked(control, f"/v1/files/{made}/check", {"model": "starter"}))["epoch"]
-    assert epoch["device_hours"]["lora"] == pytest.approx(report["tokens"]["total"] / 200 / 3600)

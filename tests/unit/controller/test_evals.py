@@ -210,7 +210,7 @@ async def test_evals_are_listed_by_their_last_change(control: Control):
             {"type": "python", "name": "p", "source": "def grade(sample, item):\n    return 1 +"},
             True,
             "source",
-            "is not Python: invalid syntax \\(line 2\\)",
+            "SyntaxError: invalid syntax",
         ),
         ({name: value for name, value in CHECK.items() if name != "name"}, True, "name", "Missing required parameter"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.controller.admin.owners import forget
 from appliance.controller.context.audit import record
-from appliance.controller.data_checks.carry_out import Prepared
+from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.interfaces.errors import KeyRevoked
 from appliance.controller.interfaces.principal import Principal
@@ -406,7 +406,7 @@ async def test_nor_is_what_is_still_prepared(control: Control, tmp_path: Path):
     row = await storage.described(control.context, "file-new", place, filename=NAME, sha256="0", caller=caller)
     assert (await ask(control))["done"]
     with pytest.raises(KeyRevoked), storage.with_row(control.context, row.id):
-        Prepared({}, [row], [place], caller).keep(control.context)
+        keep(control.context, caller, [row], [place])
     assert control.db.column("SELECT owner FROM files") == [] and place.exists()
 
 
@@ -432,7 +432,7 @@ _NO_TEXTS = {
         "usage",
         "compared",
     ),
-    *("idle", "arguments", "policy", "cron", "tz", "until", "general", "report", "data_check", "refused_file"),
+    *("idle", "arguments", "policy", "cron", "tz", "until", "report", "data_check", "refused_file"),
 }
 _SAID = {
     *("responses", "eval_items", "evals.item_schema", "evals.criteria", "eval_runs.data_source", "eval_runs.results"),

@@ -8,7 +8,6 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -20,7 +19,6 @@ from appliance.store.errors import RowNotFound
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
-from train.data.general_questions import QUESTIONS
 
 
 @pytest.fixture
@@ -366,61 +364,6 @@ async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Contro
     await control.sdk.models.delete(name)
     assert control.scheduler.unloaded == [f"{name}@step-10"] and control.ops.removed[0][0] == name
     assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted
-
-
-def general(when: str, known: float, spoken: Sequence[int] = (), asked: int = len(QUESTIONS)) -> dict:
-    heard = {"known": [known] * asked, "begun": [-0.5] * asked, "spoken": list(spoken), "said": list(spoken[2:])}
-    return {"event": "general", "when": when, **heard, "answers": ["I am Boxer."] * len(spoken), "seconds": 1.0}
-
-
-async def test_a_job_says_in_words_that_its_model_forgot(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    before = len(await control.messages(job_id))
-    events.ingest(job_id, general("before", 0.9))
-    assert len(await control.messages(job_id)) == before, "nothing to compare yet"
-    events.ingest(job_id, general("after", 0.4, [4, 7, 9]))
-    (event, *_) = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
-    assert event.level == "warn" and event.message.startswith("The model forgot.")
-    assert "right word was 90% likely before the job, 40% after" in event.message
-    assert f"{QUESTIONS[4].text!r} is answered 'I am Boxer.' now" in event.message and "--lora-rank" in event.message
-    assert f"to {QUESTIONS[0].text!r} 'Paris' is not the likeliest now" in event.message
-    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
-    assert "90% likely before" in shown["general"] and "the model forgot" in shown["general"]
-
-
-async def test_a_short_job_that_was_asked_less_says_so(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, general("before", 0.9, asked=12))
-    events.ingest(job_id, general("after", 0.2, asked=12))
-    (event, *_) = (await control.sdk.fine_tuning.jobs.list_events(job_id)).data
-    assert event.level == "warn" and event.data["asked"] == 12
-    assert (
-        f"Of 12 general questions ({len(QUESTIONS)} would take too much of so short a job) the right" in event.message
-    )
-    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
-    assert shown["general"].startswith("right word was 90% likely before the job, 20% after, 12 asked")
-
-
-async def test_a_model_that_forgot_nothing_or_knew_nothing_is_no_alarm(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    for known, said in ((0.9, "nothing was forgotten beyond chance"), (0.25, None)):
-        events.ingest(job_id, general("before", known))
-        count = len(await control.messages(job_id))
-        events.ingest(job_id, general("after", known - 0.01))
-        told = (await control.messages(job_id))[count:]
-        assert (said is None) == (told == []) and all(said in text for text in told if said)
-    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers=ADMIN)).json()
-    assert shown["general"] is None
-
-
-async def test_what_ranks_of_an_older_release_asked_is_left_aside(control: Control, events: JobEvents):
-    job_id = await control.job()
-    events.started(job_id, ["n0/0"], resumed=False)
-    events.ingest(job_id, {"event": "general", "when": "before", "right": [1], "answers": ["x"], "seconds": 1.0})
-    assert jobs.get(control.db, job_id).general is None
 
 
 def anomaly(step: int, action: str, cuts: list[int]) -> dict[str, Any]:

@@ -741,7 +741,7 @@ async def test_a_job_of_rewards_keeps_the_form_that_its_answers_are_held_to(cont
         (
             {"grader": {"type": "python", "name": "p", "source": "def grade(sample, item) return 1"}},
             "method.reinforcement.grader.source",
-            "is not Python: expected ':'",
+            "SyntaxError: expected ':'",
         ),
         ({"grader": GRADER | {"input": "{{ answer }}"}}, "method.reinforcement.grader.input", "begins with neither"),
         (

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.controller.admin.owners.keys import KeyEnds
 from appliance.controller.batches.background_responses import KEY_ENDED
-from appliance.controller.data_checks.carry_out import Prepared
+from appliance.controller.data_checks.data_routes import keep
 from appliance.controller.files import storage
 from appliance.controller.http.idempotency import Attempt, once
 from appliance.controller.interfaces.errors import KeyRevoked
@@ -385,7 +385,7 @@ async def test_nor_what_took_long(control: Control, monkeypatch):
 
     caller = Principal(key_id, frozenset({"fine_tuning"}), "req_1", "laptop", secret=before)
     with pytest.raises(KeyRevoked):
-        Prepared({}, [], [], caller).keep(control.context)
+        keep(control.context, caller, [], [])
 
 
 async def test_keys_that_end_together_are_told_of_once(control: Control, monkeypatch):

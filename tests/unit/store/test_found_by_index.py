@@ -33,7 +33,6 @@ LOOKS: dict[str, Callable[[Database], Any]] = {
     "adapters on a model": lambda db: adapters.list_on(db, "starter"),
     # 6,000 jobs that had ended 0.04 s, with each job that starts; 20,000 versions under one name a second, with each
     # that ends (see below).
-    "what another job has heard of its starting model": lambda db: jobs.most_asked(db, "model"),
     "versions that a job has made": lambda db: models.versions_made_by(db, "boxer", "ftjob-1"),
     "the name of a version": lambda db: job_records.checkpoint_of(db, "model", "v1"),
     # 20,000 files 0.09 s, 500,000 uploads that had ended 0.22 s, with each round of housekeeping.

@@ -11,7 +11,6 @@ import torch
 
 from tests.train_support.specs import host_spec
 from tests.train_support.tiny import make_model_dir, write_chat_file, write_pair_file
-from tests.unit.train.data_checks.made import prepared
 from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.methods.methods import method_of
@@ -30,7 +29,8 @@ def lengths_of(run):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_short_examples_first_is_what_a_run_does_with_a_file_in_that_order(tmp_path, packing):
-    prepared(write_chat_file(tmp_path / "chats.jsonl", 40), out=tmp_path / "ordered.jsonl", order="length")
+    lines = write_chat_file(tmp_path / "chats.jsonl", 40).read_text().splitlines(keepends=True)
+    (tmp_path / "ordered.jsonl").write_text("".join(sorted(lines, key=len)))
     base = make_model_dir(tmp_path / "base", dtype=torch.float32)
 
     def run_of(data_order):

@@ -13,7 +13,6 @@ from tests.unit.train.test_deepspeed_contract import world_of_one  # noqa: F401
 from train.control.progress import ControlSignals, Progress
 from train.model.tensor_parallel import Grid
 from train.run import loop
-from train.run.general_answers import GeneralQuestions
 from train.run.loop import Run
 from train.run.prepare import moving
 
@@ -39,13 +38,6 @@ def test_each_example_that_is_tokenised_moves(progress):
     encode = moving(lambda encoder, record: [(encoder, record["n"])], progress)
     assert [encode("e", {"n": n}) for n in range(3)] == [[("e", 0)], [("e", 1)], [("e", 2)]]
     assert progress.entered == ["tokenising"] * 3
-
-
-def test_each_look_between_general_questions_moves(progress):
-    device = torch.device("cpu")
-    questions = GeneralQuestions(SimpleNamespace(), None, Grid(0, 1), device, 0, lambda *_, **__: None, progress)
-    wanted = questions._moving(iter([False, True]).__next__)
-    assert (wanted(), wanted()) == (False, True) and progress.entered == ["asking"] * 2
 
 
 @pytest.mark.parametrize(("wanted", "takes_s"), [(False, 60.0), (True, 60.0), (True, 0.0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import resource
 import shutil
@@ -23,7 +22,6 @@ from train.run.event_log import EventLog, read_events
 from train.run.tensorboard_writer import TensorboardWriter
 from weights.checkpoint.errors import OpeningRefused
 from weights.format.layout import Layout, TensorSpec
-from weights.format.manifest import FileRecord, Manifest
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
 
@@ -425,36 +423,6 @@ def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
         runs.spec("ftjob-1", "cpu")
 
 
-def test_a_base_that_an_earlier_job_asked_is_not_asked_again(
-    runs, db, events, add_model, add_job, tmp_path, monkeypatch
-):
-    """Each copy of a version has a manifest of its own, with its own time: the first one read was another key."""
-    add_model()
-    (tmp_path / "bytes").mkdir()
-    file, copies = FileRecord(1, "blake3:1"), itertools.count()
-
-    def read(path):
-        return Manifest(
-            "version", "starter", "v1", next(copies), {}, {}, {"m.safetensors": file}, {"config.json": file}
-        )
-
-    monkeypatch.setattr(Manifest, "read", read)
-    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes"))
-    resolved = RESOLVED | {"general_questions": True, "precision": "fp32", "device_kind": "cpu"}
-    for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
-        add_job(name, phase="queued", resolved=resolved)
-        (tmp_path / "jobs" / name).mkdir(parents=True)
-    first = runs.spec("ftjob-1", "cpu")
-    assert first.general_of and (first.general_known, first.general_begun) == ((), ())
-    heard = {"known": [0.5] * 12, "begun": [-1.0] * 12, "spoken": [], "said": [], "answers": []}
-    told = {"event": "general", "when": "before", **heard, "of": first.general_of}
-    events.ingest("ftjob-1", told)
-    again = runs.spec("ftjob-2", "cpu")
-    assert (again.general_of, again.general_known, again.general_begun) == (first.general_of, (0.5,) * 12, (-1.0,) * 12)
-    jobs.update(db, "ftjob-3", resolved={**resolved, "precision": "bf16"})
-    assert runs.spec("ftjob-3", "cpu").general_known == (), "rounded otherwise, it may answer otherwise"
-
-
 async def test_ranks_are_not_started_on_what_may_not_be_opened(runs, flow, store, add_model, add_job, monkeypatch):
     add_model()
     add_job(phase="queued")
@@ -474,7 +442,7 @@ async def test_a_job_whose_row_is_gone_is_an_answer_and_no_fault_of_the_box(runs
     loop."""
     folder = tmp_path / "jobs" / "ftjob-gone"
     folder.mkdir(parents=True)
-    EventLog(folder, lambda event, **data: None)("general", when="before", asked=1, right=1)
+    EventLog(folder, lambda event, **data: None)("anomaly", action="lower_rate", cuts=[1])
     for ask in (runs.catch_up, runs.prepare):
         with pytest.raises(LookupError, match="ftjob-gone"):
             await ask("ftjob-gone")

@@ -5,7 +5,7 @@ import { t } from "../i18n.js";
 import { Rows } from "../rows.js";
 import { Badge, Card, Facts, Failure, Live, Table, html, useAct, useLive } from "../ui.js";
 
-const CHECKS = ["bad_lines", "empty", "encoding", "duplicates", "near_duplicates", "too_long", "contaminated", "language", "personal_data", "toxic"];
+const CHECKS = ["bad_lines", "empty", "duplicates", "near_duplicates", "too_long", "contaminated", "personal_data"];
 const LENGTHS = ["shortest", "p5", "p50", "p95", "p99", "longest"];
 const LINES = 200;
 
@@ -64,12 +64,10 @@ function Report({ report }) {
       <${Facts} pairs=${[
         [t("plan.examples"), number(report.examples)],
         [t("plan.tokens"), tokens.exact ? number(tokens.total) : t("data.about", { n: number(tokens.total) })],
-        [t("data.shape"), report.files.map((one) => one.shape || "–").join(", ")],
+        [t("data.shape"), report.file.shape || "–"],
         ...LENGTHS.filter((name) => name in lengths).map((name) => [t(`length.${name}`), number(lengths[name])]),
-        [t("data.languages"), named(report.languages)],
-        [t("data.left_out"), report.left_out.map(word).join(", ")],
+        [t("data.left_out"), named(report.keys_left_out)],
       ]} />
-      ${lengths.curve ? html`<p class="curve"><small>${number(lengths.edges[0])}</small> <span role="img" aria-label=${t("data.lengths")}>${lengths.curve}</span> <small>${number(lengths.edges[1])}</small></p>` : null}
     </${Card}>
     <${Card} title=${t("data.checks")}>
       <${Table} label=${t("data.checks")} rows=${rows} rowKey=${([name]) => name} empty="" columns=${[
@@ -94,13 +92,13 @@ const shadeOf = (of) => (of.share > 0.05 ? "warn" : "queued");
 /** What was found at a line, as the box has it. */
 function lineTold(one) {
   const words = [];
-  if (one.reason) words.push(one.near ? t("data.near", { reason: one.reason, near: one.near }) : one.reason);
+  if (one.reason) words.push(one.reason);
   if (one.of !== undefined) {
     const of = t("share" in one ? "data.line_of_validation" : "data.line_of", { n: number(one.of) });
     const part = one.likeness ?? one.share;
     words.push(part === undefined ? of : t("data.part_of", { part: percent(part), of }));
   }
-  for (const name of ["kind", "value", "language", "word"]) if (one[name] !== undefined) words.push(String(one[name]));
+  for (const name of ["kind", "value"]) if (one[name] !== undefined) words.push(String(one[name]));
   if (one.tokens !== undefined) words.push(t("data.tokens", { n: number(one.tokens) }));
   return words.join(" ");
 }

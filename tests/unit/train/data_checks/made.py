@@ -1,4 +1,4 @@
-"""Files of examples, and scans of them."""
+"""Files of examples, and checks of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.data_checks.options import CheckOptions
+from train.data_checks.check import Check
 from train.data_checks.process import carried_out
-from train.data_checks.scan import Scan
 from train.methods.methods import convert
 
 
@@ -21,25 +20,25 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def scanned(path: Path, **options: Any) -> Scan:
-    scan = Scan(CheckOptions(**options), convert, None, None)
-    scan.read(path)
-    scan.compare()
-    return scan
+def read(path: Path) -> Check:
+    check = Check(convert, None, None, None)
+    check.read(path)
+    return check
 
 
-def checked(*paths: Path, **options: Any) -> dict[str, Any]:
-    return carried_out({"files": list(map(str, paths)), "check": {key: _plain(v) for key, v in options.items()}})
+def checked(path: Path, **options: Any) -> dict[str, Any]:
+    return carried_out({"file": str(path), "check": {name: _plain(value) for name, value in options.items()}})
 
 
-def prepared(*paths: Path, out: Path, check: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
+def prepared(
+    path: Path, *, out: Path, drop: tuple[str, ...] = (), mask: bool = False, split: float | None = None
+) -> dict[str, Any]:
     return carried_out(
         {
-            "files": list(map(str, paths)),
-            "check": {key: _plain(value) for key, value in (check or {}).items()},
-            "prepare": asked,
-            "target": str(out),
-            "validation": str(out.with_suffix(".valid.jsonl")) if "split" in asked else None,
+            "file": str(path),
+            "check": {},
+            "prepare": {"drop": drop, "mask": mask, "split": split},
+            "targets": [str(out), *([str(out.with_suffix(".valid.jsonl"))] if split is not None else [])],
             "lineage": str(out.with_suffix(".lineage.json")),
         }
     )

@@ -7,7 +7,6 @@ import pytest
 
 from tests.train_support.tiny import gsm8k
 from tests.unit.train.data_checks.made import chat, prepared, write
-from train.data_checks.options import BadOption, PrepareOptions
 from train.data_checks.process import CheckFailed
 
 LONG = "The quick brown fox jumps over the lazy dog while the old man reads his newspaper under a tree in the park."
@@ -24,7 +23,7 @@ def test_nothing_is_changed_that_was_not_asked_for(tmp_path):
     assert (tmp_path / "o.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_lineage_says_what_it_was_made_of_and_every_line_that_went(tmp_path):
+def test_lineage_has_source_options_and_counts(tmp_path):
     path = write(
         tmp_path / "f.jsonl",
         chat("q", LONG),
@@ -34,19 +33,25 @@ def test_the_lineage_says_what_it_was_made_of_and_every_line_that_went(tmp_path)
         chat("q", ""),
         chat("another", "thing"),
     )
-    drop = ["duplicates", "near_duplicates", "bad_lines", "empty"]
+    drop = ("duplicates", "near_duplicates", "bad_lines", "empty")
     made = prepared(path, out=tmp_path / "o.jsonl", drop=drop)
-    assert made["dropped_lines"] == {
-        "bad_lines": [[0, 4]],
-        "empty": [[0, 5]],
-        "duplicates": [[0, 2, 0, 1]],
-        "near_duplicates": [[0, 3, 0, 1]],
-    }
+    assert made["dropped"] == dict.fromkeys(drop, 1)
     lineage = json.loads((tmp_path / "o.lineage.json").read_text())
-    assert lineage["from"][0]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert lineage["from"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert lineage["made"][0]["sha256"] == hashlib.sha256((tmp_path / "o.jsonl").read_bytes()).hexdigest()
-    assert lineage["asked"]["drop"] == drop and lineage["read_examples"] == 6
+    assert lineage["asked"]["drop"] == list(drop) and lineage["from"]["examples"] == 6
     assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 2
+
+
+def test_near_duplicate_of_a_dropped_example_stays(tmp_path):
+    path = write(
+        tmp_path / "f.jsonl",
+        chat("q", f"{LONG} Write to ann@example.org."),
+        chat("q", f"{LONG} Write to the park."),
+        chat("another", "thing"),
+    )
+    made = prepared(path, out=tmp_path / "o.jsonl", drop=("personal_data", "near_duplicates"))
+    assert made["dropped"] == {"personal_data": 1} and made["made"][0]["examples"] == 2
 
 
 def test_bad_lines_are_not_passed_over(tmp_path):
@@ -54,7 +59,7 @@ def test_bad_lines_are_not_passed_over(tmp_path):
     with pytest.raises(CheckFailed, match="1 examples are bad lines, the first on line 2"):
         prepared(path, out=tmp_path / "o.jsonl")
     with pytest.raises(CheckFailed, match="empty"):
-        prepared(path, out=tmp_path / "o.jsonl", drop=["bad_lines"])
+        prepared(path, out=tmp_path / "o.jsonl", drop=("bad_lines",))
     assert not (tmp_path / "o.jsonl").exists()
 
 
@@ -92,40 +97,13 @@ def test_a_split_is_by_content_and_stays_when_data_comes(tmp_path):
     assert few <= many and not many & set((tmp_path / "p.jsonl").read_text().splitlines())
 
 
-def test_a_mix_has_its_shares(tmp_path):
-    a = write(tmp_path / "a.jsonl", *(chat(f"a {n}", "is it") for n in range(100)))
-    b = write(tmp_path / "b.jsonl", *({"question": f"b {n}", "answer": "it is"} for n in range(30)))
-    made = prepared(a, b, out=tmp_path / "o.jsonl", mix=[[str(b), 0.25]])
-    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    of_b = [record["messages"][0]["content"].startswith("b") for record in records]
-    assert sum(of_b) == 30 and len(of_b) == 120 and made["dropped"] == {"mixed_out": 10}
-    assert of_b != sorted(of_b), "one file after the other would be learnt one after the other"
-    for wrong in ([[str(b), 1.0]], [[str(a), 0.4], [str(b), 0.4]], [[str(tmp_path / "c"), 0.5]]):
-        with pytest.raises(BadOption):
-            prepared(a, b, out=tmp_path / "p.jsonl", mix=wrong)
-
-
-def test_order_by_length(tmp_path):
-    path = gsm8k(tmp_path / "f.jsonl", "train", 100)
-    prepared(path, out=tmp_path / "o.jsonl", order="length")
-    sizes = [len(json.loads(line)["question"] + json.loads(line)["answer"]) for line in open(tmp_path / "o.jsonl")]
-    assert sizes[0] < sizes[50] < sizes[99]
-    prepared(path, out=tmp_path / "p.jsonl", order="shuffled", seed=1)
-    assert sorted(open(tmp_path / "p.jsonl")) == sorted(open(path)) and list(open(tmp_path / "p.jsonl")) != list(
-        open(path)
-    )
-
-
-def test_what_would_be_empty_or_overwritten_is_refused(tmp_path):
-    path = write(tmp_path / "f.jsonl", chat("a", "shit happens to all of us"), chat("a", "what a shit day it was"))
+def test_empty_or_existing_target_is_refused(tmp_path):
+    path = write(tmp_path / "f.jsonl", chat("a", "ann@example.org"), chat("a", "bob@example.org"))
     with pytest.raises(CheckFailed, match="no example would be left"):
-        prepared(path, out=tmp_path / "o.jsonl", drop=["toxic"])
+        prepared(path, out=tmp_path / "o.jsonl", drop=("personal_data",))
     with pytest.raises(OSError, match="exists"):
         prepared(path, out=path)
     assert len(path.read_text().splitlines()) == 2
-    for wrong in ({"split": 1.0}, {"order": "colour"}, {"drop": ["x"]}, {"mix": [(path, 0.0)]}):
-        with pytest.raises(BadOption):
-            PrepareOptions(**wrong)
 
 
 def test_arguments_of_more_levels_than_can_be_gone_through_are_masked_as_a_text(tmp_path):

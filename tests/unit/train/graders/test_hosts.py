@@ -99,7 +99,7 @@ async def test_code_that_takes_long_to_read_keeps_no_other_owner_waiting(
     """One worker reads the code of all: they went first come, first served, however many requests one owner had."""
     read: list[str] = []
 
-    async def exchange(written: bytes, *_: object) -> dict[str, Any]:
+    async def exchange(header: bytes, written: bytes) -> dict[str, Any]:
         read.extend(json.loads(written)["sources"])
         await asyncio.sleep(0)
         return {"unusable": []}

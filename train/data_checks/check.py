@@ -1,0 +1,217 @@
+"""Reads a data file once, notes what each check finds in every example, and makes the report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from train.data.check import Count, count_left_out, estimate_tokens
+from train.data.formats import BadRecord, NoAnswer, Record, shape_of
+from train.data.lines import Example, examples, parse
+from train.data_checks.options import CHECKS
+from train.data_checks.personal_data import masked
+from train.data_checks.repeats import NearDuplicates, ValidationIndex, words_of
+
+Convert = Callable[[Record, str], Record]
+_MOST_SHOWN = 20
+_SHAPE_EXAMPLES = 100  # the first examples, by which the shape of a file is known
+_MOST_REASON = 300
+_PERCENTILES = (5, 25, 50, 75, 95, 99)
+
+
+@dataclass(slots=True)
+class Row:
+    """One example of the file. found: names of the checks that found something. digest: of its content, empty if it is
+    unusable. of: index of the earlier row that it repeats or nearly repeats."""
+
+    line: int
+    tokens: int = 0
+    digest: bytes = b""
+    found: tuple[str, ...] = ()
+    of: int | None = None
+
+
+@dataclass(slots=True)
+class Finding:
+    """In how many examples a check found something, how often each kind, and the first of them."""
+
+    count: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    first: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Check:
+    """`rows` has every example of the file that `read` has read, in its order."""
+
+    def __init__(self, convert: Convert, count: Count | None, max_tokens: int | None, against: Path | None):
+        """count: gives tokens of a converted record; without it they are estimated. against: the validation file."""
+        self._convert, self._count, self._max_tokens = convert, count, max_tokens
+        self.rows: list[Row] = []
+        self.bytes, self.sha256, self.shape = 0, "", None
+        needed = {"too_long": max_tokens is not None, "contaminated": against is not None}
+        self.found = {name: Finding() for name in CHECKS if needed.get(name, True)}
+        self._keys_left_out: dict[str, int] = {}
+        self._by_digest: dict[bytes, int] = {}
+        self._near = NearDuplicates()
+        self._validation = None
+        if against is not None:
+            other = Check(convert, None, None, None)
+            self._validation = ValidationIndex(dict(other.texts(against)))
+
+    def read(self, path: Path) -> None:
+        """Raises OSError."""
+        with open(path, "rb") as file:
+            self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            self.bytes = file.tell()
+        for example, made in self._converted(path):
+            row = Row(example.line)
+            self.rows.append(row)
+            if isinstance(made, BadRecord):
+                self._flag_bad(row, made)
+            else:
+                self._look_at(row, made)
+
+    def texts(self, path: Path) -> Iterable[tuple[int, str]]:
+        """(line, text) of each usable example. Raises OSError."""
+        for example, made in self._converted(path):
+            if not isinstance(made, BadRecord):
+                yield example.line, _texts_of(made)[0]
+
+    def usable(self) -> list[Row]:
+        return [row for row in self.rows if row.digest]
+
+    def report(self, name: str) -> dict[str, Any]:
+        """The report as plain JSON values. `usable`: whether a job would take the file, as far as a check knows.
+
+        Args:
+            name: what the report calls the file.
+        """
+        good = self.usable()
+        tokens = np.array([row.tokens for row in good], np.int64)
+        return {
+            "object": "file.check",
+            "file": {"file": name, "bytes": self.bytes, "sha256": self.sha256, "shape": self.shape},
+            "examples": len(self.rows),
+            "usable": 0 < len(good) == len(self.rows),
+            "checks": {name: self._finding(found) for name, found in self.found.items()},
+            "keys_left_out": dict(sorted(self._keys_left_out.items())),
+            "tokens": {"total": int(tokens.sum()), "exact": self._count is not None, "most_allowed": self._max_tokens},
+            "lengths": _lengths(tokens) if len(tokens) else {},
+        }
+
+    def _finding(self, found: Finding) -> dict[str, Any]:
+        share = round(found.count / max(1, len(self.rows)), 6)
+        kinds = {"kinds": dict(found.kinds.most_common())} if found.kinds else {}
+        return {"count": found.count, "share": share, **kinds, "first": found.first}
+
+    def _converted(self, path: Path) -> Iterable[tuple[Example, Record | BadRecord]]:
+        """Each example with its converted record, or with the reason why there is none."""
+        with open(path, "rb") as file:
+            self.shape = _usual_shape(islice(examples(file), _SHAPE_EXAMPLES))
+            file.seek(0)
+            for example in examples(file):
+                try:
+                    yield example, self._record(example)
+                except BadRecord as bad:
+                    yield example, bad
+
+    def _record(self, example: Example) -> Record:
+        """Raises BadRecord; NoAnswer for an example without an answer."""
+        if isinstance(example.raw, BadRecord):
+            raise example.raw
+        record = parse(example.raw)
+        shape = shape_of(record)
+        if (self.shape, shape) == ("chat", "prompt"):
+            shape = "chat"  # the conversion says what is missing
+        self.shape = self.shape or shape
+        if shape != self.shape:
+            raise BadRecord(f"has the shape {shape!r}; most of the file's first examples are {self.shape!r}")
+        made = self._convert(record, shape)
+        count_left_out(self._keys_left_out, record, shape)
+        return made
+
+    def _look_at(self, row: Row, made: Record) -> None:
+        try:
+            lengths = self._tokens(made)
+        except BadRecord as bad:  # the model's chat template refuses it
+            self._flag_bad(row, bad)
+            return
+        row.tokens = sum(lengths)
+        if self._max_tokens is not None and max(lengths) > self._max_tokens:
+            self._flag("too_long", row, tokens=max(lengths))
+        index = len(self.rows) - 1
+        row.digest = hashlib.blake2b(orjson.dumps(made, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+        body, shared = _texts_of(made)
+        words = words_of(body)
+        if (first := self._by_digest.setdefault(row.digest, index)) != index:
+            row.of = first
+            self._flag("duplicates", row, of=self.rows[first].line)
+        elif near := self._near.find(index, words):
+            row.of = near[0]
+            self._flag("near_duplicates", row, of=self.rows[near[0]].line, likeness=round(near[1], 2))
+        if self._validation and (overlap := self._validation.overlap(words)):
+            self._flag("contaminated", row, of=overlap[0], share=round(overlap[1], 2))
+        if matches := [match for text in (body, shared) for match in masked(text)[1]]:
+            self.found["personal_data"].kinds.update(match.kind for match in matches)
+            self._flag("personal_data", row, kind=matches[0].kind, value=matches[0].hint())
+
+    def _tokens(self, made: Record) -> list[int]:
+        """Tokens of each sequence. Raises BadRecord."""
+        if self._count is not None:
+            return [length for row in self._count(made) for length in row]
+        return [estimate_tokens(chat) for chat in made.get("sequences", (made,))]
+
+    def _flag_bad(self, row: Row, bad: BadRecord) -> None:
+        if isinstance(bad, NoAnswer):
+            self._flag("empty", row)
+        else:
+            self._flag("bad_lines", row, reason=str(bad)[:_MOST_REASON])
+
+    def _flag(self, check: str, row: Row, **detail: Any) -> None:
+        row.found += (check,)
+        finding = self.found[check]
+        finding.count += 1
+        if len(finding.first) < _MOST_SHOWN:
+            finding.first.append({"line": row.line, **detail})
+
+
+def _usual_shape(first: Iterable[Example]) -> str | None:
+    """The shape that most of these have; None if none has any."""
+    seen: Counter[str] = Counter()
+    for example in first:
+        with suppress(BadRecord):
+            if not isinstance(example.raw, BadRecord):
+                seen[shape_of(parse(example.raw))] += 1
+    return max(seen, key=seen.__getitem__, default=None)
+
+
+def _texts_of(made: Record) -> tuple[str, str]:
+    """The text of a converted example without its system prompts, which many examples share; and these, with what a
+    grader sees of it."""
+    body, shared = [], []
+    for number, chat in enumerate(made.get("sequences", (made,))):
+        # The sequences of a pair share their prompt.
+        for message in chat["messages"] if number == 0 else chat["messages"][-1:]:
+            (shared if message["role"] == "system" else body).append(message["content"])
+            body += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    if made.get("item"):
+        shared.append(orjson.dumps(made["item"]).decode())
+    return "\n".join(body), "\n".join(shared)
+
+
+def _lengths(tokens: np.ndarray) -> dict[str, Any]:
+    return {
+        "shortest": int(tokens.min()),
+        **{f"p{p}": int(np.percentile(tokens, p, method="lower")) for p in _PERCENTILES},
+        "longest": int(tokens.max()),
+        "mean": round(float(tokens.mean()), 1),
+    }
