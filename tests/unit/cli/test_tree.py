@@ -105,7 +105,6 @@ FROZEN = {
     "mode history": [*BOX, "--limit", "HANDOVER"],
     "model import": [*BOX, "--base", "--name", "--revision", "--timeout", "--wait", "SOURCE"],
     "model catalog": ["--help", "--output"],
-    "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
     "model list": [*BOX, "--every", "--watch"],
     "model show": [*BOX, "MODEL"],
     "model rm": [*BOX, "MODEL"],

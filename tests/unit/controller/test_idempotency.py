@@ -27,7 +27,6 @@ def form(name: str, data: bytes, **fields: str) -> dict[str, Any]:
 KEYED = {"idempotency-key": "one"}
 OPERATIONS = {
     "/admin/v1/models/import": ("/models/import", {"source": "/data/x", "name": "x"}),
-    "/admin/v1/models/starter": ("/models/starter", None),
     "/admin/v1/models/{name:path}/verify": ("/models/m/verify", None),
     "/admin/v1/tiers/verify": ("/tiers/verify", None),
 }

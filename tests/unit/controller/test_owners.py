@@ -197,7 +197,6 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("DELETE", "/admin/v1/models/{name:path}/canary"),
             ("POST", "/admin/v1/models/{name:path}/promote"),
             ("POST", "/admin/v1/models/import"),
-            ("POST", "/admin/v1/models/starter"),
             ("POST", "/admin/v1/models/{name:path}/verify"),
             ("POST", "/admin/v1/tiers/verify"),
             ("POST", "/admin/v1/models/{name:path}/rollback"),
