@@ -9,7 +9,6 @@ import asyncio
 import math
 from dataclasses import dataclass, replace
 
-from scheduler.autoscale.forecast import DemandForecast
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
@@ -78,15 +77,9 @@ class _Group:
 class SimModel:
     """One model: its requests at the engines, and what is known of them."""
 
-    def __init__(self, cluster: Cluster, deployment: DeploymentView, next_answer_s: float):
+    def __init__(self, cluster: Cluster, deployment: DeploymentView):
         self.cluster, self._deployment = cluster, deployment
         self.standby: Standby | None = None
-        self._forecast = DemandForecast(next_answer_s)
-
-    def requests_seen(self, now_s: float) -> None:
-        """Processes a load report. Call it as often as gateways report."""
-        c = self.cluster
-        self._forecast.seen(now_s, c.inflight_total + len(c.held), c.arrived)
 
     def deployment(self, least: int = 0) -> DeploymentView:
         """least: replicas that are kept whatever the demand."""
@@ -96,7 +89,6 @@ class SimModel:
             len(c.held),
             c.waiting_tokens,
             c.last_request_s,
-            expected=self._forecast.expected,
             prompt_tokens=c.prompt_tokens,
         )
         return replace(d, demand=demand, standby=self.standby, min_replicas=max(d.min_replicas, least))

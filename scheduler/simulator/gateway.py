@@ -42,14 +42,12 @@ class Reports:
 
     def wanted(self, now_s: float) -> int:
         """Takes a report, and returns the replicas that the planner would want now."""
-        self.model.requests_seen(now_s)
         deployment = self.model.deployment()
         if self.learner is not None:
             self.model.standby = self._learn(self.learner, deployment, now_s)
             if self.model.standby != deployment.standby:
                 deployment = replace(deployment, standby=self.model.standby)
         wanted = demand_.wanted_now(deployment, now_s, self.config)
-        wanted = max(wanted, demand_.by_rise(deployment, now_s, self.config))
         return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
 
     def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:

@@ -122,7 +122,6 @@ class Setup:
             most=self.devices,
             target_s=self.slo_ttft_s,
             late_share=self.config.late_requests_share,
-            when_late=self.config.when_late,
         )
 
 
@@ -162,7 +161,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
     models: dict[str, SimModel] = {}
     for n, (name, requests) in enumerate(setup.named().items()):
         cluster = Cluster(requests.later(UP_S), setup.engine, hold_s=setup.hold_s, seed=setup.seed + n)
-        models[name] = SimModel(cluster, setup.deployment(name), setup.config.next_answer_s)
+        models[name] = SimModel(cluster, setup.deployment(name))
     until_s = UP_S + setup.horizon_s
     jobs: list[SimJob]
     if setup.jobs is None:

@@ -44,7 +44,6 @@ CONFIG = SchedulerConfig(
     give_back_after_s=20,
     give_back_at_latest_s=20,
     give_backs_per_hour=1000,
-    floor_hold_s=15,
     job_dwell_s=15,
     turn_s=10,
     backoff_max_s=8,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 from dataclasses import replace
 
 import pytest
 
-from benchmarks._traffic import KINDS, Traffic, at_scale, drawn, made
+from benchmarks._traffic import KINDS, Traffic, made
 from scheduler.core.workload import Policy
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.engine import EngineModel
@@ -39,13 +38,6 @@ def test_gaps_have_the_variation_that_was_asked() -> None:
     assert cv(Traffic(**one)) == pytest.approx(1.0, abs=0.05)
     assert cv(Traffic(**one, gap_cv=3.0)) == pytest.approx(3.0, rel=0.15)
     assert cv(Traffic(**one, gaps="weibull", gap_cv=2.0)) == pytest.approx(2.0, rel=0.15)
-
-
-def test_more_devices_get_more_load_of_the_same_kind() -> None:
-    assert at_scale(KINDS["reasoning"], 32).per_s == 4 * KINDS["reasoning"].per_s
-    for seed in range(20):
-        kind = replace(drawn(random.Random(seed), 4), seconds=300.0)
-        assert len(made(kind, seed)) > 0
 
 
 def test_a_coarse_clock_is_seen_and_its_arrivals_are_spread() -> None:
@@ -103,7 +95,7 @@ def test_every_split_is_tried() -> None:
 
 @pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])
 def test_auto_finds_the_best_constant_within_half_an_hour(name: str) -> None:
-    """What a seed makes of two kinds; `tests/property/test_no_regret.py` draws thousands."""
+    """What a seed makes of two kinds."""
     kind = KINDS[name]
     setup = Setup(made(replace(kind, seconds=1800.0), 11))
     auto = run_policy(setup, Policy("auto"))
