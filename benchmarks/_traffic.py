@@ -15,7 +15,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.simulator.trace import Requests
+from benchmarks.simulator.trace import Requests
 
 Gaps = Literal["gamma", "weibull"]
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_least, record
 from benchmarks._traffic import KINDS, NEW, made
+from benchmarks.simulator.simulate import Figures, Setup, run_policy
 from scheduler.core.workload import Policy
-from scheduler.simulator.simulate import Figures, Setup, run_policy
 
 IN_TIME, LEARNING_S, DEVICES, HOURS = 0.99, 1800, 8, 1.5
 Reached = tuple[float, float]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks._traffic import KINDS, Traffic, made
+from benchmarks.simulator.cluster import Cluster
+from benchmarks.simulator.engine import EngineModel
+from benchmarks.simulator.simulate import Setup, run_policy
+from benchmarks.simulator.trace import Requests
 from scheduler.core.workload import Policy
-from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.engine import EngineModel
-from scheduler.simulator.simulate import Setup, run_policy, static_shares
-from scheduler.simulator.trace import Requests
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -86,11 +86,6 @@ def test_new_requests_go_where_their_first_token_comes_first() -> None:
         cluster.open(name)
     cluster.advance(10_000.0)
     assert cluster.served.first_token_s[2] - 1.0 < 0.1
-
-
-def test_every_split_is_tried() -> None:
-    assert static_shares(8) == list(range(9)) and static_shares(32) == list(range(33))
-    assert len(static_shares(1024)) == 65 and static_shares(1024)[-1] == 1024
 
 
 @pytest.mark.parametrize("name", ["code, short answers", "reasoning, bursts"])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from benchmarks.simulator.effects import REPORT_S, SimEffects, SimModel
 from scheduler.autoscale import demand as demand_
 from scheduler.autoscale.shadow import Seen
 from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
-from scheduler.simulator.effects import REPORT_S, SimEffects, SimModel
 
 QUIET_REPORTS = 20
 """While there are no requests, only one in this many reports is simulated."""
@@ -99,8 +98,6 @@ class Gateway:
     sample_every_s: float
     listens: bool
     samples: list[Sample] = field(default_factory=list)
-    passed: Callable[[float], None] = lambda now_s: None
-    """Called with the time of every sample."""
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
         aio = asyncio.get_running_loop()
@@ -124,7 +121,6 @@ class Gateway:
             inflight, held = sum(c.inflight_total for c in clusters), sum(len(c.held) for c in clusters)
             if now_s >= next_sample_s:
                 next_sample_s = now_s + self.sample_every_s
-                self.passed(now_s)
                 e = self.effects
                 self.samples.append(Sample(now_s, inflight, held, e.serving_devices, e.training_devices))
             over = now_s >= until_s and not any(cluster.arrivals_left for cluster in clusters)

@@ -9,6 +9,7 @@ import asyncio
 import math
 from dataclasses import dataclass, replace
 
+from benchmarks.simulator.cluster import Cluster
 from scheduler.core.allocation import ReplicaPlan
 from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
@@ -25,8 +26,6 @@ from scheduler.core.workload import (
     Workload,
 )
 from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed
-from scheduler.simulator.cluster import Cluster
-from scheduler.simulator.trace import TraceJob
 
 MODEL = "model"
 """The first model; further ones have the names that the set-up gives them."""
@@ -299,12 +298,3 @@ class SimEffects:
 def elastic_job(devices: int) -> SimJob:
     """A job that takes all devices it gets and never ends."""
     return SimJob(JobView("elastic", 1, devices))
-
-
-def job_of(job: TraceJob) -> SimJob:
-    """A job from the list. It may run on fewer devices (repeatedly halved) with the same total work."""
-    sizes = {job.devices}
-    while (half := min(sizes) // 2) >= 1:
-        sizes.add(half)
-    view = JobView(job.id, min(sizes), job.devices, tuple(sorted(sizes)), submitted_s=job.at_s)
-    return SimJob(view, left_device_s=job.devices * job.duration_s)
