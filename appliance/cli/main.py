@@ -46,11 +46,10 @@ COMMANDS = {
     "audit": ("box.audit", "Show who did what: every change, by whom, and its outcome."),
     "chat": ("models.chat", "Talk to a model in the terminal."),
     "power": ("mode.power", "Show power and energy: the power limit, and who has drawn how much."),
-    "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = (
     *("init", "up", "down", "status", "top", "join", "usage", "forget", "doctor", "restore", "audit"),
-    *("chat", "power", "simulate"),
+    *("chat", "power"),
 )
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 

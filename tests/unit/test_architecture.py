@@ -79,7 +79,6 @@ SUBPACKAGES = (
     "appliance.store.objects",
     "appliance.store.records",
     "appliance.store",
-    "scheduler.simulator",
     "scheduler.ray",
     "scheduler.devices",
     "scheduler.loop",
@@ -137,7 +136,6 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
-    "matplotlib": {"scheduler/simulator/plot.py"},
     "mlflow": {"appliance/tracking/mlflow_tracker.py"},
     "wandb": {"appliance/tracking/wandb_tracker.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
@@ -368,8 +366,6 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # The simulator is not a client: it runs what decides, which imports neither Ray nor torch (checked above).
-        and not (path.name == "simulate.py" and top(module) == "scheduler")
         # Nor is a plan for a model and devices that no box has.
         and not module.startswith("appliance.controller.jobs.planned")
         # A backup is taken and restored by the command itself, which imports it then.
@@ -588,7 +584,6 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
     "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
-    "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/main.py _serve": AWAITED,

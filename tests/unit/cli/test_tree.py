@@ -34,29 +34,6 @@ FROZEN = {
     "restore": ["--config", "--data-dir", "--help", "--name", "--output", "PLACE"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
-    "simulate": [
-        "--api-key",
-        "--data-dir",
-        "--floor",
-        "--from-box",
-        "--gpus-per-node",
-        "--help",
-        "--jobs",
-        "--min-replicas",
-        "--nodes",
-        "--output",
-        "--plot",
-        "--policy",
-        "--profile",
-        "--scale",
-        "--seed",
-        "--slo-tpot",
-        "--slo-ttft",
-        "--static",
-        "--trace",
-        "--train",
-        "--url",
-    ],
     "node list": [*BOX],
     "node remove": ["--data-dir", "--help", "--output", "NODE"],
     "node token": ["--data-dir", "--help", "--minutes", "--output"],
@@ -350,7 +327,7 @@ HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"], ["simulate", "-h"]]
+    "arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]]
 )
 def test_help_imports_nothing_heavy(arguments):
     program = (
