@@ -81,8 +81,8 @@ class BoxPaths:
         return self.data_dir / "models"
 
     @property
-    def packed(self) -> Path:
-        return self.data_dir / "packed"
+    def snapshots(self) -> Path:
+        return self.data_dir / "snapshots"
 
     @property
     def jobs(self) -> Path:

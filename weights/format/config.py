@@ -28,20 +28,9 @@ class SnapshotRules(KeepRules):
     keep_last: int | None = Field(default=1, ge=1, description="how many of the newest are kept")
 
 
-class Packing(_Strict):
-    """How snapshots are written to a packed tier, beside the lossless compression."""
+class DiskTier(_Strict):
+    """The local disk: versions and snapshots as plain directories."""
 
-    moments: Literal["exact", "int8"] = Field(
-        default="exact",
-        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
-        "it goes on close to, not exactly as before",
-    )
-
-
-class DiskTier(Packing):
-    """The local disk: snapshots packed, versions as plain directories. The keys of packing hold for snapshots."""
-
-    rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to disk")
     free_bytes: int = Field(default=1 << 30, ge=0, description="room on the disk that tiers leave free")
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
@@ -64,10 +53,14 @@ class Location(_Strict):
         return url
 
 
-class RemoteTier(Location, Packing):
-    """A directory on a mount, or an S3-compatible store; versions and snapshots packed. Off without `url`."""
+class RemoteTier(Location):
+    """A directory on a mount, or an S3-compatible store. Off without `url`."""
 
-    rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to the remote")
+    moments: Literal["exact", "int8"] = Field(
+        default="exact",
+        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
+        "it goes on close to, not exactly as before",
+    )
     versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
     snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
 
