@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -31,7 +32,7 @@ from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState, read_troubles
 from appliance.boot.liveness import Pulse
 from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
-from appliance.boot.tracking import TrackingProcess
+from appliance.boot.tracking import run_exporter, status_file
 from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import Authority, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, Tokens
@@ -146,7 +147,6 @@ class Box:
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
         self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
         self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
-        self._tracking = TrackingProcess(config.tracking, paths, self._environment) if config.tracking.is_on else None
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
@@ -190,8 +190,9 @@ class Box:
         self._background.keep("pulse of the controller", controller.watch)
         self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        if self._tracking is not None:
-            self._background.keep("tracking", self._tracking.run)
+        if self._config.tracking.is_on:
+            exporter = partial(run_exporter, self._config.tracking, self._paths, self._environment)
+            self._background.keep("tracking", exporter)
 
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
@@ -276,7 +277,7 @@ class Box:
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
-        told = [] if self._tracking is None else read_troubles(self._tracking.status_file)
+        told = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
         self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble), *told])
 
     def _give_up(self, why: str) -> None:
