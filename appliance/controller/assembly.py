@@ -34,7 +34,7 @@ from appliance.controller.models.capacity import BoxFacts
 from appliance.controller.models.engine_sizes import EngineSizes
 from appliance.controller.models.settings_check import ForkedSettingsCheck
 from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import HostMemory, Means, StoredHere
+from appliance.memory.host_memory import HostMemory, Means, stored_here
 from appliance.memory.job_memory import JobMemory
 from appliance.models.checkpoint_trial import WarmParent
 from appliance.models.hub import HubSettings
@@ -164,7 +164,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
         save=tiers.nudge,
     )
     reserve = config.box.memory_reserve_bytes
-    memory = BoxMemory(db, HostMemory(db, StoredHere(store), reserve, means), nodes, reserve, means)
+    memory = BoxMemory(db, HostMemory(db, stored_here(store), reserve, means), nodes, reserve, means)
     learning = DemandLearning(routing.traffic, config.scheduler, len(devices), db=db)
 
     def demands() -> Callable[[str], Demand]:
