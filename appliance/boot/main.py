@@ -1,6 +1,6 @@
 """The box's main process: boot, watch, end in order.
 
-    python -m appliance.boot.main up --config-json JSON
+    python -m appliance.boot.main up --config FILE
 
 It locks the data directory, clears what a killed run left, starts Ray, the controller and the gateway, prints the
 endpoint, and keeps all three running until told to stop. It ends in the other order: the gateway finishes its requests,
@@ -41,6 +41,7 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.processes.kernel import tail
+from runtime.replace_file import replace_file
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HOME_NODE, check_build, discover_devices, foreign_use
 from serve.core import segments
@@ -58,9 +59,9 @@ class BoxError(RuntimeError):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.boot.main", description=__doc__)
     parser.add_argument("command", choices=["up"])
-    parser.add_argument("--config-json", required=True, help="the resolved configuration, JSON")
+    parser.add_argument("--config", required=True, type=Path, help="the resolved configuration, JSON")
     options = parser.parse_args(argv)
-    config = load_resolved(options.config_json)
+    config = load_resolved(options.config)
     paths = BoxPaths.of(Path(config.box.data_dir))
     own_files_only()
     configure_logging("main")
@@ -253,7 +254,7 @@ class Box:
     async def _start_controller(self) -> asyncio.subprocess.Process:
         # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
         await self._ray.running()
-        options = ("--config-json", self._config.model_dump_json(), "--ray-address", self._ray_address)
+        options = ("--config", str(self._paths.config_file), "--ray-address", self._ray_address)
         return await self._python("controller", "-P", "-m", "appliance.controller.main", *options)
 
     async def _start_gateway(self) -> asyncio.subprocess.Process:
@@ -269,7 +270,9 @@ class Box:
             "otlp_endpoint": self._config.observability.otlp_endpoint,
             "stores_responses": self._config.controller.responses_kept_days > 0,
         }
-        return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
+        file = self._paths.run / "gateway.json"
+        replace_file(file, json.dumps(gateway).encode())
+        return await self._python("gateway", "-P", "-m", "appliance.gateway.main", "--config", str(file))
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:

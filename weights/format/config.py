@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+URL = r"^https?://[^\s/@]+(/\S*)?$"
+"""Without credentials: people see addresses in messages and in `ps`."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,7 +43,9 @@ class Location(_Strict):
     """Where objects are kept: a directory on a mount, or an S3-compatible store."""
 
     url: str | None = Field(default=None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
-    endpoint: str | None = Field(default=None, description="https address of the S3-compatible store; unset: Amazon's")
+    endpoint: str | None = Field(
+        default=None, pattern=URL, description="https address of the S3-compatible store; unset: Amazon's"
+    )
     region: str | None = Field(default=None, description="region of the bucket; unset: us-east-1")
     credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: where boto3 looks")
     credentials_profile: str | None = Field(default=None, description="section of the credentials file")

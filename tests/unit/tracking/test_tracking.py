@@ -230,6 +230,6 @@ def test_nothing_is_sent_out_unasked_and_no_password_is_in_an_address(tmp_path: 
     assert not TrackingSettings().is_on
     file = tmp_path / "appliance.toml"
     file.write_text('[tracking]\nmlflow_uri = "https://me:secret@mlflow.example"\n')
-    with pytest.raises(ConfigError, match="credentials in its URL.*credentials_file") as refused:
+    with pytest.raises(ConfigError, match="without credentials.*credentials_file") as refused:
         load_config(file)
     assert "me:secret" not in str(refused.value)
