@@ -162,7 +162,9 @@ async def measure(asked: list[Asked], rounds: int, with_nginx: bool) -> dict[str
             "port": ports["gateway"],
             "log_path": str(folder / "access.log"),
         }
-        commands = {"gateway": [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)]}
+        config_file = folder / "gateway.json"
+        config_file.write_text(json.dumps(config))
+        commands = {"gateway": [sys.executable, "-m", "appliance.gateway.main", "--config", str(config_file)]}
         if with_nginx:
             (folder / "nginx.conf").write_text(
                 NGINX_CONFIG.format(

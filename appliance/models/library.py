@@ -427,7 +427,7 @@ class ModelLibrary:
 
     def remove(self, name: str, version: str) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
-        return DirectoryTier("disk", self._root).remove(Name("version", name, version))
+        return DirectoryTier(self._root).remove(Name("version", name, version))
 
     def _private(self, directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

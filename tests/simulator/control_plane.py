@@ -213,7 +213,6 @@ class SimulatedTiers:
             "damaged": 0,
             "last_error": None,
             "last_error_s": None,
-            "next_try_s": None,
         }
         told: list[dict[str, Any]] = [
             {

@@ -32,7 +32,6 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
-    "appliance.tracking",
     "appliance.doctor",
     "appliance.boot",
     "appliance.cli.box",
@@ -136,8 +135,8 @@ FENCES = {
     "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
-    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
-    "wandb": {"appliance/tracking/wandb_tracker.py"},
+    "mlflow": {"appliance/tracking.py"},
+    "wandb": {"appliance/tracking.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.

@@ -266,7 +266,7 @@ class TierPort(Protocol):
     def status(self) -> Callable[[], list[dict[str, Any]]]:
         """As of now, and what it returns is called on any thread: per tier, nearest first, {"name", "where",
         "versions", "snapshots", "bytes", "limit_bytes", "backlog", "backlog_bytes", "busy", "damaged", "last_error",
-        "last_error_s", "next_try_s"}."""
+        "last_error_s"}."""
 
     def tiers_of_version(self, model: str, version: str) -> list[str]:
         """Names of the tiers that have a version."""

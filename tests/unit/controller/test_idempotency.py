@@ -64,7 +64,6 @@ NOT_ONCE = {
     "/admin/v1/plan": _NOTHING_MADE,
     "/admin/v1/limits/measure": "what is measured replaces what was",
     "/admin/v1/models/{name:path}/pin": _AGAIN_SAME,
-    "/admin/v1/jobs/{job_id}/tracked": "the exporter says it until it is heard; a second time is one more event",
     "/admin/v1/jobs/{job_id}/profile": "it profiles the next steps; a second time the steps after them",
     "/admin/v1/models/{name:path}/profile": "it profiles the next steps; a second time the steps after them",
     "/admin/v1/jobs/{job_id}/hold": _AGAIN_SAME,

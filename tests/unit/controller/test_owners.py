@@ -185,7 +185,6 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("PATCH", "/admin/v1/jobs/{job_id}"),
             ("POST", "/admin/v1/jobs/{job_id}/hold"),
             ("POST", "/admin/v1/jobs/{job_id}/release"),
-            ("POST", "/admin/v1/jobs/{job_id}/tracked"),
             ("POST", "/admin/v1/jobs/{job_id}/profile"),
             ("POST", "/admin/v1/models/{name:path}/profile"),
             ("POST", "/admin/v1/devices/{device_id:path}/drain"),
