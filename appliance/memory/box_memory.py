@@ -125,13 +125,13 @@ class BoxMemory:
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
-    async def look(self) -> None:
-        """Look at each host once. A node that is gone affects only its own holders."""
-        await self.home.look()
+    async def look(self, status: Mapping[str, Any]) -> None:
+        """Look at each host once. status: the loop's. A node that is gone affects only its own holders."""
+        await self.home.look(status)
         self._follow()
         for name, host in list(self._away.items()):
             try:
-                await host.look()
+                await host.look(status)
             except EffectFailed as error:
                 log.warning("what memory needs on %s could not be done: %s", name, error, extra={"node": name})
 

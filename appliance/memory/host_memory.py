@@ -83,13 +83,12 @@ class StoredHere:
 class Means:
     """The policy's inputs and callbacks. engine_bytes: host memory that another engine of a model takes. job_bytes:
     what a job takes when it starts, by the numbers of devices that it may run on, ascending. devices: how many a node
-    has. replicas, jobs: from the loop's status. nudge: wakes the loop. on_enough: called when memory suffices again
+    has. nudge: wakes the loop. on_enough: called when memory suffices again
     after it was short. save: starts copying snapshots to disk."""
 
     engine_bytes: Callable[[str], int]
     job_bytes: Callable[[JobRow], Mapping[int, int]]
     devices: Callable[[str], int]
-    loop_status: Callable[[], Mapping[str, Any]]
     parked: Parked
     nudge: Callable[[], Any]
     on_enough: Callable[[], None] = lambda: None
@@ -121,6 +120,7 @@ class HostMemory:
         self._barren: dict[str, float] = {}
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
         self._exhausted = False
+        self._replicas: list[dict[str, Any]] = []
         self._means = means
 
     # --- asked by the loop ----------------------------------------------------------------------------------------
@@ -210,8 +210,9 @@ class HostMemory:
 
     # --- one pass ---------------------------------------------------------------------------------------------------
 
-    async def look(self) -> None:
-        """Read, decide, and do at most one thing."""
+    async def look(self, status: Mapping[str, Any]) -> None:
+        """Read, decide, and do at most one thing. status: the loop's."""
+        self._replicas = status["replicas"]
         now_s = self._clock()
         self._reading = self._read()
         self._forget(now_s)
@@ -223,7 +224,6 @@ class HostMemory:
             if self._wanted:
                 self._means.nudge()
             return
-        status = self._means.loop_status()
         known = {job["id"] for job in status["jobs"]}
         self._state = replace(self._state, jobs=tuple(job for job in self._state.jobs if job in known))
         holdings = await self._holdings(status, wanted)
@@ -311,8 +311,7 @@ class HostMemory:
             self._starting.popleft()
 
     def _is_awake(self, model: str) -> bool:
-        replicas = self._means.loop_status()["replicas"]
-        return any(replica["model"] == model and replica["state"] in AWAKE for replica in replicas)
+        return any(replica["model"] == model and replica["state"] in AWAKE for replica in self._replicas)
 
     def _room(self) -> int:
         return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)

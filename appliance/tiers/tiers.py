@@ -91,7 +91,7 @@ class Copy(NamedTuple):
 
 
 class Tiers:
-    """All tiers, nearest first in `all`; shared memory is above them. Implements `TierPort` of the controller's ports.
+    """All tiers, nearest first in `all`; shared memory is above them.
 
     `jobs_dir` holds the stores that ranks write snapshots to when shared memory is full. `loop` is the flow's while it
     runs.

@@ -34,30 +34,29 @@ KEPT_READINGS = 120
 
 
 class DeviceWatch:
-    """`read`: one reading per GPU of all nodes, except of those to let go, given by id. `on_change` is called after a
-    device was cordoned."""
+    """nudge: called after a device was cordoned."""
 
     def __init__(
         self,
         db: Database,
-        read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]],
         config: SchedulerConfig,
-        on_change: Callable[[], None],
+        nudge: Callable[[], Any],
         clock: Callable[[], float] = time.time,
     ):
-        self._db, self._read, self._config, self._on_change, self._clock = db, read, config, on_change, clock
+        self._db, self._config, self._nudge, self._clock = db, config, nudge, clock
         self._readings: dict[str, deque[Reading]] = {}
         self._deaths: deque[Death] = deque(maxlen=1000)
         self._ours: set[str] = set(box.get(db, FAILING, {}))
         self._trials: dict[str, dict[str, Any]] = box.get(db, TRIALS, {})
 
-    async def look(self) -> None:
-        """Read and judge; called every `device_check_s`. What a person drained is let go, so that it can be reset, and
+    async def look(self, read: Callable[[Collection[str]], Awaitable[tuple[Reading, ...]]]) -> None:
+        """Read and judge; called every `device_check_s`. read: one reading per GPU of all nodes, except of those to let
+        go, given by id. What a person drained is let go, so that it can be reset, and
         judged again once it is put back into use."""
         drained = frozenset(box.get(self._db, DRAINS, {}))
         for device_id in drained:
             self._readings.pop(device_id, None)
-        for reading in await self._read(drained):
+        for reading in await read(drained):
             kept = self._readings.setdefault(reading.device_id, deque())
             kept.append(reading)
             if len(kept) > KEPT_READINGS:
@@ -161,7 +160,7 @@ class DeviceWatch:
         self._ours, self._trials = ours, trials
         for device_id in lifted:
             self._forget(device_id)
-        self._on_change()
+        self._nudge()
 
     def _due(
         self,

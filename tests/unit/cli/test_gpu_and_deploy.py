@@ -107,7 +107,7 @@ def test_parsers_are_named_where_the_model_chats():
 
 def test_what_devices_tell_of_themselves_stands_in_the_list_where_any_does(box: ControlledBox):
     assert "HEAT" not in box.run("gpu", "list").stdout
-    box.context.device_readings = lambda: {
+    box.context.health.newest = lambda: {
         "n0/1": Reading("n0/1", 0.0, temperature_c=61, power_w=690.4, power_limit_w=700.0, throttled=("power_cap",))
     }
     head, _, first, *_ = box.run("gpu", "list").stdout.splitlines()

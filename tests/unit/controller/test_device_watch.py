@@ -19,11 +19,8 @@ from scheduler.devices.discovery import logical_devices
 
 @pytest.fixture
 def watch(db):
-    async def read(let_go):
-        return ()
-
     nudges = []
-    made = DeviceWatch(db, read, SchedulerConfig(), lambda: nudges.append(1), clock=lambda: 1000.0)
+    made = DeviceWatch(db, SchedulerConfig(), lambda: nudges.append(1), clock=lambda: 1000.0)
     made.nudges = nudges
     return made
 
@@ -56,7 +53,7 @@ def test_two_deaths_cordon_and_undrain_forgives(db, watch):
 def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
     for _ in range(2):
         watch.died(("n0/3",), "job a", "died")
-    again = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
+    again = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
     again.judge()
     assert box.get(db, CORDONED) == ["n0/3"] and list(box.get(db, FAILING)) == ["n0/3"]
 
@@ -65,12 +62,12 @@ class Clock:
     def __init__(self, read=()):
         self.now_s, self.read, self.nudges, self.let_go = 1000.0, read, [], frozenset()
 
-    def watch(self, db) -> DeviceWatch:
-        async def read(let_go):
-            self.let_go = let_go
-            return tuple(Reading("n0/3", self.now_s, **told) for told in self.read if "n0/3" not in let_go)
+    async def __call__(self, let_go):
+        self.let_go = let_go
+        return tuple(Reading("n0/3", self.now_s, **told) for told in self.read if "n0/3" not in let_go)
 
-        return DeviceWatch(db, read, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
+    def watch(self, db) -> DeviceWatch:
+        return DeviceWatch(db, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
 
 
 async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device_has_lived(db):
@@ -81,21 +78,21 @@ async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device
         watch.died(("n0/3",), "model m", "SIGBUS")
     for wait_s in (60.0, 120.0, 240.0, 480.0, 900.0, 900.0):
         clock.now_s += wait_s - 1
-        await watch.look()
+        await watch.look(clock)
         assert box.get(db, CORDONED) == ["n0/3"]
         shown = cordons.read(db).shown({"id": "n0/3", "health": "draining"})["health_reason"]
         assert "died on it" in shown and "; it is tried again in" in shown
         clock.now_s += 1
-        await watch.look()
+        await watch.look(clock)
         assert box.get(db, CORDONED) == [] and box.get(db, FAILING) == {}
         assert told(db)[0][:2] == ("device.try_again", "n0/3")
         watch.died(("n0/3",), "model m", "SIGBUS")  # on trial, one is enough
         assert box.get(db, FAILING) == {"n0/3": "1 process died on it within 600 s, the last: SIGBUS"}
     clock.now_s += 900.0
     watch = clock.watch(db)  # a restart forgets nothing
-    await watch.look()
+    await watch.look(clock)
     clock.now_s += 601.0
-    await watch.look()
+    await watch.look(clock)
     watch.died(("n0/3",), "model m", "SIGBUS")
     assert box.get(db, CORDONED) == [], "it lived for as long as deaths count"
     assert clock.nudges[-1] < clock.now_s
@@ -104,21 +101,21 @@ async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device
 async def test_what_still_looks_bad_waits_and_broken_hardware_waits_for_a_person(db):
     clock = Clock([{"lost": "GPU is lost"}])
     watch = clock.watch(db)
-    await watch.look()
+    await watch.look(clock)
     clock.now_s += 60.0
-    await watch.look()
+    await watch.look(clock)
     assert box.get(db, CORDONED) == ["n0/3"]
     clock.read = [{}]
     clock.now_s += 119.0
-    await watch.look()
+    await watch.look(clock)
     assert box.get(db, CORDONED) == ["n0/3"]
     clock.now_s += 1.0
-    await watch.look()
+    await watch.look(clock)
     assert box.get(db, CORDONED) == []
     clock.read = [{"faults": ("reported Xid 79",)}]
-    await watch.look()
+    await watch.look(clock)
     clock.now_s, clock.read = clock.now_s + 1e6, [{}]
-    await watch.look()
+    await watch.look(clock)
     assert box.get(db, CORDONED) == ["n0/3"]
 
 
@@ -129,7 +126,7 @@ async def test_a_device_that_a_person_drained_too_stays_so(db):
         watch.died(("n0/3",), "model m", "SIGBUS")
     cordons.drain(db, "n0/3", "new fan", "ann", clock.now_s)
     clock.now_s += 1e6
-    await watch.look()
+    await watch.look(clock)
     assert box.get(db, CORDONED) == ["n0/3"]
 
 
@@ -137,15 +134,15 @@ async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_
     """Its driver counts memory errors from 0 again after a reset."""
     clock = Clock([{"ecc_uncorrected": 3}])
     watch = clock.watch(db)
-    await watch.look()
+    await watch.look(clock)
     cordons.drain(db, "n0/3", "a reset", "ann", clock.now_s)
-    await watch.look()
+    await watch.look(clock)
     assert clock.let_go == {"n0/3"}
     cordons.undrain(db, "n0/3")
     for errors in (0, 1):
         assert box.get(db, CORDONED) == []
         clock.read = [{"ecc_uncorrected": errors}]
-        await watch.look()
+        await watch.look(clock)
         assert not clock.let_go
     assert box.get(db, FAILING) == {"n0/3": "had 1 uncorrected memory error"}
 
@@ -153,16 +150,16 @@ async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_
 async def test_the_newest_reading_is_shown_of_devices_that_answer_on_nodes_that_are_there(db):
     clock = Clock([{"temperature_c": 50}])
     watch = clock.watch(db)
-    await watch.look()
+    await watch.look(clock)
     clock.read = [{"temperature_c": 61, "power_w": 300.0}]
-    await watch.look()
+    await watch.look(clock)
     (shown,) = metered([{"id": "n0/3"}], watch.newest())
     assert (shown["meters"]["temperature_c"], shown["meters"]["power_w"], shown["meters"]["busy"]) == (61, 300.0, None)
     clock.read = [{"lost": "GPU is lost"}]
-    await watch.look()
+    await watch.look(clock)
     assert metered([{"id": "n0/3"}], watch.newest()) == [{"id": "n0/3", "meters": None}]
     clock.read = [{"temperature_c": 50}]
-    await watch.look()
+    await watch.look(clock)
     watch.node_changed("n0", "lost", ())
     assert watch.newest() == {}
 
@@ -199,7 +196,7 @@ def test_a_node_that_left_in_order_is_not_missed(db, watch):
 def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     watch.node_changed("n2", "joined", logical_devices(1, "n2"))
-    after = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
+    after = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
     after.node_changed("n2", "joined", logical_devices(1, "n2"))
     after.began(["n0", "n2"])
     assert seen(db)["n1/0"][1] == {
