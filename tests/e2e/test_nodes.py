@@ -143,7 +143,7 @@ class Shelf:
     async def in_memory(self, model, version):
         return self.path
 
-    def taken(self, model):
+    def taken(self, model, version):
         pass
 
     def engine_settings(self, model, tensor_parallel):

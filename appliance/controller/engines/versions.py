@@ -15,12 +15,11 @@ from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records import deployments
-from appliance.store.rows import ModelRow
 from appliance.tiers.restore import TierReturn
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 from weights.format.errors import WeightsError
-from weights.memory.store import Lease, StoredVersion, WeightStore
+from weights.memory.store import Lease, WeightStore
 from weights.tiers.record import Name
 
 GPU_ENGINE_BYTES = 4 * 2**30
@@ -48,43 +47,41 @@ class VersionProvider:
         self._db, self._store, self._back, self._opening = db, store, back, opening
         self._sizes = sizes
         self._config, self._device = config, device
-        self._leases: dict[str, tuple[str, Lease]] = {}
+        self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, until nobody awaits it
+        self._awaited: Counter[tuple[str, str]] = Counter()
+        self._served: dict[str, str] = {}  # by model, the version that was asked for last
         self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
-        self._awaited: Counter[str] = Counter()
 
     async def in_memory(self, model: str, version: str) -> Path:
         key = (model, version)
         if key not in self._reading:
             self._reading[key] = asyncio.create_task(self._bring_in(model, version))
             self._reading[key].add_done_callback(lambda _: self._reading.pop(key, None))
-        self._awaited[model] += 1
+        self._awaited[key] += 1
         try:
             return await asyncio.shield(self._reading[key])
         except BaseException:
-            self.taken(model)
+            self.taken(model, version)
             raise
 
     async def _bring_in(self, model: str, version: str) -> Path:
-        owner = self._owner(model)
+        owner, key = self._found(model).model, (model, version)
         name = Name("version", owner.id, version)
         try:
             stored = await asyncio.to_thread(self._back.bring_in, name)
             await self._opening.check(stored.path, owner.id)
         except WeightsError as error:
             raise LookupError(str(error)) from error
-        self._hold(model, stored)
+        self._served[model] = version
+        if self._awaited[key] and key not in self._leases:
+            self._leases[key] = self._store.lease(stored)
         return stored.path
 
-    def taken(self, model: str) -> None:
-        self._awaited[model] -= 1
-        if self._awaited[model] <= 0:
-            del self._awaited[model]
-            if model in self._leases:
-                self._leases[model][1].release()
-
-    def _owner(self, name: str) -> ModelRow:
-        """The model behind a public name: itself, or for a checkpoint's name the model of the checkpoint."""
-        return self._found(name).model
+    def taken(self, model: str, version: str) -> None:
+        key = (model, version)
+        self._awaited -= Counter([key])
+        if not self._awaited[key] and key in self._leases:
+            self._leases.pop(key).release()
 
     def _found(self, name: str) -> Resolved:
         found = resolve(self._db, name)
@@ -92,19 +89,11 @@ class VersionProvider:
             raise LookupError(f"there is no model {name} on this box any more")
         return found
 
-    def _hold(self, name: str, stored: StoredVersion) -> None:
-        old = self._leases.get(name)
-        if old is not None and old[0] == stored.version and not old[1].released:
-            return
-        self._leases[name] = (stored.version, self._store.lease(stored))
-        if old is not None:
-            old[1].release()
-
     def holds(self, name: Name) -> bool:
         """Whether an engine serves this version, or is about to."""
         return any(
             version == name.version and self._owner_id(model) == name.model
-            for model, (version, _) in self._leases.items()
+            for model, version in (*self._served.items(), *self._leases)
         )
 
     def _owner_id(self, name: str) -> str | None:
@@ -113,8 +102,10 @@ class VersionProvider:
 
     def let_go(self, name: str) -> None:
         """No engine serves this model any more, under its own name or a version's: release its bytes for eviction."""
-        for known in [known for known in self._leases if known == name or known.startswith(f"{name}@")]:
-            self._leases.pop(known)[1].release()
+        for known in [known for known in self._served if known == name or known.startswith(f"{name}@")]:
+            del self._served[known]
+        for key in [key for key in self._leases if key[0] == name or key[0].startswith(f"{name}@")]:
+            self._leases.pop(key).release()
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         found = self._found(model)

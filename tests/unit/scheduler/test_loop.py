@@ -438,10 +438,22 @@ async def test_engines_that_take_no_version_are_started_anew_for_each_and_not_as
                 await asyncio.sleep(0.05)
             assert [(r.version, r.state) for r in rig.world.replicas.values()] == [(version, "open")] * 2
         assert min(least) == 2, "one after the other, on the device that nobody has"
-        assert tried(rig, "swap_replica") == 2, "both at once, and then never again"
+        assert tried(rig, "swap_replica") == 1, "one first, and then never again"
         assert rig.store.troubles == {} and rig.loop.status()["troubles"] == []
         told = "a new engine for each version and after each pause, because v2 could not be loaded: the loader raised"
         assert rig.loop.status()["reloads"] == {"m": told}
+
+
+@in_virtual_time
+async def test_swap_tries_one_engine_first_then_the_others() -> None:
+    three = replace(MODEL, min_replicas=3, max_replicas=3)
+    async with Rig(FakeStore(Policy("serve"), (), (three,)), devices=3) as rig:
+        await rig.settle()
+        rig.store.deployments["m"] = replace(three, version="v2")
+        await rig.settle()
+        assert {r.version for r in rig.world.replicas.values()} == {"v2"}
+        swaps = [sum(step.verb == "swap_replica" for step in h.steps) for h in rig.journal.since(0)]
+        assert [number for number in swaps if number] == [1, 2]
 
 
 @in_virtual_time

@@ -55,9 +55,9 @@ async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provid
     """It stayed leased while the engine slept: with room for one model, no other could be served ever after."""
     first = await provider.in_memory("starter", "v1")
     assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
-    provider.taken("starter")
+    provider.taken("starter", "v1")
     await provider.in_memory("other", "v1")
-    provider.taken("other")
+    provider.taken("other", "v1")
     assert store.find("version", "starter", "v1") is None and not first.exists()
     assert provider.holds(Name("version", "starter", "v1")), "retention still knows that an engine is served from it"
     check(store, store.find("version", "other", "v1"))
@@ -68,10 +68,10 @@ async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provid
 async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(provider, store: WeightStore):
     paths = await asyncio.gather(provider.in_memory("starter", "v1"), provider.in_memory("starter", "v1"))
     assert paths[0] == paths[1]
-    provider.taken("starter")
+    provider.taken("starter", "v1")
     with pytest.raises(LookupError, match="no room for"):
         await provider.in_memory("other", "v1")
-    provider.taken("starter")
+    provider.taken("starter", "v1")
     await provider.in_memory("other", "v1")
     assert store.find("version", "starter", "v1") is None
 
@@ -79,7 +79,7 @@ async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(p
 async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore):
     await provider.in_memory("starter", "v1")
     with take_lease(store.find("version", "starter", "v1")), pytest.raises(LookupError, match="no room for"):
-        provider.taken("starter")
+        provider.taken("starter", "v1")
         await provider.in_memory("other", "v1")
     assert store.find("version", "starter", "v1") is not None
 
@@ -96,7 +96,7 @@ async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_m
     assert provider.host_bytes("starter") == own.device_bytes
     provider._device = SimpleNamespace(kind="cuda")
     assert provider.host_bytes("starter") == 4 * 2**30 and provider.host_bytes("nobody") == 0
-    provider.taken("starter")
+    provider.taken("starter", "v1")
 
 
 async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightStore, monkeypatch):
@@ -110,3 +110,14 @@ async def test_what_may_not_be_opened_reaches_no_engine(provider, store: WeightS
         await provider.in_memory("starter", "v1")
     assert store.find("version", "starter", "v1") is not None and store.evict(1 << 40) > 0
     assert not provider.holds(Name("version", "starter", "v1"))
+
+
+async def test_version_awaited_by_a_start_outlives_a_newer_one(provider, store: WeightStore):
+    write(store, "v2")
+    store.budget_bytes = store._evictor.budget_bytes = 1 << 40
+    await provider.in_memory("starter", "v1")
+    await provider.in_memory("starter", "v2")
+    provider.taken("starter", "v2")
+    store.evict(1 << 40)
+    assert store.find("version", "starter", "v1") is not None
+    assert provider.holds(Name("version", "starter", "v1")) and provider.holds(Name("version", "starter", "v2"))
