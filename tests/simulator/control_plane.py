@@ -20,7 +20,7 @@ from appliance.controller.access.spending import Spending
 from appliance.controller.bus.asking import Asking
 from appliance.controller.bus.bus import Bus
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices.cordons import CORDONED
+from appliance.controller.devices.cordons import cordoned
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.grading.rollouts import RolloutGrading
@@ -44,7 +44,7 @@ from appliance.models.opening import Opening
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import jobs
-from appliance.store.records import box, handovers
+from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from runtime.background_tasks import BackgroundTasks
 from scheduler.core.inventory import Device
@@ -87,10 +87,10 @@ class SimulatedScheduler:
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
-        cordoned = box.get(self._db, CORDONED, [])
+        out_of_use = cordoned(self._db)
         for device in self.devices:  # what the next round of the loop shows
             if device["health"] in ("ok", "draining"):
-                device["health"] = "draining" if device["id"] in cordoned else "ok"
+                device["health"] = "draining" if device["id"] in out_of_use else "ok"
 
     def reset_failures(self, model: str) -> None:
         self.failures_reset.append(model)

@@ -8,10 +8,9 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from appliance.controller.devices.cordons import DRAINS
+from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import mode_in_force
 from appliance.store.database import Database
-from appliance.store.records import box
 from runtime.devices.kind import PowerControl, PowerRefused
 from scheduler.core.inventory import Device
 
@@ -43,7 +42,7 @@ class PowerKeeper:
             return
         mode = mode_in_force(self._db, self._floor, time.time()).policy.kind
         self._limit_w = self._limits_w.get(mode)
-        drained = box.get(self._db, DRAINS, {})  # a person's
+        drained = cordons.drained(self._db)
         kept = {device.uuid: device.id for device in self._devices if device.uuid and device.id not in drained}
         refused = await asyncio.to_thread(_set, self._control, kept, self._limit_w)
         for device_id, why in refused.items() if refused != self._refused else ():

@@ -22,7 +22,7 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow, list_callable
-from appliance.store.records import audit, box, canaries, deployments, model_settings, usage
+from appliance.store.records import audit, canaries, deployments, model_settings, usage
 from appliance.store.rows import AuditRow, CanaryRow, DeploymentRow, JobRow
 from scheduler.core.failures import Trouble
 from scheduler.core.idle import CHECKPOINT_IDLE_S, Idle, IdleSettings
@@ -88,7 +88,7 @@ class SqliteStateStore:
             deployments=self._learning.learned(
                 (*self._own_engines(deployed, active, adapters), *self._checkpoints(adapters))
             ),
-            cordoned=frozenset(box.get(self._db, cordons.CORDONED, [])),
+            cordoned=frozenset(cordons.cordoned(self._db)),
             max_asleep=self._memory.max_asleep(),
         )
 

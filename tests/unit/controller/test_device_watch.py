@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
-from appliance.controller.devices.cordons import CORDONED, FAILING
+from appliance.controller.devices.cordons import cordoned
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.meters import metered
 from appliance.store.records import audit, box
@@ -25,6 +25,10 @@ def watch(db):
     return made
 
 
+def faults(db):
+    return {device_id: row["fault"] for device_id, row in cordons.read(db).items() if row["fault"]}
+
+
 def told(db):
     return [
         (row.action, row.target, row.detail.get("reason"), row.key_id)
@@ -33,21 +37,21 @@ def told(db):
 
 
 def test_two_deaths_cordon_and_undrain_forgives(db, watch):
-    box.put(db, CORDONED, ["n0/7"])  # an operator's
+    cordons.drain(db, "n0/7", "", "ann", 1.0)
     watch.died(("n0/3",), "job a", "died")
-    assert box.get(db, CORDONED) == ["n0/7"] and watch.nudges == []
+    assert cordoned(db) == ["n0/7"] and watch.nudges == []
     watch.died(("n0/3",), "model m", "the process ended")
-    assert box.get(db, CORDONED) == ["n0/3", "n0/7"] and watch.nudges == [1]
+    assert cordoned(db) == ["n0/3", "n0/7"] and watch.nudges == [1]
     reason = "2 processes died on it within 600 s, the last: the process ended"
-    assert box.get(db, FAILING) == {"n0/3": reason}
+    assert faults(db) == {"n0/3": reason}
     assert told(db) == [("device.cordon", "n0/3", reason, None)]
     watch.judge()
     assert len(told(db)) == 1, "said once"
-    box.put(db, CORDONED, ["n0/7"])
+    cordons.undrain(db, "n0/3")
     watch.judge()
-    assert box.get(db, CORDONED) == ["n0/7"] and box.get(db, FAILING) == {}
+    assert cordoned(db) == ["n0/7"] and faults(db) == {}
     watch.died(("n0/3",), "job b", "died")
-    assert box.get(db, CORDONED) == ["n0/7"], "counted anew"
+    assert cordoned(db) == ["n0/7"], "counted anew"
 
 
 def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
@@ -55,7 +59,7 @@ def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
         watch.died(("n0/3",), "job a", "died")
     again = DeviceWatch(db, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
     again.judge()
-    assert box.get(db, CORDONED) == ["n0/3"] and list(box.get(db, FAILING)) == ["n0/3"]
+    assert cordoned(db) == ["n0/3"] and list(faults(db)) == ["n0/3"]
 
 
 class Clock:
@@ -79,22 +83,22 @@ async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device
     for wait_s in (60.0, 120.0, 240.0, 480.0, 900.0, 900.0):
         clock.now_s += wait_s - 1
         await watch.look(clock)
-        assert box.get(db, CORDONED) == ["n0/3"]
-        shown = cordons.read(db).shown({"id": "n0/3", "health": "draining"})["health_reason"]
+        assert cordoned(db) == ["n0/3"]
+        shown = cordons.shown(cordons.read(db), {"id": "n0/3", "health": "draining"})["health_reason"]
         assert "died on it" in shown and "; it is tried again in" in shown
         clock.now_s += 1
         await watch.look(clock)
-        assert box.get(db, CORDONED) == [] and box.get(db, FAILING) == {}
+        assert cordoned(db) == [] and faults(db) == {}
         assert told(db)[0][:2] == ("device.try_again", "n0/3")
         watch.died(("n0/3",), "model m", "SIGBUS")  # on trial, one is enough
-        assert box.get(db, FAILING) == {"n0/3": "1 process died on it within 600 s, the last: SIGBUS"}
+        assert faults(db) == {"n0/3": "1 process died on it within 600 s, the last: SIGBUS"}
     clock.now_s += 900.0
     watch = clock.watch(db)  # a restart forgets nothing
     await watch.look(clock)
     clock.now_s += 601.0
     await watch.look(clock)
     watch.died(("n0/3",), "model m", "SIGBUS")
-    assert box.get(db, CORDONED) == [], "it lived for as long as deaths count"
+    assert cordoned(db) == [], "it lived for as long as deaths count"
     assert clock.nudges[-1] < clock.now_s
 
 
@@ -104,19 +108,19 @@ async def test_what_still_looks_bad_waits_and_broken_hardware_waits_for_a_person
     await watch.look(clock)
     clock.now_s += 60.0
     await watch.look(clock)
-    assert box.get(db, CORDONED) == ["n0/3"]
+    assert cordoned(db) == ["n0/3"]
     clock.read = [{}]
     clock.now_s += 119.0
     await watch.look(clock)
-    assert box.get(db, CORDONED) == ["n0/3"]
+    assert cordoned(db) == ["n0/3"]
     clock.now_s += 1.0
     await watch.look(clock)
-    assert box.get(db, CORDONED) == []
+    assert cordoned(db) == []
     clock.read = [{"faults": ("reported Xid 79",)}]
     await watch.look(clock)
     clock.now_s, clock.read = clock.now_s + 1e6, [{}]
     await watch.look(clock)
-    assert box.get(db, CORDONED) == ["n0/3"]
+    assert cordoned(db) == ["n0/3"]
 
 
 async def test_a_device_that_a_person_drained_too_stays_so(db):
@@ -127,7 +131,7 @@ async def test_a_device_that_a_person_drained_too_stays_so(db):
     cordons.drain(db, "n0/3", "new fan", "ann", clock.now_s)
     clock.now_s += 1e6
     await watch.look(clock)
-    assert box.get(db, CORDONED) == ["n0/3"]
+    assert cordoned(db) == ["n0/3"]
 
 
 async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_is_back(db):
@@ -140,11 +144,11 @@ async def test_a_device_that_a_person_drained_is_let_go_and_judged_anew_once_it_
     assert clock.let_go == {"n0/3"}
     cordons.undrain(db, "n0/3")
     for errors in (0, 1):
-        assert box.get(db, CORDONED) == []
+        assert cordoned(db) == []
         clock.read = [{"ecc_uncorrected": errors}]
         await watch.look(clock)
         assert not clock.let_go
-    assert box.get(db, FAILING) == {"n0/3": "had 1 uncorrected memory error"}
+    assert faults(db) == {"n0/3": "had 1 uncorrected memory error"}
 
 
 async def test_the_newest_reading_is_shown_of_devices_that_answer_on_nodes_that_are_there(db):
@@ -220,7 +224,7 @@ def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch
             watch.died(("n0/3",), "job a", "died")
     assert "cannot be cordoned now" in caplog.text and watch.nudges == []
     watch.judge()
-    assert box.get(db, CORDONED) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
+    assert cordoned(db) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
 
 
 def gpus(*uuids, unfit=()):
@@ -237,36 +241,37 @@ def test_cordons_follow_a_gpu_whose_number_changes(db, watch):
     for _ in range(2):
         watch.died(("n0/2",), "job a", "died")
     watch.found(gpus("a", "c", "d"))  # b fell off the bus
-    assert box.get(db, CORDONED) == ["b", "n0/1", "n0/2"]
+    assert cordoned(db) == ["b", "n0/1", "n0/2"]
     seen = cordons.read(db)
-    assert seen.drains["n0/2"]["reason"] == "noisy" and seen.drains["b"]["reason"] == "hot"
-    assert list(seen.failing) == ["n0/1"] and list(seen.trials) == ["n0/1"]
+    assert seen["n0/2"]["drain"]["reason"] == "noisy" and seen["b"]["drain"]["reason"] == "hot"
+    assert list(faults(db)) == ["n0/1"]
     assert ("device.absent", "b", "it was n0/1 the last time, and is not there now", None) in told(db)
     watch.found(gpus("a", "c", "d"))
     assert sum(row[0] == "device.absent" for row in told(db)) == 1, "said once"
     watch.found(gpus("a", "b", "c", "d"))
     seen = cordons.read(db)
-    assert seen.cordoned == {"n0/1", "n0/2", "n0/3"} and list(seen.failing) == ["n0/2"]
-    assert {name: row["reason"] for name, row in seen.drains.items()} == {"n0/1": "hot", "n0/3": "noisy"}
+    assert cordoned(db) == ["n0/1", "n0/2", "n0/3"] and list(faults(db)) == ["n0/2"]
+    reasons = {name: row["drain"]["reason"] for name, row in seen.items() if row["drain"]}
+    assert reasons == {"n0/1": "hot", "n0/3": "noisy"}
 
 
 def test_a_silent_gpu_is_taken_for_the_one_that_had_its_number(db, watch):
     watch.found(gpus("a", "b", "c"))
     cordons.drain(db, "n0/1", "hot", "ann", 1.0)
     watch.found(gpus("a", "", "c", unfit=[1]))
-    assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
+    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES)["n0/1"] == "b"
     assert not any(row[0] == "device.absent" for row in told(db))
     watch.found(gpus("a", "b", "c"))
-    assert box.get(db, CORDONED) == ["n0/1"]
+    assert cordoned(db) == ["n0/1"]
 
 
 def test_a_gpu_that_cannot_be_used_is_cordoned_when_it_is_found(db, watch):
     watch.node_changed("n0", "joined", gpus("a", "b", unfit=[1]))
-    assert box.get(db, CORDONED) == ["n0/1"]
+    assert cordoned(db) == ["n0/1"]
     assert ("device.cordon", "n0/1", "does not answer", None) in told(db)
 
 
 def test_logical_devices_leave_no_identity(db, watch):
     cordons.drain(db, "n0/1", "", "ann", 1.0)
     watch.found(logical_devices(4))
-    assert box.get(db, CORDONED) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}
+    assert cordoned(db) == ["n0/1"] and box.get(db, cordons.IDENTITIES, {}) == {}

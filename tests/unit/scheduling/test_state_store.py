@@ -12,7 +12,7 @@ from appliance.controller.interfaces.records import Mode
 from appliance.controller.scheduling.state_store import BoxSize
 from appliance.store import database
 from appliance.store.objects import job_records, jobs, models
-from appliance.store.records import audit, box, canaries, deployments, model_settings, windows
+from appliance.store.records import audit, canaries, deployments, model_settings, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Build, Demand, Policy
@@ -41,7 +41,7 @@ def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):
     add_model()
     add_model("undeployed", deployed=False)
     write_mode(db, Mode("split", 6))
-    box.put(db, cordons.CORDONED, ["n0/3"])
+    cordons.drain(db, "n0/3", "", "ann", 1.0)
     load = states.load(free_devices=0)
     assert (load.policy.kind, load.policy.train_devices, load.policy.serving_floor) == ("split", 6, 1)
     assert [(d.model, d.version, d.max_replicas, d.demand.held) for d in load.deployments] == [("starter", "v1", 2, 3)]
