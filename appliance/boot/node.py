@@ -29,8 +29,8 @@ from appliance.boot.supervised_process import kill_leftovers, own_files_only
 from appliance.config import BoxConfig, enrolment_port, load_resolved
 from appliance.nodes.certificate_authority import RENEW_BEFORE, Credentials, Unfit
 from appliance.nodes.enrolment import NotEnrolled, enrol, renew
+from appliance.nodes.node_config import node_config_of
 from appliance.paths import BoxPaths, UnsafeFolder
-from appliance.wiring.node_config import node_config_of
 from runtime.devices.kind import DevicesRefused
 from runtime.logs import configure_logging
 from runtime.network.tunnel import NodeCertificate

@@ -39,6 +39,7 @@ from serve.core import fingerprint
 from serve.core.errors import (
     BY_NAME,
     EngineFailed,
+    FingerprintMismatch,
     NotFinite,
     ReloadFailed,
     ServeError,
@@ -287,12 +288,12 @@ class EngineControl:
 
     def _failed(self, path: str, error: Exception) -> EngineFailed:
         """ReloadFailed for what loading into a running engine does each time; not if the engine died of it, memory ran
-        out or the version itself is broken."""
+        out, the version itself is broken or a token differs once."""
         self.state = "failed"
         what = f"{path} failed to load: {error}"
         if isinstance(error, NotFinite):
             return VersionBroken(what)
-        by_chance = isinstance(error, EngineDeadError) or out_of_memory(str(error))
+        by_chance = isinstance(error, EngineDeadError | FingerprintMismatch) or out_of_memory(str(error))
         return EngineFailed(what) if by_chance else ReloadFailed(what)
 
     async def _ask_token(self, path: str) -> Coroutine[Any, Any, dict[str, Any]]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from appliance.controller.access.disk import Disk
+from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
-from appliance.controller.interfaces.ports import KeySink
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.records import keys
@@ -25,9 +25,9 @@ Took = Callable[[int], None]
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table: Callable[[], KeySink]):
-        """table: the gateways' table, for its length."""
-        self._db, self._config, self.disk, self._table = db, config, disk, table
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, bus: Bus):
+        """bus: for the length of the gateways' table."""
+        self._db, self._config, self.disk, self._bus = db, config, disk, bus
         self._arriving_bytes: Counter[str] = Counter()
         self._arriving: Counter[str] = Counter()
         self._again: set[str] = set()  # owners with a file in transit that may be there already
@@ -120,7 +120,7 @@ class Quotas:
 
         Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
         together fill it at most once more."""
-        key_id, table, full = _bounded(caller), self._table(), self._config.bus_line_bytes // _SHARE_OF_LINE
+        key_id, table, full = _bounded(caller), self._bus, self._config.bus_line_bytes // _SHARE_OF_LINE
         if key_id is None or table.table_bytes <= full:
             return
         owner, part = self._owner(key_id), full // max(1, keys.count_owners(self._db))

@@ -23,8 +23,8 @@ from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import After, RecentLimit, list_object
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.controller.jobs.wanted import unknown_job
 from appliance.last_backup import LastBackup
 from appliance.store.database import Database
@@ -42,17 +42,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
-        load, last = context.load(), context.last_backup()
+        load, last = context.bus.load(), context.last_backup()
         degraded = [*context.background.degraded(), *context.main_troubles()]
-        readings = context.device_readings()
-        power = context.power_status()
+        readings = context.health.newest()
+        power = context.power.status()
         return await answer(db, lambda: _status(context, caller, now, load, last, readings, degraded, power))
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
-        collector = ControllerCollector(context, now, await engine_meters.read(context.open_engines()))
+        collector = ControllerCollector(context, now, await engine_meters.read(context.routing.open_engines()))
 
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
@@ -68,7 +68,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def doctor(caller: Caller) -> dict[str, Any]:
         """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
         try:
-            found = await context.doctor()
+            found = await context.doctor.look()
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
         return {"object": "list", **found, "data": _seen_by(caller, found["data"])}

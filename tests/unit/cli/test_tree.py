@@ -326,9 +326,7 @@ def test_the_overview_tells_the_truth():
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]])
 def test_help_imports_nothing_heavy(arguments):
     program = (
         "import sys\nfrom appliance.cli.main import run\n"

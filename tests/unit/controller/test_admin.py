@@ -325,10 +325,10 @@ async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_
         report("g-2", certificate_expires_s=1000),
         report("g-3", notes=[], certificate_expires_s=None),
     ]
-    control.context.load = lambda: total(reports)
+    control.context.bus.load = lambda: total(reports)
     shown = await ask(control, "GET", "/status")
     assert shown["notes"][-2:] == [old, bad] and shown["box"]["certificate_expires_s"] == 900.5
-    control.context.load = Load
+    control.context.bus.load = Load
     shown = await ask(control, "GET", "/status")
     assert old not in shown["notes"] and shown["box"]["certificate_expires_s"] is None
     for wrong in ({"notes": "text"}, {"notes": [7]}, {"certificate_expires_s": "soon"}):

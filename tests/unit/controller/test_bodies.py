@@ -18,6 +18,7 @@ from appliance.controller.http import bodies
 from appliance.controller.http.body_weight import check_weight
 from appliance.controller.http.strict_body import MOST_MISTAKES
 from appliance.controller.interfaces.errors import BadRequest
+from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import ADMIN, Control
 from train.graders.graders import MAX_BYTES
 
@@ -27,7 +28,7 @@ GRADER: Any = {"type": "string_check", "name": "s", "input": "a", "reference": "
 @pytest.fixture
 def control(control: Control) -> Control:
     """With the bounds of a real box: the routes' own are smaller than the one of all."""
-    control.context.config = control.context.config.model_copy(update={"json_body_bytes": 8 << 20})
+    change(control.context, config=control.context.config.model_copy(update={"json_body_bytes": 8 << 20}))
     for layer in control.app.user_middleware:
         if "config" in layer.kwargs:
             layer.kwargs["config"] = control.context.config

@@ -26,6 +26,7 @@ from appliance.store.rows import (
     UploadRow,
 )
 from appliance.store.upkeep import holdings, retention
+from tests.simulator.control_plane import change
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_evals import CHECK, ended, given, made
 
@@ -150,7 +151,7 @@ async def test_of_ended_runs_each_owner_keeps_the_newest(control: Control):
             evals.insert_run(control.db, row)
     kept = control.context.config.retention.model_copy(update={"eval_runs_per_owner": 2})
     config = control.context.config.model_copy(update={"retention": kept})
-    control.context.config = config
+    change(control.context, config=config)
     housekeeping.keep_house(control.context, 1e9)
     left = [row["id"] for row in control.db.execute("SELECT id FROM eval_runs ORDER BY id")]
     assert left == [f"{owner}-{number}" for owner in ("ann", "bob") for number in (0, 2, 3)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from appliance.controller.assembly import _of_engines
-from appliance.controller.models.engine_sizes import EngineSizes
+
+from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.store.objects import models
 from scheduler.core.inventory import Device
 from serve.core.config import EngineConfig

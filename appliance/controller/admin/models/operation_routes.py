@@ -31,8 +31,8 @@ from appliance.controller.interfaces.errors import (
     OperationFailed,
     shown,
 )
-from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.records import AdapterBase, AdapterFound, Report
 from appliance.controller.models.imported import adapter_base, register, register_adapter
 from appliance.controller.models.removal import paths_of
 from appliance.store.database import Database
