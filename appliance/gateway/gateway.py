@@ -23,7 +23,7 @@ from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
 from appliance.gateway.server.controller import Controller
 from appliance.gateway.server.exchange import Exchange
-from appliance.gateway.server.reports import REFUSED_ROWS_REPORTED, write_snapshot
+from appliance.gateway.server.reports import write_snapshot
 from appliance.gateway.server.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -137,30 +137,20 @@ class Gateway:
             state.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
         return state.certificate.context
 
-    def reload(self) -> None:
-        """Reload changed files now (SIGHUP)."""
-        state = self.state
-        if state.certificate is not None and state.certificate.look():
-            state.on_change(True)
-
     # -- the controller's side
 
     def apply(self, table: Table) -> None:
         """Apply a routing table at once: end requests of revoked keys and held ones that their keys may not make any
         more, start held requests."""
         state = self.state
-        changed_keys = state.keys != table.keys or state.sessions != table.sessions
-        state.keys, state.sessions = dict(table.keys), dict(table.sessions)
+        sessions = table.sessions()
+        changed_keys = state.keys != table.keys or state.sessions != sessions
+        state.keys, state.sessions = table.keys, sessions
         state.spending.apply(table.keys.values())
-        state.router.apply(table.models)
-        state.comparison.apply(table.models)
+        state.router.apply(table.models.values())
+        state.comparison.apply(table.models.values())
         state.metrics.forget_models(state.router.models)
         state.generation = table.generation
-        new = [text for text in table.refused if text not in state.refused_rows]
-        state.refused_rows = table.refused
-        state.metrics.events["table_row_refused"] += len(new)
-        for text in new[:REFUSED_ROWS_REPORTED]:
-            log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             self._end_revoked()
         self._end_batch()
@@ -227,8 +217,8 @@ class Gateway:
         wanted = {replica.socket for model in state.router.models.values() for replica in model.replicas}
         busy = {exchange.choice.replica.socket for exchange in state.exchanges if exchange.choice is not None}
         await state.engines.keep({self.config.controller_socket} | wanted | busy)
-        if state.certificate is not None and state.certificate.look():
-            state.on_change(True)
+        if state.certificate is not None:
+            state.certificate.reload_changed()
         if self.config.workers > 1 and now_s >= self._next_snapshot_s:
             self._next_snapshot_s = now_s + SNAPSHOT_EVERY_S
             await write_snapshot(state)

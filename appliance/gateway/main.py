@@ -102,7 +102,6 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
-    loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     spending = gateway.state.spending
     if siblings is not None:
         spending.tell_others = partial(siblings.tell, index)

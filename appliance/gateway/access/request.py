@@ -23,7 +23,7 @@ class Request:
     table, by which it was placed. replica, model_version: where it is or was last; the version as the engine names it,
     once it answers. stream_events: events relayed. trace: its W3C traceparent, empty without one. prompt_tokens:
     estimated; charged: tokens taken from its key's allowance and counted against its quota while it is open; tokens:
-    its cost as the engine reported it. counted: as open, weight: as how many, streams: as a stream. rate_headers: about
+    its cost as the engine reported it. counted: as open, streams: as a stream. rate_headers: about
     its key's allowance; more_headers: of its API; ignored: name the parts of it that an
     engine does not get. head_only: its answer has no body. refused_model: the model it named, once known to exist.
     session: the login of the page that it came by, empty for a key. spans: its `RequestSpans` (observe/tracing.py),
@@ -48,7 +48,6 @@ class Request:
         self.more_headers: Pairs = ()
         self.ignored: Pairs = ()
         self.head_only = self.counted = self.streams = False
-        self.weight = 1
         self.tokens = Tokens()
         self.spans: Any = None
 

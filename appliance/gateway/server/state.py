@@ -68,7 +68,6 @@ class State:
         # Additional content of /health about the rest of the box, as last reported by the controller.
         self.box_troubles: list[str] = []
         self.controller_away = False
-        self.refused_rows: list[str] = []
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0

@@ -15,7 +15,6 @@ from appliance.gateway.access.auth import LOGIN_BODY_BYTES
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.ui.site import STATIC
-from tests.unit.gateway.tables import parse_table
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -250,21 +249,6 @@ async def test_the_controllers_half_becomes_cookies_of_the_pages_paths(start_box
         f"set-cookie: {LOGIN}={COOKIE}; Max-Age=60; HttpOnly; SameSite=Strict; Path={path}"
         for path in ("/admin/v1", "/v1")
     ]
-
-
-def test_table_skips_the_row_of_a_key_with_a_malformed_login() -> None:
-    row = {"id": "k", "scopes": ["read"]}
-    some: list[Any] = [
-        {"x": {}},
-        {"a" * 64: {"id": "a\r\nb", "until_s": 1}},
-        {"a" * 64: {"id": "a"}},
-        [],
-        {"a" * 64: 1},
-    ]
-    for odd in some:
-        keys = {"b" * 64: {**row, "sessions": odd}}
-        table = parse_table({"generation": 1, "keys": keys})
-        assert not table.keys and not table.sessions and len(table.refused) == 1
 
 
 # --- the way to a login provider and back, before anybody has a key
