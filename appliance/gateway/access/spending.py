@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from appliance.gateway.access.allowance import KeyUse, OwnerUse
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import KeyUse, OwnerUse, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError

@@ -32,7 +32,7 @@ from appliance.gateway.requests.request_check import Checked, with_fields, with_
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
-from appliance.gateway.server.copies import Copies
+from appliance.gateway.server.controller import Copies
 from appliance.gateway.server.exchange import Exchange
 from appliance.gateway.server.state import State
 from appliance.gateway.server.stream import ERROR_EVENT, Stream, event_error
@@ -161,9 +161,10 @@ class Inference:
             state.on_change(False)
             state.metrics.held_for.observe(time.monotonic() - now_s)
 
-    def _span(self, name: str) -> AbstractContextManager[bytes]:
+    def _span(self, name: str, **attributes: str | int) -> AbstractContextManager[bytes]:
         """A part of the request's trace, if traces are exported. It gives the `traceparent` of what is inside."""
-        return nullcontext(self.request.trace) if self.request.spans is None else self.request.spans.part(name)
+        tracing = self.state.tracing
+        return nullcontext(self.request.trace) if tracing is None else tracing.part(name, **attributes)
 
     async def _place_before_deadline(self, place: asyncio.Future[Choice]) -> Choice:
         """A stream's client gets comments meanwhile, so that proxies keep the connection. Raises HttpError 503."""
@@ -204,7 +205,8 @@ class Inference:
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        with self._span("attempt") as trace:
+        ids = {"replica": request.replica, "version": request.model_version, "attempt": self.failures + 1}
+        with self._span("attempt", **ids) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
             async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:

@@ -12,10 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.access.allowance import KeyUse, OwnerUse, duration
-from appliance.gateway.access.request import Request
+from appliance.gateway.access.request import KeyUse, OwnerUse, Request, Tokens, duration
 from appliance.gateway.access.spending import Spending
-from appliance.gateway.answers.usage import Tokens
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
