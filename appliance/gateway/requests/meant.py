@@ -20,7 +20,6 @@ Object = dict[str, Any]
 
 IGNORED_TOOLS: Final = b"x-appliance-ignored-tools"
 IGNORED_ITEMS: Final = b"x-appliance-ignored-items"
-IGNORED_KEYWORDS: Final = b"x-appliance-ignored-keywords"
 _GUIDED: Final = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 """vLLM's older names, which its clients still send -> fields of `structured_outputs`."""
 _INCLUDES: Final = ("web_search_call.results", "web_search_call.action.sources")
@@ -64,10 +63,10 @@ def as_meant(route: str, data: Object) -> tuple[Object, list[tuple[bytes, bytes]
             made["input"] = items_as_meant(made["input"], items)
         if isinstance(made.get("include"), list):
             made["include"] = [one for one in made["include"] if one not in _INCLUDES]
-    return data if made == data else made, [*header(IGNORED_TOOLS, tools), *header(IGNORED_ITEMS, items)]
+    return data if made == data else made, [*_header(IGNORED_TOOLS, tools), *_header(IGNORED_ITEMS, items)]
 
 
-def header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
+def _header(name: bytes, left_out: list[str]) -> list[tuple[bytes, bytes]]:
     """The header that names these, each once, in ASCII, and a few; none without any."""
     if not left_out:
         return []

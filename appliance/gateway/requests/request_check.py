@@ -19,7 +19,7 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.requests.fields import check_fields, prompts_in
-from appliance.gateway.requests.meant import IGNORED_KEYWORDS, as_meant, header
+from appliance.gateway.requests.meant import as_meant
 from appliance.gateway.requests.media import media_in
 from appliance.gateway.requests.structure import check_depth, check_structure
 
@@ -126,7 +126,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
     check_depth(given, limits.json_depth)
     data, ignored = as_meant(route.name, given)
     check_fields(route.name, data)
-    keywords = check_structure(data, limits.json_depth)
+    check_structure(data, limits.json_depth)
     prompts = [data.get(name) for name in ("messages", "input", "prompt")]
     prompt = next(filter(None, prompts), "")
     media_chars, media_tokens = media_in(prompts)
@@ -162,7 +162,7 @@ def check_object(route: Route, given: dict[str, Any], body_bytes: int, limits: L
         cut="truncate_prompt_tokens" in data or data.get("truncation") == "auto",
         cache_salt=data.get("cache_salt", ""),
         named="\n".join(str(data.get(name, "")) for name in ("prompt_cache_key", "user", "safety_identifier")),
-        ignored=[*ignored, *header(IGNORED_KEYWORDS, keywords)],
+        ignored=ignored,
         continuation=continuation_of(route.name, data) if stream else None,
         transcript=transcript,
         rewritten=b"" if data is given else orjson.dumps(data),
