@@ -95,36 +95,37 @@ class Gateway:
 
     async def stop(self, deadline_s: float) -> None:
         """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
-        state, copies = self.state, self.controller.copies
+        state = self.state
         state.stopping = True
         for server in self._servers:
             server.close()  # open connections stay
         for connection in list(state.connections):
             connection.shutdown()
-        until = time.monotonic() + deadline_s
-        while (self._unsent() or copies.delivering) and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        await self._idle(deadline_s)
         for exchange in list(state.exchanges):
             exchange.end(errors.unavailable("The server is shutting down.", "shutting_down", 2))
-        until = max(until, time.monotonic() + _LAST_WORDS_S if state.exchanges else 0.0)
-        while self._unsent() and time.monotonic() < until:
-            await asyncio.sleep(0.02)
+        await self._idle(_LAST_WORDS_S)
         for connection in list(state.connections):
             connection.abort()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if lost := len(copies):
+        if lost := len(self.controller.copies):
             log.warning("%d answered responses are not stored: the controller is away", lost)
         await state.engines.keep(())
         state.access_log.close()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.close)
 
-    def _unsent(self) -> bool:
-        """Whether a request is not answered, or a client has not got all of an answer."""
-        state = self.state
-        return bool(state.exchanges) or any(one.transport.get_write_buffer_size() for one in state.connections)
+    async def _idle(self, longest_s: float) -> None:
+        """Returns when each client has its whole answer and the controller its copies, or after so long."""
+        state, until_s = self.state, time.monotonic() + longest_s
+        while time.monotonic() < until_s and (
+            state.exchanges
+            or self.controller.copies.delivering
+            or any(connection.transport.get_write_buffer_size() for connection in state.connections)
+        ):
+            await asyncio.sleep(0.02)
 
     def _tls(self) -> ssl.SSLContext | None:
         config, state = self.config, self.state

@@ -1,8 +1,4 @@
-"""Keeps the workers of a gateway running: several processes on one port. One that ends is replaced.
-
-The kernel gives each worker its part of the new connections, whether it takes them or not, and a hand-over waits until
-every worker has applied the table. So one that hangs ends by its own alarm (`main.serve`).
-"""
+"""Keeps the workers of a gateway running: several processes on one port. One that ends is replaced."""
 
 from __future__ import annotations
 
