@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.gateway.access.auth import LOGIN_BODY_BYTES
-from appliance.gateway.core.errors import HttpError
-from appliance.gateway.core.routes import resolve
-from appliance.ui.site import STATIC
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
@@ -116,44 +111,6 @@ async def test_the_page_itself_may_change_things(start_box: Start, headers: str)
     answer = await box.ask("POST", "/admin/v1/mode", {}, key=None, headers=SENT + TOLD + headers)
     assert answer.status == 200
     assert (await box.ask("GET", "/admin/v1/keys", key=None, headers=SENT + TOLD)).status == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "target"),
-    [
-        ("GET", "/metrics"),
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/responses"),
-        ("POST", "/v1/messages"),
-        ("POST", "/v1/embeddings"),
-        ("GET", "/v1/responses/resp_1"),
-        ("POST", "/v1/uploads"),
-    ],
-)
-async def test_it_does_only_for_the_pages_routes(start_box: Start, method: str, target: str) -> None:
-    box = await start_box()
-    begin(box, "sk-test-all")
-    body = {"model": "m"} if method == "POST" else None
-    answer = await box.ask(method, target, body, key=None, headers=BY_PAGE)
-    assert answer.status == 403 and b"use an API key" in answer.body
-
-
-def test_the_pages_routes_are_those_that_its_scripts_name() -> None:
-    named = {
-        path.group(1).rstrip("/")
-        for script in Path(STATIC).rglob("*.js")
-        for path in re.finditer(r"[\"'`](/(?:admin/)?v1/[a-z_/]*)", script.read_text())
-    }
-    assert len(named) > 15
-    for path in named:
-        found = []
-        for method in (b"GET", b"POST", b"DELETE"):
-            try:
-                found.append(resolve(method, path.encode()))
-            except HttpError:
-                continue
-        # The page asks models at a URL whose GET lists kept completions, which are none of the page's.
-        assert found and all(route.page or route.name == "stored completions" for route in found), path
 
 
 async def test_its_end_comes_by_the_clock_and_with_its_key(read_box: Box) -> None:
