@@ -97,8 +97,10 @@ class Inference:
                 await self._attempt(choice)
                 self._compare(choice, failed=self.stream.has_error)
                 return
+            except HttpError:
+                self._compare(choice, failed=True)
+                raise
             except AttemptFailed as failure:
-                self._compare(choice, failed=True, why=failure.why)
                 self._prepare_retry(failure, choice)
             finally:
                 self.exchange.choice = None
@@ -328,7 +330,7 @@ class Inference:
 
     # -- refusals and failures
 
-    async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> AttemptFailed:
+    async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> Exception:
         """What an error answer of the engine means; nothing of it is relayed."""
         body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
         if wire.UNREACHED.decode() in response.headers:  # the node of this engine is gone
@@ -340,7 +342,7 @@ class Inference:
             return AttemptFailed(Failure.MOVED, errors.unavailable(error.message, "model_not_ready", retry_s))
         if status >= 500 and not await is_alive(session):
             return AttemptFailed(Failure.DIED)
-        return AttemptFailed(Failure.REFUSED, error)
+        return error
 
     async def _is_fatal(self, event: bytes, session: aiohttp.ClientSession) -> bool:
         """Whether the engine died of the error in this event."""
@@ -350,16 +352,14 @@ class Inference:
     def _prepare_retry(self, failure: AttemptFailed, choice: Choice) -> None:
         """Prepare the next attempt. Raises HttpError where there is none."""
         state, request, why = self.state, self.request, failure.why
-        if why is Failure.REFUSED:
-            raise failure.error
         state.metrics.events[f"upstream_{why.name.lower()}"] += 1
         log.warning("%s", why.value, extra=request.ids)
         if why in (Failure.UNREACHED, Failure.DIED) or (why is Failure.MOVED and not self._may_be_adapter()):
             state.router.fail(choice, time.monotonic())
-        if why is Failure.SILENT:
-            raise failure.error  # the request itself asks for too much
         if why is Failure.UNREACHED:
             return
+        if why is not Failure.MOVED:
+            self._compare(choice, failed=True)
         self.waiting_since_s = 0.0
         self.failures += 1
         self.avoided.add(choice.replica.id)
@@ -391,10 +391,8 @@ class Inference:
         self.continues, self.path = True, RESUME_PATH.decode()
         self.body = b"" if rest is None else with_fields(rest, self.salt)
 
-    def _compare(self, choice: Choice, *, failed: bool, why: Failure | None = None) -> None:
-        """Count the attempt for its version while the model has a canary, unless its version had no part in it."""
-        if why in (Failure.UNREACHED, Failure.MOVED, Failure.SILENT):
-            return
+    def _compare(self, choice: Choice, *, failed: bool) -> None:
+        """Count the attempt for its version while the model has a canary."""
         now_s, request, first_s = time.monotonic(), self.request, self.request.first_byte_s
         self.state.comparison.add(
             self.model,
