@@ -6,6 +6,7 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from appliance.gateway.core import errors
@@ -150,6 +151,7 @@ def plain_target(target: bytes) -> bytes:
     return b"%b%b%b" % (path, mark, query)
 
 
+@lru_cache(256)
 def resolve(method: bytes, path: bytes) -> Route:
     """The route of `method` on `path` (raw bytes, without the query).
 

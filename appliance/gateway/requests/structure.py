@@ -26,6 +26,7 @@ _MOST: Final = (
 )
 """Bounds of all forms of a request together. llguidance takes 0.5 s for this many bytes."""
 _OTHERS: Final = ("grammar", "structural_tag", "whitespace_pattern")
+_FIELDS: Final = frozenset({"response_format", "text", "output_config", "structured_outputs", "tools"})
 # Lists and objects in one body; 1,024 tools with fifty properties each have as many.
 _MOST_NESTED: Final = 1 << 16
 
@@ -54,6 +55,8 @@ def check_depth(root: Any, most: int, param: str | None = None) -> None:
 
 def check_structure(data: dict[str, Any], json_depth: int) -> None:
     """Raises HttpError 400 for structured output that engines do not enforce, or that is too large."""
+    if _FIELDS.isdisjoint(data):
+        return
     schemas = [*_formats(data), *_outputs(data.get("structured_outputs", {}), json_depth)]
     schemas = [(place, schema) for place, schema in schemas if schema is not None]
     for place, schema in schemas:

@@ -144,7 +144,7 @@ class Controller:
         request.first_byte_s = time.monotonic()
         theirs = {name.lower(): value for name, value in response.raw_headers}
         headers = [*wire.controller_response_headers(theirs), (b"x-content-type-options", b"nosniff")]
-        headers += [*cookies(theirs, self._state.config.tls_cert_path is not None), exchange.processing()]
+        headers += cookies(theirs, self._state.config.tls_cert_path is not None)
         if b"content-length" in theirs and response.status not in (204, 304):
             headers.append((b"content-length", theirs[b"content-length"]))
         await exchange.begin(response.status, headers)

@@ -278,7 +278,7 @@ class Inference:
         body = await read_up_to(response.content, most + 1)
         self._first_bytes(choice)
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
-        headers, is_whole = [(wire.VERSION, self._version()), exchange.processing()], len(body) <= most
+        headers, is_whole = [(wire.VERSION, self._version())], len(body) <= most
         if is_whole and transcript is not None:
             body = token_count(body) if counts else transcript.whole(body)
             self._keep_copy()
