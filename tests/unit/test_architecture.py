@@ -554,7 +554,6 @@ TASKS = {
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
     "appliance/controller/context/operations.py Operations.begin": ONE_SHOT,
     "appliance/controller/http/presence.py while_present": AWAITED,
-    "appliance/gateway/main.py serve": AWAITED,
     "appliance/models/opening.py Opening._tried": AWAITED,
     "appliance/tiers/job_snapshots.py JobSnapshots._give_up": "logs what removing raises; what stays is passed over",
     "appliance/gateway/server/connection.py Connection._start_asgi_task": "uvicorn logs what its application raises",

@@ -270,29 +270,6 @@ def test_older_names_of_forms_are_understood() -> None:
 # --- schemas
 
 
-@pytest.mark.parametrize(
-    ("schema", "keyword", "path"),
-    [
-        ({"type": "string", "not": {"const": "a"}}, "not", "not"),
-        (
-            {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
-            "",
-            "properties.a.uniqueItems",
-        ),
-        ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if", "if"),
-        ({"type": "string", "format": "idn-email"}, "format", "format"),
-    ],
-)
-def test_schema_keyword_that_is_not_enforced_is_refused_by_name(schema: Body, keyword: str, path: str) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    error = refused("chat", response_format=wanted)
-    assert error.code == "unsupported_schema_keyword" and f"`{keyword or 'uniqueItems'}`" in error.message
-    assert error.param == f"response_format.json_schema.schema.{path}"
-    assert refused("responses", text={"format": {"type": "json_schema", "name": "a", "schema": schema}}).param == (
-        f"text.format.schema.{path}"
-    )
-
-
 def test_notes_of_a_schema_pass() -> None:
     schema = {
         "type": "object",
