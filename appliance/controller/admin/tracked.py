@@ -13,7 +13,7 @@ from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import InvalidValue
 from appliance.controller.interfaces.principal import Caller
 from appliance.controller.jobs.events import add_message
-from appliance.controller.jobs.wanted import known_job
+from appliance.controller.jobs.wanted import JOBS
 
 
 class Tracked(StrictBody):
@@ -30,7 +30,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/jobs/{job_id}/tracked")
     async def tracked(job_id: str, body: Tracked, caller: Caller) -> dict[str, Any]:
         """The box's exporter of experiment trackers says so (`appliance.tracking`)."""
-        row, detail = known_job(context, job_id, caller), body.model_dump(exclude_none=True)
+        row, detail = JOBS.known(context.db, job_id, caller), body.model_dump(exclude_none=True)
         if (body.address is None) == (body.refused is None):
             raise InvalidValue("Give either 'address' or 'refused'.", "address")
         with context.db.transaction():

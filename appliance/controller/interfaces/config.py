@@ -23,8 +23,6 @@ class OwnerBounds(BaseModel):
     until they end may take as much again."""
     uploads: int = Field(32, ge=0)
     """Uploads in parts that are neither complete nor cancelled."""
-    downloads: int = Field(32, ge=0)
-    """Contents of files and results that are being read."""
     batches: int = Field(32, ge=0)
     """Batches that have not ended."""
     jobs: int = Field(200, ge=0)
@@ -150,7 +148,7 @@ class ControllerConfig(BaseModel):
 
     # --- requests
     json_body_bytes: int = Field(8 * MIB, ge=1024)
-    """A line of a batch; a body of a control route, which has a smaller bound of its own (http/bodies.py)."""
+    """A line of a batch; and the turns of a conversation together."""
     upload_bytes: int = Field(512 * MIB, ge=1024)
     upload_part_bytes: int = Field(64 * MIB, ge=1024)
     """One part of an upload in parts."""

@@ -15,6 +15,8 @@ from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views
 from appliance.controller.files import storage
+from appliance.controller.files.storage import FILES
+from appliance.controller.http.audited import unaudited
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import BadRequest, InvalidValue
 from appliance.controller.interfaces.principal import Caller, Principal
@@ -60,6 +62,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the route to the admin router."""
 
     @router.post("/plan")
+    @unaudited  # nothing is changed
     async def plan(body: PlanRequest, caller: Caller) -> dict[str, Any]:
         if (body.serve is None) == (body.job is None):
             raise InvalidValue("Give either 'serve' or 'job'.", "serve")
@@ -138,7 +141,7 @@ async def _counted(
     context: ControllerContext, base: Resolved, file_id: str, method: Method, caller: Principal
 ) -> auto.DatasetStats:
     """What the job's validation would find in the file. Raises BadRequest and NotFound."""
-    row = storage.known_file(context, file_id, caller, "training_file")
+    row = FILES.known(context.db, file_id, caller, "training_file")
     await settings.refuse_unsafe(context, base)
     report = await storage.checked(
         context, context.files_dir / row.id, method=method, tokenizer=settings.tokenizer_of(context, base)

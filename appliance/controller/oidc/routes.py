@@ -16,6 +16,7 @@ from pydantic import Field
 from appliance.controller.admin.owners import logins
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.audited import unaudited
 from appliance.controller.http.routers import make_router
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, NotFound
@@ -70,6 +71,7 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
         return {"object": "oidc", "name": settings.name if settings.issuer else None}
 
     @router.post("/begin")
+    @unaudited  # who comes back is known by `finish`
     async def begin() -> dict[str, Any]:
         """`url`: where the browser goes; `binder`: what it keeps for `finish`: nobody finishes another's login."""
         check_there_is_one()
