@@ -81,7 +81,7 @@ class Resource(Generic[Row]):
         router, db, filtered = self.router(), context.db, Depends(filters)
 
         @router.get("")
-        def list_all(caller: Caller, chosen: dict[str, Any] = filtered, part: Part = part) -> dict[str, Any]:
+        def list_all(caller: Caller, part: Part = part, chosen: dict[str, Any] = filtered) -> dict[str, Any]:
             return list_object(page(db, viewer=caller.viewer, **chosen, **part), view)
 
         @router.get(f"/{{{self.id_name}}}")

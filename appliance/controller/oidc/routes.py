@@ -81,10 +81,9 @@ def routes(context: ControllerContext, provider: Provider | None = None) -> APIR
             if waiting[first].until_s >= now_s and len(waiting) < MOST_WAITING:
                 break
             del waiting[first]
-        state, nonce, verifier, binder = (secrets.token_urlsafe(32) for _ in range(4))
-        url = await provider.begin_url(state, nonce, verifier)
-        waiting[state] = _Waiting(_sha256(binder), nonce, verifier, now_s + WAITS_S)
-        return {"url": url, "binder": binder}
+        begun, binder = await provider.begin(), secrets.token_urlsafe(32)
+        waiting[begun["state"]] = _Waiting(_sha256(binder), begun["nonce"], begun["code_verifier"], now_s + WAITS_S)
+        return {"url": begun["url"], "binder": binder}
 
     @router.post("/finish", status_code=201)
     async def finish(body: OidcFinish, request: Request, response: Response) -> dict[str, Any]:
