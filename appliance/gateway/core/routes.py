@@ -120,6 +120,7 @@ ROUTES: tuple[Route, ...] = (
     # The controller shows each key only the usage and events that it may see.
     _control("GET", "/admin/v1/(?:usage|events)", frozenset({ADMIN, READ, INFERENCE, FINE_TUNING}), "admin"),
     _control("GET", "/admin/v1/me", _ANY),
+    _control("POST", "/admin/v1/plan", frozenset({ADMIN, FINE_TUNING}), "admin"),
     SESSIONS,
     ROTATION,
     _control("GET", "/admin/v1/**", frozenset({ADMIN, READ}), "admin"),

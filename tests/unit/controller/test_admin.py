@@ -364,8 +364,8 @@ async def test_lists_of_jobs_and_steps_page_to_their_end(control: Control):
         page = await ask(control, "GET", f"/jobs?limit=1000&after={page['last_id']}")
     found += [job["id"] for job in page["data"]]
     assert found == [*(f"ftjob-{number}" for number in reversed(range(300))), row.id]
-    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000")
-    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=10000&after_step={steps['data'][-1]['step']}")
+    steps = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000")
+    rest = await ask(control, "GET", f"/jobs/{row.id}/metrics?limit=2000&after_step={steps['data'][-1]['step']}")
     assert (len(steps["data"]), steps["has_more"]) == (2000, True)
     assert (len(rest["data"]), rest["has_more"]) == (500, False)
 

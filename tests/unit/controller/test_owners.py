@@ -86,6 +86,8 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("GET", "/v1/fine_tuning/jobs/{job_id}/events"): Named({"job_id": "job"}),
     ("GET", "/v1/fine_tuning/jobs/{job_id}/errors"): Named({"job_id": "job"}),
     ("GET", "/v1/fine_tuning/jobs/{job_id}/checkpoints"): Named({"job_id": "job"}),
+    ("GET", "/v1/fine_tuning/jobs/{job_id}/metrics"): Named({"job_id": "job"}),
+    ("POST", "/admin/v1/plan"): NOTHING,  # its body names a job's model and file: test_plan.py
     ("GET", "/v1/evals"): LIST,
     ("POST", "/v1/evals"): NOTHING,
     ("GET", "/v1/evals/{eval_id}"): Named({"eval_id": "eval"}),
@@ -201,7 +203,6 @@ JUDGED: dict[tuple[str, str], Any] = {
             ("POST", "/admin/v1/models/{name:path}/rollback"),
             ("POST", "/admin/v1/models/{name:path}/pin"),
             ("DELETE", "/admin/v1/models/{name:path}"),
-            ("POST", "/admin/v1/plan"),
             ("POST", "/admin/v1/forget"),
             ("POST", "/admin/v1/session-keys"),
             ("DELETE", "/admin/v1/session-keys/{key_id}"),
