@@ -207,8 +207,8 @@ class Inference:
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        ids = {"replica": request.replica, "version": request.model_version, "attempt": self.failures + 1}
-        with self._span("attempt", **ids) as trace:
+        attempt = self.failures + 1
+        with self._span("attempt", replica=request.replica, version=request.model_version, attempt=attempt) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
             async with answer_of(session, self.path, headers, body, state.limits.upstream_silence_s) as response:
