@@ -121,7 +121,7 @@ def tools_as_meant(route: str, data: Object) -> list[str]:
     gone: dict[str, Any] = {}  # label -> own name
     kept = _kept(route, tools, gone)
     choice = data.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
+    kind = _kind(choice)
     if isinstance(choice, dict) and isinstance(kind, str):
         named = choice.get("server_label", _own_name(choice))
         if kind not in _CHOICES or (named is not None and named in gone.values() and kind != "allowed_tools"):
@@ -136,7 +136,23 @@ def tools_as_meant(route: str, data: Object) -> list[str]:
         if kind in ("auto", "none"):
             del data["tool_choice"]
         data.pop("parallel_tool_calls", None)
+    elif _kind(data.get("tool_choice")) not in ("auto", "none", None):
+        data["tools"] = [_enforced(route, tool) for tool in data["tools"]]
     return list(gone)
+
+
+def _kind(choice: Any) -> Any:
+    return choice.get("type") if isinstance(choice, dict) else choice
+
+
+def _enforced(route: str, tool: Object) -> Object:
+    """The tool with its schema enforced, as engines do for `strict` tools alone: a small model that had to call
+    `get_weather(city)` wrote schemas."""
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": {**tool["function"], "strict": True}}
+    if tool.get("type") == "namespace":
+        return {**tool, "tools": [_enforced(route, one) for one in tool["tools"]]}
+    return tool if route == "responses" and tool.get("type") == "custom" else {**tool, "strict": True}
 
 
 def _kept(route: str, tools: list[Object], gone: dict[str, Any], space: str = "") -> list[Object]:

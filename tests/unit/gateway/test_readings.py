@@ -161,7 +161,8 @@ def test_allowed_tools_are_the_only_ones() -> None:
     chosen = {"mode": "required", "tools": [{"type": "function", "function": {"name": "bell"}}]}
     tools = [FUNCTION["chat"], other]
     body = read("chat", tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": chosen})
-    assert body["tools"] == [other] and body["tool_choice"] == "required"
+    (kept,) = body["tools"]
+    assert kept["function"]["name"] == "bell" and body["tool_choice"] == "required"
     both = {
         "type": "allowed_tools",
         "mode": "auto",
@@ -171,6 +172,34 @@ def test_allowed_tools_are_the_only_ones() -> None:
     assert body["tools"] == [FUNCTION["responses"]] and body["tool_choice"] == "auto"
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nope"}]}
     assert refused("responses", tools=[FUNCTION["responses"]], tool_choice=allowed).param == "tool_choice"
+
+
+DEMANDS: list[tuple[str, Any]] = [
+    ("chat", "required"),
+    ("chat", {"type": "function", "function": {"name": "shelf"}}),
+    ("responses", {"type": "function", "name": "shelf"}),
+    ("messages", {"type": "any"}),
+    ("messages", {"type": "tool", "name": "shelf"}),
+]
+
+
+@pytest.mark.parametrize(("api", "choice"), DEMANDS)
+def test_demanded_call_has_its_schema_enforced(api: str, choice: Any) -> None:
+    (tool,) = read(api, tools=[FUNCTION[api]], tool_choice=choice)["tools"]
+    assert tool.get("function", tool)["strict"] is True
+
+
+def test_demanded_call_of_a_namespace_has_its_schema_enforced() -> None:
+    custom = {"type": "custom", "name": "x"}
+    space = {"type": "namespace", "name": "store", "tools": [FUNCTION["responses"]]}
+    body = read("responses", tools=[space, custom], tool_choice="required")
+    assert body["tools"] == [{**space, "tools": [{**FUNCTION["responses"], "strict": True}]}, custom]
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+def test_call_that_a_model_is_free_to_make_is_not_enforced(api: str) -> None:
+    choice = {"type": "auto"} if api == "messages" else "auto"
+    assert not checked(api, tools=[FUNCTION[api]], tool_choice=choice).rewritten
 
 
 # --- history of /v1/responses
