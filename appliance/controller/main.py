@@ -44,7 +44,6 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.doctor import Doctor
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.context.scheduler import RSS_EVERY_S, Scheduler
-from appliance.controller.devices import copy_limit
 from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.controller.devices.energy import EnergyMeter
 from appliance.controller.devices.power import LOOK_EVERY_S as POWER_EVERY_S
@@ -141,10 +140,9 @@ async def _run_and_exit(config: BoxConfig, paths: BoxPaths, ray_address: str) ->
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the process starts, runs and stops beside what routes need. home: devices of its own node."""
+    """What the process starts, runs and stops beside what routes need."""
 
     context: ControllerContext
-    home: tuple[Device, ...]
     loop: SchedulerLoop
     effects: RayEffects
     states: SqliteStateStore
@@ -277,7 +275,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     )
     adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
-    return Parts(context, home, loop, effects, states, runs, rollouts, memory, flow, adapters, energy)
+    return Parts(context, loop, effects, states, runs, rollouts, memory, flow, adapters, energy)
 
 
 def _report_death(
@@ -385,8 +383,6 @@ def _keep(parts: Parts, config: BoxConfig) -> None:
     keep("tiers", parts.flow.run)
     if every_s := config.observability.profile_jobs_every_s:
         keep_every("profiles of jobs", partial(_profile_jobs, context), every_s)
-    if copy_limit.read(context.db)["measured_s"] is None:
-        keep("limits of the hardware", partial(copy_limit.measure, context.db, {parts.home[0].kind}))
 
 
 async def _profile_jobs(context: ControllerContext) -> None:

@@ -16,9 +16,8 @@ from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
-from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import copy_limit, energy_views, lost_nodes
+from appliance.controller.devices import energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import MOST, RECENT, list_object
@@ -130,9 +129,8 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> dict[str, Any]:
-        measured = copy_limit.read(db)
         rows = handovers.list_recent(db, limit)
-        return {"object": "list", "data": [handover_views.handover(db, row, measured) for row in rows]}
+        return {"object": "list", "data": [handover_views.handover(db, row) for row in rows]}
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
@@ -143,19 +141,6 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
                 param="handover_id",
                 code="handover_not_found",
             )
-        return found
-
-    @router.get("/limits")
-    def show_limits() -> dict[str, Any]:
-        """The measured hardware rates that hand-overs are compared with."""
-        return copy_limit.read(db)
-
-    @router.post("/limits/measure")
-    async def measure_limits(caller: Caller) -> dict[str, Any]:
-        """Measure them again; best on a quiet box."""
-        kinds = {device["kind"] for device in context.scheduler.status()["devices"]}
-        found = await copy_limit.measure(db, kinds)
-        record(context, caller, "limits.measure", "box", **found)
         return found
 
 

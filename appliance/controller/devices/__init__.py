@@ -1,4 +1,4 @@
-"""State of devices and nodes for the API: cordons, lost nodes, sizes, meters, the mode, the measured copy limit.
+"""State of devices and nodes for the API: cordons, lost nodes, sizes, meters, the mode.
 
 Never: Touches a device; the scheduler does.
 Begin with mode.py.

@@ -180,8 +180,6 @@ def test_mode_show_and_set_and_history(box):
         "bytes",
         "moved_s",
         "bytes_per_s",
-        "limit",
-        "limit_fraction",
         "path",
         "undoes",
         "detail",

@@ -39,7 +39,6 @@ FROZEN = {
     "node token": ["--data-dir", "--help", "--minutes", "--output"],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
-    "gpu limits": [*BOX, "--measure"],
     "gpu forget": [*BOX, "NODE"],
     "gpu undrain": [*BOX, "DEVICE"],
     "model deploy": [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller.context import doctor as doctor_process
+from appliance.controller.context import doctor as doctor_module
 from appliance.controller.context.doctor import KEPT_S, Doctor
 from appliance.controller.interfaces.errors import OperationFailed
 
@@ -44,7 +44,7 @@ async def test_a_doctor_that_fails_says_why_and_is_asked_again_after_as_long(tmp
 
 
 async def test_a_doctor_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_process, "LIMIT_S", 0.2)
+    monkeypatch.setattr(doctor_module, "LIMIT_S", 0.2)
     doctor = Doctor([sys.executable, "-c", "import time; time.sleep(600)"])
     with pytest.raises(OperationFailed, match="did not end"):
         await doctor.look()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from appliance.wiring import model_work
 
+from appliance.controller.context import model_files
 from appliance.controller.context.model_files import LibraryOps
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.records import VersionPaths
@@ -126,7 +126,7 @@ async def test_what_is_deleted_is_deleted_on_other_nodes_too(db, flow, store, ti
 
 
 async def test_what_is_read_on_and_on_is_left_to_eviction(db, ops, flow, store, monkeypatch, tiers):
-    monkeypatch.setattr(model_work, "READERS_LEAVE_S", 0.0)
+    monkeypatch.setattr(model_files, "READERS_LEAVE_S", 0.0)
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     with take_lease(store.find("adapter", "ft:x", "step-2")):
         await LibraryOps(library, store, tiers, flow, Opening(db), lambda name: None).remove(
