@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,8 @@ from serve.core import segments
 log = logging.getLogger("appliance.boot.main")
 
 TROUBLES_EVERY_S = 2.0
+HOPELESS = 50
+"""One more start does not help a process that failed so often in a row: the box ends, and systemd starts all again."""
 GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
 
 
@@ -92,7 +94,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
 
     state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
-    box = Box(config, paths, state)
+    box = Box(config, paths, state, stop.set)
     fault = ""
     try:
         starting = asyncio.create_task(box.start())
@@ -105,7 +107,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
     finally:
-        fault = await box.end()
+        fault = await box.end() or box.hopeless
         state.end(fault)
     return 1 if fault else 0
 
@@ -125,10 +127,12 @@ def local_url(config: BoxConfig) -> str:
 
 
 class Box:
-    """Ray, the controller and the gateway of one box, each a supervised process."""
+    """Ray, the controller and the gateway of one box, each a supervised process. When one of them cannot be kept
+    running it calls `stop`, and `hopeless` says why."""
 
-    def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState):
-        self._config, self._paths, self._state = config, paths, state
+    def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
+        self._config, self._paths, self._state, self._stop = config, paths, state, stop
+        self.hopeless = ""
         self._boot = secrets.token_hex(8)
         self._enrolment, certificate = None, None
         if config.box.node_address is not None:
@@ -271,9 +275,13 @@ class Box:
             return await ray_head.start_process(arguments, output, self._environment)
 
     async def _tell_troubles(self) -> None:
-        kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
+        kept = [one for process in (self._ray, self._controller, self._gateway) if (one := process.trouble)]
         told = read_troubles(status_file(self._paths)) if self._config.tracking.is_on else []
-        self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble), *told])
+        self._state.troubles([*self._background.degraded(), *kept, *told])
+        for one in kept:
+            if one["failures"] >= HOPELESS:
+                self.hopeless = f"the box ended because {one['why']}, for the {HOPELESS}th time without a steady run"
+                self._stop()
 
     def _on_ray_change(self, message: str) -> None:
         # The actors died with Ray; the controller starts again from the database, as after any crash.

@@ -11,7 +11,11 @@ import psutil
 import pytest
 
 from appliance.boot import supervised_process
+from appliance.boot.box_state import BoxState
+from appliance.boot.main import HOPELESS, Box
 from appliance.boot.supervised_process import BOX_VARIABLE, HUNG_S, Supervised, kill_leftovers
+from appliance.config import BoxConfig
+from appliance.paths import BoxPaths
 from runtime.processes.kernel import group_pids
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(3600)"
@@ -195,3 +199,17 @@ async def test_look_gives_each_restart_twice_the_time_of_the_last(monkeypatch):
     await process.one.look()
     await process.one.look()
     assert process.one._hung_s == HUNG_S, "whoever answers has proved that the time is enough"
+
+
+async def test_a_process_that_keeps_failing_ends_the_box(tmp_path, monkeypatch):
+    paths = BoxPaths.of(tmp_path / "box", tmp_path)
+    paths.create()
+    stopped = []
+    box = Box(BoxConfig(), paths, BoxState(paths.state_file), lambda: stopped.append(1))
+    trouble = {"name": "ray", "since_s": 0.0, "why": "ray ended with 1", "failures": HOPELESS - 1, "next_try_s": 1.0}
+    monkeypatch.setattr(Supervised, "trouble", property(lambda one: trouble if one.name == "ray" else None))
+    await box._tell_troubles()
+    assert stopped == []
+    trouble["failures"] += 1
+    await box._tell_troubles()
+    assert stopped == [1] and "ray ended with 1" in box.hopeless
