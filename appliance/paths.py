@@ -60,12 +60,8 @@ class BoxPaths:
 
     @property
     def certificates(self) -> Path:
-        """This node's key and certificate; at home those of the box's authority too, and the tokens it gave out."""
+        """This node's key and certificate; at home those of the box's authority too."""
         return self.data_dir / "ca"
-
-    @property
-    def join_tokens(self) -> Path:
-        return self.certificates / "tokens"
 
     @property
     def first_key(self) -> Path:

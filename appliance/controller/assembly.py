@@ -15,7 +15,7 @@ from functools import partial
 
 import httpx
 
-from appliance import last_backup
+from appliance import invitation, last_backup
 from appliance.boot.box_state import read_troubles
 from appliance.config import BoxConfig
 from appliance.controller.access.spending import Spending
@@ -63,7 +63,6 @@ from appliance.wiring.version_provider import VersionProvider
 from appliance.wiring.wishes import Wishes, circumstances
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
-from runtime.network.tunnel import NodeCertificate
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
 from scheduler.core.workload import Demand
@@ -146,8 +145,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     node_config = node_config_of(config, paths, devices)
     warm = WarmParent(node_config.warm_socket("train"), node_config.log_dir / "imports.log")
     library = ModelLibrary(paths.models, hub_settings=hub, warm=warm)
-    removed = NodeCertificate.below(paths.certificates).removed
-    nodes = Nodes(node_config, signals.node_changed, removed.out)
+    nodes = Nodes(node_config, signals.node_changed, partial(invitation.removed, paths))
     model_ops = LibraryOps(library, store, tiers, flow, opening, provider.let_go, nodes.forget)
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, opening, signals.published)
@@ -193,7 +191,7 @@ def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
     # What the routes need of all this.
     bounds, asleep = config.scheduler.bounds(), config.scheduler.max_asleep_per_device
     notes = partial(model_settings.notes, db)
-    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, nodes.certificates_end, notes)
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, bounds, asleep, notes)
     port = LoopPort(loop, effects, journal, routing, db, trigger, box_status)
     power = PowerKeeper(
         config.power.limits_w,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.memory.box_memory import BoxMemory
-from appliance.nodes.certificate_authority import RENEW_BEFORE
 from runtime.devices.cpu import host_memory_bytes
-from scheduler.devices.discovery import HOME_NODE
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
 from weights.memory.store import WeightStore
@@ -21,8 +17,8 @@ RSS_EVERY_S = 5.0
 
 
 class BoxStatus:
-    """serving_floor, bounds, asleep_per_device: as configured. certificates_end: by node, in seconds since 1970.
-    settings_notes: why the box itself changed settings, by model."""
+    """serving_floor, bounds, asleep_per_device: as configured. settings_notes: why the box itself changed settings, by
+    model."""
 
     def __init__(
         self,
@@ -34,13 +30,12 @@ class BoxStatus:
         serving_floor: int,
         bounds: dict[str, Any],
         asleep_per_device: int,
-        certificates_end: Callable[[], Mapping[str, float]] = dict,
         settings_notes: Callable[[], Mapping[str, str]] = dict,
     ):
         self._loop, self._effects, self._bus, self._weights, self._host = loop, effects, bus, weights, host
         self._serving_floor, self._bounds, self._asleep_per_device = serving_floor, bounds, asleep_per_device
         self._rss: dict[str, int] = {}
-        self._certificates_end, self._settings_notes = certificates_end, settings_notes
+        self._settings_notes = settings_notes
 
     async def read_memory(self) -> None:
         """Each replica's resident memory (bytes); called every `RSS_EVERY_S`. Of an engine that does not answer in
@@ -82,20 +77,7 @@ class BoxStatus:
                 *(f"{model}: {text}" for model, text in now["reloads"].items()),
                 *(f"{model}: {text}" for model, text in self._settings_notes().items()),
                 *now["waits"],
-                *certificate_notes(self._certificates_end(), time.time()),
             ],
             "reloads": now["reloads"],
             "plan_s": now["plan_s"],
         }
-
-
-def certificate_notes(ends: Mapping[str, float], now_s: float) -> list[str]:
-    """Which nodes' certificates end soon, and what to do. Ray reads its own when it starts, so no node can take up
-    another one while it runs."""
-    return [
-        f"the certificate of {name} {'ends' if ends_s > now_s else 'ended'} on "
-        f"{datetime.fromtimestamp(ends_s, UTC):%Y-%m-%d}: "
-        f"restart {'the box' if name == HOME_NODE else 'that node'}, which then gets another one"
-        for name, ends_s in sorted(ends.items())
-        if ends_s - now_s < RENEW_BEFORE.total_seconds()
-    ]

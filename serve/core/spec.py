@@ -44,7 +44,8 @@ AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 class ReplicaSpec:
     """One vLLM engine on one or more devices. Raises pydantic.ValidationError.
 
-    version_path: a HF checkpoint directory on tmpfs. devices: indexes on the replica's `node`, of which
+    version_path: a HF checkpoint directory on tmpfs. host: this machine's address on the network of the box's machines,
+    at which the engine then listens too ("": it does not). devices: indexes on the replica's `node`, of which
     `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: of a GPU, that must be free at the
     start. max_model_len: None takes the model's own. numa_nodes: of the devices; the engine runs there (empty or None:
     anywhere).
@@ -81,6 +82,7 @@ class ReplicaSpec:
     otlp_endpoint: str = ""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.92
     node: str = "n0"
+    host: str = ""
     numa_nodes: tuple[int | None, ...] = ()
     settings: str = ""
     chat_template: str = ""

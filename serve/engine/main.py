@@ -36,6 +36,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from runtime.errors import ChannelClosed
 from runtime.logs import configure_logging
+from runtime.network.mutual_tls import serve_machines
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
 from serve.api.answer_version import AnswerVersions
@@ -160,12 +161,14 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
+        address = await serve_machines(server, spec.host) if spec.host else spec.socket_path
         dead = asyncio.create_task(_until_dead(llm))
         dead.add_done_callback(lambda _: setattr(server, "should_exit", True))
         lifeline.serve(_handlers(control, server, dead))
         lifeline.emit(
             "ready",
             fingerprint=fingerprint,
+            address=address,
             seconds={
                 "arguments": parsed_s - started_s,
                 "engine": engine_s - parsed_s,

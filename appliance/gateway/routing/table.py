@@ -22,7 +22,7 @@ OPEN = "open"
 _SHA256: Final = r"\A[0-9a-f]{64}\Z"
 _SHOWN_CHARACTERS: Final = 300
 Text = Annotated[str, Meta(pattern=r"\A[ -~]*\Z")]
-Path = Annotated[str, Meta(pattern=r"\A/[ -~]*\Z")]
+Address = Annotated[str, Meta(pattern=r"\A(/|https://)[ -~]*\Z")]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.:-]{1,128}\Z")]
 # A comma would split it in the header, and gateways use the name `gateway` for themselves.
 Scope = Annotated[str, Meta(pattern=r"\A(?!gateway\Z)[a-z_]{1,32}\Z")]
@@ -33,10 +33,11 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Replica(Struct, frozen=True):
-    """One replica in one model's row. avoid: its engine gives no sign of life, so that others are preferred."""
+    """One replica in one model's row. socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid:
+    its engine gives no sign of life, so that others are preferred."""
 
     id: Text
-    socket: Path
+    socket: Address
     version: Text
     state: Literal["open", "draining"]
     avoid: bool = False
