@@ -29,7 +29,7 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance import last_backup
+from appliance import invitation, last_backup
 from appliance.boot.box_state import read_troubles
 from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
@@ -75,7 +75,7 @@ from appliance.models.checkpoint_trial import WarmParent
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
-from appliance.nodes.node_config import node_config_of, weight_budget_bytes
+from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import jobs
@@ -85,7 +85,6 @@ from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network.sockets import private_socket
-from runtime.network.tunnel import NodeCertificate
 from runtime.processes import garbage
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
@@ -169,7 +168,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     bus.on_load.append(inbox.nudge)
     spending = Spending(db, bus)
     health = DeviceWatch(db, config.scheduler, inbox.nudge)
-    nodes = Nodes(node_config, health.node_changed, NodeCertificate.below(paths.certificates).removed.out)
+    nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
 
     # Engines: how large they are, which names they answer, and who asks them.
     sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)

@@ -19,7 +19,7 @@ from serve.api.request_faults import KINDS
 
 # vLLM tries five models for each and writes an error for every token that is not a message: 4 s for 100,000 tokens, on
 # the loop that answers every owner.
-EmbeddingBody = Annotated[
+EmbeddingBody = Annotated[  # type: ignore[valid-type]
     Annotated[get_args(embeddings.EmbeddingRequest)[0], Field(union_mode="left_to_right")],
     BeforeValidator(embeddings.reject_removed_pooling_parameters),
 ]
@@ -41,7 +41,7 @@ async def _answer_fault(request: Request, error: Exception) -> Any:
     return await exception_handler(request, fault_of(error))
 
 
-async def _embed(request: EmbeddingBody, raw_request: Request) -> Any:
+async def _embed(request: EmbeddingBody, raw_request: Request) -> Any:  # type: ignore[valid-type]
     from vllm.entrypoints.pooling.embed.api_router import create_embedding
 
     return await create_embedding(request=request, raw_request=raw_request)

@@ -21,10 +21,11 @@ MAX_SOCKET_PATH_BYTES = 107 - 38
 class ReplicaSpec:
     """One vLLM engine on one or more devices. Raises pydantic.ValidationError.
 
-    version_path: a HF checkpoint directory on tmpfs. kind: of devices. devices: indexes on the replica's `node`, of
-    which `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: of a GPU, that must be free at
-    the start. max_model_len: None takes the model's own. task: "generate" or "embed". numa_nodes: of the devices; the
-    engine runs there (empty or None: anywhere).
+    version_path: a HF checkpoint directory on tmpfs. kind: of devices. host: this machine's address on the network of
+    the box's machines, at which the engine then listens too ("": it does not). devices: indexes on the replica's
+    `node`, of which `tensor_parallel` are used. kv_cache_bytes: per worker. gpu_memory_fraction: of a GPU, that must be
+    free at the start. max_model_len: None takes the model's own. task: "generate" or "embed". numa_nodes: of the
+    devices; the engine runs there (empty or None: anywhere).
 
     adapter_slots: LoRA adapters of rank up to `adapter_max_rank` in one batch (0: none), of which `adapters_resident`
     stay loaded. Engines look for them in `adapter_roots`, as `<root>/<name>/<version>`, then ask the box at the socket
@@ -58,6 +59,7 @@ class ReplicaSpec:
     otlp_endpoint: str = ""
     gpu_memory_fraction: float = 0.92
     node: str = "n0"
+    host: str = ""
     numa_nodes: tuple[int | None, ...] = ()
     settings: str = ""
     chat_template: str = ""

@@ -34,6 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.errors import ChannelClosed
 from runtime.logs import configure_logging
+from runtime.network.mutual_tls import serve_machines
 from runtime.network.sockets import private_socket
 from runtime.processes.lifeline import Lifeline
 from serve.api import application
@@ -159,11 +160,13 @@ async def _serve(
         server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until_started(server, serving)
+        address = await serve_machines(server, spec.host) if spec.host else spec.socket_path
         dead.add_done_callback(lambda _: setattr(server, "should_exit", True))
         lifeline.serve(_handlers(control, server, dead))
         lifeline.emit(
             "ready",
             fingerprint=fingerprint,
+            address=address,
             seconds={
                 "arguments": parsed_s - started_s,
                 "engine": engine_s - parsed_s,

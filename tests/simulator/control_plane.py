@@ -351,7 +351,7 @@ class SimulatedNodes:
     """Home, and one that does not answer."""
 
     async def poll(self) -> list[dict[str, Any]]:
-        there = {"leaves": False, "certificate_ends_s": None, "memory_bytes": 64 * 2**30}
+        there = {"leaves": False, "memory_bytes": 64 * 2**30}
         home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
         away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}
         free = [{"memory_available_bytes": 48 * 2**30}, {"memory_available_bytes": None}]

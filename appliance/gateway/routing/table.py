@@ -19,7 +19,7 @@ from appliance.gateway.core.routes import ADMIN
 OPEN = "open"
 
 Text = Annotated[str, Meta(pattern=r"\A[ -~]*\Z")]
-Path = Annotated[str, Meta(pattern=r"\A/[ -~]*\Z")]
+Address = Annotated[str, Meta(pattern=r"\A(/|https://)[ -~]*\Z")]
 Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.:-]{1,128}\Z")]
 # A comma would split it in the header, and gateways use the name `gateway` for themselves.
 Scope = Annotated[str, Meta(pattern=r"\A(?!gateway\Z)[a-z_]{1,32}\Z")]
@@ -30,10 +30,11 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Replica(Struct, frozen=True):
-    """One replica in one model's row. avoid: its engine gives no sign of life, so that others are preferred."""
+    """One replica in one model's row. socket: path of its Unix socket, or https://HOST:PORT on another machine. avoid:
+    its engine gives no sign of life, so that others are preferred."""
 
     id: Text
-    socket: Path
+    socket: Address
     version: Text
     state: Literal["open", "draining"]
     avoid: bool = False

@@ -333,8 +333,6 @@ class Inference:
     async def _refusal(self, response: aiohttp.ClientResponse, session: aiohttp.ClientSession) -> Exception:
         """What an error answer of the engine means; nothing of it is relayed."""
         body, status = await read_up_to(response.content, _ERROR_BYTES), response.status
-        if wire.UNREACHED.decode() in response.headers:  # the node of this engine is gone
-            return AttemptFailed(Failure.UNREACHED)
         error = errors.from_upstream(status, body, PROMPT_FIELDS.get(self.request.route.name, "input"))
         if status == 404:
             # The engine has just swapped to another model, or an adapter is gone; the next table tells.

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.config import BoxConfig
-from appliance.nodes.certificate_authority import Credentials
 from appliance.paths import BoxPaths
 from runtime.devices.kinds import fork_environment, kind_of
-from runtime.network.tunnel import NodeCertificate
 from runtime.processes.warm_parents import WARM_ENV, WarmSpec
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HOME_NODE
@@ -37,13 +35,9 @@ def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ..
             warm("serve", "serve.engine.preload", paths.warm_serve_socket, {}),
             warm("train", "train.run.preload", paths.warm_train_socket, kind_of(devices[0].kind).rank_environment()),
         ),
-        token_path=paths.ray_token,
         jobs_dir=paths.jobs if at_home else paths.away_jobs,
-        lends=(paths.models,) if at_home else (),
         budget_bytes=weight_budget_bytes(config, paths),
         numa_bind=config.box.numa_bind,
-        certificate=None if config.box.node_address is None else NodeCertificate.below(paths.certificates),
-        certificate_ends_s=None if config.box.node_address is None else Credentials(paths.certificates).ends_s(),
     )
 
 
