@@ -207,7 +207,11 @@ class Inference:
         request.sent_s = time.monotonic()
         if not self.failures and not self.waiting_since_s:
             state.metrics.added.observe(request.sent_s - request.received_s)
-        ids = {"replica": request.replica, "version": request.model_version, "attempt": self.failures + 1}
+        ids: dict[str, str | int] = {
+            "replica": request.replica,
+            "version": request.model_version,
+            "attempt": self.failures + 1,
+        }
         with self._span("attempt", **ids) as trace:
             if trace:
                 headers["traceparent"] = trace.decode()
