@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import retention
-from appliance.controller.admin import box, devices, logs, mode, power, profile, queue, tracked
+from appliance.controller.admin import box, devices, logs, mode, power, profile, queue
 from appliance.controller.admin.models import canaries, deployments, engine_settings, operation_routes
 from appliance.controller.admin.models import models as admin_models
 from appliance.controller.admin.owners import forget, keys, page_sessions, session_keys, usage
@@ -31,12 +31,7 @@ from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import (
-    BodyLimits,
-    InFlight,
-    KnownAtGateways,
-    RequestIds,
-)
+from appliance.controller.http.middleware import KnownAtGateways, RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -57,7 +52,6 @@ from appliance.controller.openai import (
 from appliance.controller.responses.stored import StoredResponses
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import idempotency
-from appliance.store.records import keys as keys_of_store
 
 
 def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> FastAPI:
@@ -108,7 +102,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
             await evaluations.tasks.stop()
             await graders.stop()
 
-    owner_of = partial(keys_of_store.owner_of, context.db)
     app = FastAPI(
         title="appliance",
         lifespan=lifespan,
@@ -118,8 +111,6 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         middleware=[
             Middleware(RequestIds),
             Middleware(KnownAtGateways, caught_up=context.bus.caught_up),
-            Middleware(InFlight, owner_of=owner_of),
-            Middleware(BodyLimits, config=context.config),
         ],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
@@ -130,7 +121,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    for part_of_it in (box, mode, queue, tracked, power, logs, profile, devices, deployments, engine_settings):
+    for part_of_it in (box, mode, queue, power, logs, profile, devices, deployments, engine_settings):
         part_of_it.routes(context, admin)
     forgetting = forget.Forgetting(context, runner, background, evaluations)
     forget.routes(context, admin, forgetting)
@@ -153,7 +144,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         job_routes.routes(context, validation, graders),
         method_routes.routes(),
         grader_routes.routes(context, graders, answers),
-        eval_routes.routes(context, evaluations, graders),
+        *eval_routes.routes(context, evaluations, graders),
         checkpoint_permissions.routes(context),
         model_routes.routes(context),
         oidc_routes.routes(context, oidc),

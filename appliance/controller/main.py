@@ -1,6 +1,6 @@
 """The controller process: the scheduler loop, the bus and the control routes on one asyncio loop, the store on threads.
 
-    python -m appliance.controller.main --config-json JSON --ray-address HOST:PORT
+    python -m appliance.controller.main --config FILE --ray-address HOST:PORT
 
 It may be killed at any time: the gateways continue with their last table, engines and ranks live in Ray's actors, and
 the next controller reads the store, observes the world, and continues. SIGTERM ends it in order: it suspends jobs and
@@ -29,7 +29,7 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance import last_backup
+from appliance import invitation, last_backup
 from appliance.boot.box_state import read_troubles
 from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
@@ -70,24 +70,21 @@ from appliance.controller.scheduling.journal import SqliteJournal
 from appliance.controller.scheduling.state_store import BoxSize, SqliteStateStore
 from appliance.controller.scheduling.wishes import Wishes
 from appliance.memory.box_memory import BoxMemory
-from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, StoredHere
+from appliance.memory.host_memory import LOOK_EVERY_S, HostMemory, Means, stored_here
 from appliance.models.checkpoint_trial import WarmParent
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.models.opening import Opening
-from appliance.nodes.node_config import node_config_of, weight_budget_bytes
+from appliance.node_config import node_config_of, weight_budget_bytes
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.objects import jobs
 from appliance.tiers.flow import TierFlow
-from appliance.tiers.levels import make_levels
-from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from runtime.background_tasks import BackgroundTasks
 from runtime.devices.kinds import kind_of
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.network.sockets import private_socket
-from runtime.network.tunnel import NodeCertificate
 from runtime.processes import garbage
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
@@ -115,12 +112,12 @@ ANSWERS_S = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.controller.main", description=__doc__)
-    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--ray-address", required=True)
     options = parser.parse_args(argv)
     die_with_parent()
     dies_as(DiesAs.CONTROLLER)
-    config = load_resolved(options.config_json)
+    config = load_resolved(options.config)
     configure_logging("controller", config.box.log_level)
     asyncio.run(_run_and_exit(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
     raise AssertionError("the process has ended before this")
@@ -171,7 +168,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     bus.on_load.append(inbox.nudge)
     spending = Spending(db, bus)
     health = DeviceWatch(db, config.scheduler, inbox.nudge)
-    nodes = Nodes(node_config, health.node_changed, NodeCertificate.below(paths.certificates).removed.out)
+    nodes = Nodes(node_config, health.node_changed, partial(invitation.removed, paths))
 
     # Engines: how large they are, which names they answer, and who asks them.
     sizes = EngineSizes(db, config.serve, partial(_of_engines, home, nodes), asleep)
@@ -182,9 +179,9 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
     sampling_engines = SocketEngines(bus, config.gateway.limits, inbox.nudge)
 
     # Weights: shared memory, the tiers below it, and their users (engines and jobs).
-    tiers = Tiers(db, weights, make_levels(config.weights, paths), jobs_dir=paths.jobs)
-    back, opening = TierReturn(tiers), Opening(db)
-    versions = VersionProvider(db, weights, back, opening, config, home[0], sizes)
+    tiers = Tiers(db, weights, config.weights, paths)
+    opening = Opening(db)
+    versions = VersionProvider(db, weights, tiers, opening, config, home[0], sizes)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=versions.holds, background=background)
     hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     warm = WarmParent(node_config.warm_socket("train"), node_config.log_dir / "imports.log")
@@ -199,9 +196,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         "teach": Teaching(db, answers, saying).teach,
         "sample": rollouts.sample,
     }
-    runs = JobRuns(
-        db, weights, paths.jobs, paths.shm_root, events, tiers, back, opening, routing, inbox, answers=questions
-    )
+    runs = JobRuns(db, weights, paths.jobs, paths.shm_root, events, tiers, opening, routing, inbox, answers=questions)
 
     # The scheduler: its effects (Ray), what it reads in every round, and its journal.
     effects = RayEffects(nodes, routing, versions, runs, config.serve, partial(_report_death, background, health))
@@ -216,7 +211,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         save=tiers.nudge,
     )
     reserve = config.box.memory_reserve_bytes
-    memory = BoxMemory(db, HostMemory(db, StoredHere(weights), reserve, means), nodes, reserve, means)
+    memory = BoxMemory(db, HostMemory(db, stored_here(weights), reserve, means), nodes, reserve, means)
     states = SqliteStateStore(
         db,
         events,
@@ -240,7 +235,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
 
     # What the routes need of all this.
     scheduler = Scheduler(loop, effects, journal, routing, db, bus, nodes, weights, memory, floor, config.scheduler)
-    doctor = [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config-json", config.model_dump_json()]
+    doctor = [sys.executable, "-P", "-m", "appliance.doctor.main", "--runs", "--config", str(paths.config_file)]
     context = ControllerContext(
         db=db,
         config=config.controller,
@@ -277,7 +272,7 @@ def build(config: BoxConfig, paths: BoxPaths) -> Parts:
         last_backup=partial(last_backup.read, paths.last_backup),
         wandb_mode=config.tracking.wandb_mode,
     )
-    adapters = AdapterSource(paths.adapter_socket, db, weights, back)
+    adapters = AdapterSource(paths.adapter_socket, db, weights, tiers)
     energy = EnergyMeter(db, health.newest, scheduler.status)
     return Parts(context, loop, effects, states, runs, rollouts, memory, flow, adapters, energy)
 

@@ -202,9 +202,6 @@ class SimulatedModelOps:
         stats = await self.import_model(source, name=found.name, revision=found.revision, report=report)
         return replace(stats, adapter_rank=min(8, base.rank_limit))
 
-    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        return await self.import_model("starter", name="starter", revision=None, report=report)
-
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         return {"versions": [one.version for one in paths], "tensors": 3, "bytes": 10}
 
@@ -227,7 +224,6 @@ class SimulatedTiers:
             "damaged": 0,
             "last_error": None,
             "last_error_s": None,
-            "next_try_s": None,
         }
         told: list[dict[str, Any]] = [
             {
@@ -356,7 +352,7 @@ class SimulatedNodes:
     """Home, and one that does not answer."""
 
     async def poll(self) -> list[dict[str, Any]]:
-        there = {"leaves": False, "certificate_ends_s": None, "memory_bytes": 64 * 2**30}
+        there = {"leaves": False, "memory_bytes": 64 * 2**30}
         home = {"id": "n0", "address": "127.0.0.1", "home": True, "answered_s": 0.002, "devices": ["n0/0", "n0/1"]}
         away = {"id": "n1", "address": "10.0.0.2", "home": False, "answered_s": None, "devices": ["n1/0"]}
         free = [{"memory_available_bytes": 48 * 2**30}, {"memory_available_bytes": None}]

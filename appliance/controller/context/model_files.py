@@ -88,11 +88,6 @@ class LibraryOps:
         )
         return _stats(made)
 
-    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
-        made = await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report))
-        await self._opening.passed(made.path)
-        return _stats(made)
-
     async def verify(self, name: str, paths: list[VersionPaths], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
         "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of

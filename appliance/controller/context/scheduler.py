@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from appliance.controller.bus.bus import Bus
@@ -13,7 +11,6 @@ from appliance.controller.engines.routing_table import BusRouting
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.records import Mode, SchedulerStatus
 from appliance.memory.box_memory import BoxMemory
-from appliance.nodes.certificate_authority import RENEW_BEFORE
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import model_settings
@@ -22,7 +19,6 @@ from runtime.profile_shares import LIMIT_S
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.devices.discovery import HOME_NODE
 from scheduler.handover.journal import HandoverRecord, Journal, StepRecord
 from scheduler.loop.loop import SchedulerLoop
 from weights.memory.store import WeightStore
@@ -93,7 +89,6 @@ class Scheduler:
                 *(f"{model}: {text}" for model, text in now["reloads"].items()),
                 *(f"{model}: {text}" for model, text in model_settings.notes(self._db).items()),
                 *now["waits"],
-                *certificate_notes(self._nodes.certificates_end(), time.time()),
             ],
             "reloads": now["reloads"],
             "plan_s": now["plan_s"],
@@ -207,15 +202,3 @@ def _measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
         "bytes": sum(swap["bytes"] for swap in swaps) if swaps else None,
         "how": ", ".join(sorted({swap["how"] for swap in swaps})) or None,
     }
-
-
-def certificate_notes(ends: Mapping[str, float], now_s: float) -> list[str]:
-    """Which nodes' certificates end soon, and what to do. Ray reads its own when it starts, so no node can take up
-    another one while it runs."""
-    return [
-        f"the certificate of {name} {'ends' if ends_s > now_s else 'ended'} on "
-        f"{datetime.fromtimestamp(ends_s, UTC):%Y-%m-%d}: "
-        f"restart {'the box' if name == HOME_NODE else 'that node'}, which then gets another one"
-        for name, ends_s in sorted(ends.items())
-        if ends_s - now_s < RENEW_BEFORE.total_seconds()
-    ]

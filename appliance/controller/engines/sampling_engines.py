@@ -21,6 +21,7 @@ from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.routing.router import BATCH_BEHIND
 from appliance.gateway.routing.table import OPEN
+from runtime.network.mutual_tls import http_options
 from serve.core import sampling
 
 log = logging.getLogger(__name__)
@@ -144,9 +145,10 @@ class SocketEngines:
 
     def _client(self, socket: str) -> httpx.AsyncClient:
         if socket not in self._clients:
+            base_url, options = http_options(socket)
             self._clients[socket] = httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None)),
-                base_url="http://engine",
+                transport=httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), **options),
+                base_url=base_url,
                 timeout=httpx.Timeout(self._limits.upstream_silence_s, connect=CONNECT_S),
             )
         return self._clients[socket]

@@ -15,7 +15,7 @@ from appliance.models.opening import Opening
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.records import deployments
-from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
 from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 from weights.format.errors import WeightsError
@@ -38,13 +38,13 @@ class VersionProvider:
         self,
         db: Database,
         store: WeightStore,
-        back: TierReturn,
+        tiers: Tiers,
         opening: Opening,
         config: BoxConfig,
         device: Device,
         sizes: EngineSizes,
     ):
-        self._db, self._store, self._back, self._opening = db, store, back, opening
+        self._db, self._store, self._tiers, self._opening = db, store, tiers, opening
         self._sizes = sizes
         self._config, self._device = config, device
         self._leases: dict[tuple[str, str], Lease] = {}  # by model and version, until nobody awaits it
@@ -68,7 +68,7 @@ class VersionProvider:
         owner, key = self._found(model).model, (model, version)
         name = Name("version", owner.id, version)
         try:
-            stored = await asyncio.to_thread(self._back.bring_in, name)
+            stored = await asyncio.to_thread(self._tiers.bring_in, name)
             await self._opening.check(stored.path, owner.id)
         except WeightsError as error:
             raise LookupError(str(error)) from error
@@ -90,7 +90,7 @@ class VersionProvider:
         return found
 
     def holds(self, name: Name) -> bool:
-        """Whether an engine serves this version, or is about to."""
+        """Whether an engine serves this version, or is about to. May be called from any thread."""
         return any(
             version == name.version and self._owner_id(model) == name.model
             for model, version in (*self._served.items(), *self._leases)

@@ -23,7 +23,6 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import JobRow, VersionRow
 from appliance.tiers.facts import name_of
 from appliance.tiers.job_snapshots import JobSnapshots
-from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from scheduler.loop.inbox import Inbox
 from train.methods.methods import method_of
@@ -60,7 +59,6 @@ class JobRuns:
         shm_root: Path,
         events: JobEvents,
         tiers: Tiers,
-        back: TierReturn,
         opening: Opening,
         routing: BusRouting,
         inbox: Inbox,
@@ -68,14 +66,14 @@ class JobRuns:
     ):
         """answers: by kind of question."""
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
-        self._events, self._tiers, self._back, self._opening = events, tiers, back, opening
+        self._events, self._tiers, self._opening = events, tiers, opening
         self._routing, self._inbox, self._answers = routing, inbox, answers
         self._whole: set[Path] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._gone: list[VersionRow] = []
         self.policies = Policies(store, self._is_running)
         self._nudged_s = -NUDGE_EVERY_S
-        self._snapshots = JobSnapshots(db, store, jobs_dir, tiers, back)
+        self._snapshots = JobSnapshots(db, tiers)
 
     async def catch_up(self, job_id: str) -> None:
         """Ingest what was trained and asked while no controller was running. Called before ranks start again."""
@@ -134,7 +132,7 @@ class JobRuns:
                 whole = False
             if not whole:
                 try:
-                    await asyncio.to_thread(self._back.bring_in, name_of(row))
+                    await asyncio.to_thread(self._tiers.bring_in, name_of(row))
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
             try:

@@ -148,45 +148,17 @@ def test_a_model_that_no_longer_fits_fails_its_start_and_not_the_scheduler(
     assert failed.value.blame == blame
 
 
-class Tunnelled:
-    """Nodes whose tunnels may lead nowhere."""
-
-    silent: frozenset[str] = frozenset()
-    home = SimpleNamespace(name="n0")
-
-    def reachable(self, name: str) -> bool:
-        return name not in self.silent
-
-    async def local_socket(self, node_config: Any, replica_id: str) -> Path:
-        return Path("/s")
-
-
-async def test_engines_of_a_node_that_does_not_answer_are_avoided_until_it_does_or_while_they_hang():
-    nodes, avoided = Tunnelled(), {}
-
-    async def opened(replica_id: str, *_: Any) -> None: ...
-
-    routing = SimpleNamespace(avoid=avoided.__setitem__, open=opened)
+async def test_engine_that_gives_no_sign_of_life_is_avoided_until_it_does():
+    avoided: dict[str, bool] = {}
+    routing, nodes = SimpleNamespace(avoid=avoided.__setitem__), SimpleNamespace(config=lambda name: None)
     found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)  # type: ignore[arg-type]
-    found._node_configs = {f"r{n}": SimpleNamespace(name=f"n{n}") for n in range(2)}  # type: ignore[misc]
-    nodes.silent = frozenset({"n1"})
-    nodes.on_silence()
-    assert avoided == {"r0": False, "r1": True}
-    found._node_configs["r2"] = SimpleNamespace(name="n1")  # type: ignore[assignment]
-    await found._open("r2", "m", "v1")
-    assert avoided["r2"], "opened while its node is out of reach"
-
-    nodes.silent = frozenset()
-    nodes.config = lambda name: None
     for silent in (True, False):
         status = {"state": "starting", "node": "n1", "devices": [], "model": "m", "version": "v1", "settings": ""}
         found._replicas["r1"] = SimpleNamespace(  # type: ignore[assignment]
             over=False, call=lambda _, answer={**status, "silent": silent}: asyncio.sleep(0, answer)
         )
         await found._observe_replica("r1")
-        assert avoided == {"r0": False, "r1": silent, "r2": True}
-    nodes.on_silence()
-    assert avoided == {"r0": False, "r1": False, "r2": False}
+        assert avoided == {"r1": silent}
 
 
 async def test_a_model_whose_engines_die_twice_of_loading_while_they_run_is_not_asked_again(two, monkeypatch):

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from appliance.config import BoxConfig
-from appliance.nodes.node_config import device_environment, node_config_of
+from appliance.node_config import device_environment, node_config_of
 from appliance.paths import BoxPaths
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices

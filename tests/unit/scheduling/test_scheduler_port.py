@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.controller.context.scheduler import Scheduler, certificate_notes
+from appliance.controller.context.scheduler import Scheduler
 from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.errors import SwapFailed
@@ -36,20 +36,11 @@ def scheduler_of(db):
         "routing": SimpleNamespace(wait_applied=lambda: asyncio.sleep(0), refresh=lambda: 1),
         "db": db,
         "bus": SimpleNamespace(inflight=lambda _: 0),
-        "nodes": SimpleNamespace(certificates_end=dict),
+        "nodes": SimpleNamespace(),
         "weights": SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1),
         "memory": SimpleNamespace(nodes=dict, status=lambda: host, notes=lambda: ["memory is short: 1 GB available"]),
     }
     return lambda **parts: Scheduler(**nothing | parts, serving_floor=0, config=SchedulerConfig())
-
-
-def test_a_certificate_that_ends_within_two_months_is_said_with_what_to_do():
-    now_s = 1_800_000_000.0
-    ends = {"n2": now_s + 61 * DAY_S, "n1": now_s + 59 * DAY_S, "n0": now_s - DAY_S}
-    box, node = certificate_notes(ends, now_s)
-    assert box.startswith("the certificate of n0 ended on 2027-01-14: restart the box")
-    assert node.startswith("the certificate of n1 ends on 2027-03-15: restart that node")
-    assert certificate_notes({}, now_s) == []
 
 
 def test_notes_are_sentences_that_name_their_model(scheduler_of):
