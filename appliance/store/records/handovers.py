@@ -9,7 +9,6 @@ from appliance.store.table import Table
 
 _TABLE, _STEPS = Table("handovers", HandoverRow), Table("handover_steps", HandoverStepRow, "handover_id", "position")
 find, update = _TABLE.find, _TABLE.update
-insert_step, update_step = _STEPS.insert, _STEPS.update
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
@@ -17,7 +16,14 @@ def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None
     with db.transaction():
         _TABLE.insert(db, row)
         for step in steps:
-            insert_step(db, step)
+            _STEPS.insert(db, step)
+
+
+def put_step(db: Database, row: HandoverStepRow) -> None:
+    """Insert the step, or replace it: those of an undo are not in the plan."""
+    with db.transaction():
+        db.execute("DELETE FROM handover_steps WHERE handover_id = ? AND position = ?", [row.handover_id, row.position])
+        _STEPS.insert(db, row)
 
 
 def list_recent(db: Database, limit: int) -> list[HandoverRow]:
