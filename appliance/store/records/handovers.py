@@ -3,7 +3,9 @@ crash."""
 
 from __future__ import annotations
 
-from appliance.store.database import Database
+from typing import Unpack
+
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
 from appliance.store.table import Table
 
@@ -20,9 +22,9 @@ def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None
             insert_step(db, step)
 
 
-def list_recent(db: Database, limit: int) -> list[HandoverRow]:
-    """Newest first."""
-    return db.all(HandoverRow, "SELECT * FROM handovers ORDER BY seq DESC LIMIT ?", [limit])
+def page(db: Database, **part: Unpack[Part]) -> Page[HandoverRow]:
+    """Newest first. Raises UnknownCursor."""
+    return db.page(HandoverRow, "handovers", **part)
 
 
 def totals(db: Database) -> list[HandoverTotal]:

@@ -14,9 +14,7 @@ import pytest
 
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
-from appliance.controller.interfaces.errors import NotFound
 from appliance.controller.responses import items as response_items
-from appliance.controller.responses import stored as stored_responses
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
 from appliance.gateway.requests.request_check import check_body
@@ -390,22 +388,3 @@ def test_whose_keys_hold_most_makes_room_however_many_keys_they_are(db: Database
         responses.insert(db, ResponseRow(name(number), key_id, "completed", 1.0, 1.0, owner=owner, **text))
     assert responses.shrink(db, 11_000) == 5
     assert db.execute("SELECT count(*) FROM responses WHERE owner = 'ben'").fetchone()[0] == 15
-
-
-async def test_waiting_for_answers_that_do_not_come_is_bounded_by_owner(control: Control, monkeypatch):
-    """A thousand of one owner were all that there could be: the others were told "not found" of what was on its way."""
-    monkeypatch.setattr(stored_responses, "_MOST_EXPECTED", 2)
-    box = control.app.state.responses
-    waits = [asyncio.create_task(box.find(name(n), "ann")) for n in range(1, 5)]
-    async with asyncio.timeout(60):
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    assert dict(box._expected) == {"ann": 2} and all(isinstance(one.exception(), NotFound) for one in done)
-    late = asyncio.create_task(box.find(name(9), "bob"))
-    async with asyncio.timeout(60):
-        while "bob" not in box._expected:
-            await asyncio.sleep(0.001)
-    assert box._expected["bob"] == 1
-    for wait in (*waits, late):
-        wait.cancel()
-    await asyncio.gather(*waits, late, return_exceptions=True)
-    assert not box._expected
