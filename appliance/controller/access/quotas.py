@@ -6,13 +6,12 @@ limited. A file is checked when it is announced and, in the transaction that kee
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from appliance.controller.access.disk import Disk
+from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, LimitReached
-from appliance.controller.interfaces.ports import KeySink
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.records import keys
@@ -30,9 +29,9 @@ class _Limited(NamedTuple):
 class Quotas:
     """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
 
-    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, table: Callable[[], KeySink]):
-        """table: the gateways' table, for its length."""
-        self._db, self._config, self.disk, self._table = db, config, disk, table
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk, bus: Bus):
+        """bus: for the length of the gateways' table."""
+        self._db, self._config, self.disk, self._bus = db, config, disk, bus
         self._answers: dict[str, tuple[str, int]] = {}  # batch -> owner, bytes beyond those that its input keeps free
 
     def bounds(self, key_id: str) -> OwnerBounds:
@@ -126,7 +125,7 @@ class Quotas:
 
         Once it is full, owners with more than an equal share of it have reached their bound; the others may go on, and
         together fill it at most once more."""
-        of, table, full = self._of(caller), self._table(), self._config.bus_line_bytes // _SHARE_OF_LINE
+        of, table, full = self._of(caller), self._bus, self._config.bus_line_bytes // _SHARE_OF_LINE
         if of is None or table.table_bytes <= full:
             return
         part = full // max(1, keys.count_owners(self._db))

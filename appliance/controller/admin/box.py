@@ -16,17 +16,16 @@ from appliance.controller.access.spending import ending_soon
 from appliance.controller.admin import engine_meters, handover_views, views
 from appliance.controller.admin.metrics import ControllerCollector, registry_of
 from appliance.controller.bus.load import Load
-from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import copy_limit, energy_views, lost_nodes
+from appliance.controller.devices import energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import MOST, RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.views import job_object, metrics_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
-from appliance.controller.interfaces.ports import SchedulerStatus
 from appliance.controller.interfaces.principal import ADMIN, Caller, Principal, needs
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.controller.jobs.wanted import JOBS
 from appliance.last_backup import LastBackup
 from appliance.store.database import Database, Part
@@ -42,17 +41,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/status", response_model=dict[str, Any])
     async def status(now: Status, caller: Caller) -> Response:
-        load, last = context.load(), context.last_backup()
+        load, last = context.bus.load(), context.last_backup()
         degraded = [*context.background.degraded(), *context.main_troubles()]
-        readings = context.device_readings()
-        power = context.power_status()
+        readings = context.health.newest()
+        power = context.power.status()
         return await answer(db, lambda: _status(context, caller, now, load, last, readings, degraded, power))
 
     # Not by `response_class`: the OpenAPI document would then say that errors are plain text too.
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus_metrics(now: Status, caller: Caller) -> Response:
         """The controller's own series in Prometheus' text format; the gateway's /metrics merges them with its own."""
-        collector = ControllerCollector(context, now, await engine_meters.read(context.open_engines()))
+        collector = ControllerCollector(context, now, await engine_meters.read(context.routing.open_engines()))
 
         def scraped() -> Response:
             return PlainTextResponse(generate_latest(registry_of(collector)), media_type=CONTENT_TYPE_LATEST)
@@ -68,7 +67,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def doctor(caller: Caller) -> dict[str, Any]:
         """What `appliance doctor` says of this machine and the box on it, at most half a minute old."""
         try:
-            found = await context.doctor()
+            found = await context.doctor.look()
         except OperationFailed as error:
             raise ApiError(500, str(error), kind="server_error", code=error.code) from error
         return {"object": "list", **found, "data": _seen_by(caller, found["data"])}
@@ -130,8 +129,7 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/handovers")
     def list_handovers(part: Annotated[Part, part(20, most=1000, order=None)]) -> dict[str, Any]:
-        measured = copy_limit.read(db)
-        return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row, measured))
+        return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row))
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:
@@ -142,19 +140,6 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
                 param="handover_id",
                 code="handover_not_found",
             )
-        return found
-
-    @router.get("/limits")
-    def show_limits() -> dict[str, Any]:
-        """The measured hardware rates that hand-overs are compared with."""
-        return copy_limit.read(db)
-
-    @router.post("/limits/measure")
-    async def measure_limits(caller: Caller) -> dict[str, Any]:
-        """Measure them again; best on a quiet box."""
-        kinds = {device["kind"] for device in context.scheduler.status()["devices"]}
-        found = await copy_limit.measure(db, kinds)
-        record(context, caller, "limits.measure", "box", **found)
         return found
 
 

@@ -21,7 +21,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import lost_nodes
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.http.views import job_phase
-from appliance.controller.interfaces.ports import TRAINING_FAILED, SchedulerStatus
+from appliance.controller.interfaces.records import TRAINING_FAILED, SchedulerStatus
 from appliance.paths import SHM_MOUNT
 from appliance.store.objects import job_records, jobs, models, responses
 from appliance.store.records import energy, handovers
@@ -72,7 +72,7 @@ class ControllerCollector:
     def __init__(self, context: ControllerContext, now: SchedulerStatus, engines: list[EngineReading]):
         self._db, self._data, self._now, self._engines = context.db, context.files_dir, now, engines
         self._tiers, self._last_backup = context.tiers.status(), context.last_backup()
-        self._readings = context.device_readings()
+        self._readings = context.health.newest()
         troubles = [*context.background.degraded(), *context.main_troubles()]
         # A tracker's or a tier's name behind the colon is for operators.
         self._degraded = {trouble["name"].partition(":")[0] for trouble in troubles}

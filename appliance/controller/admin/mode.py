@@ -27,8 +27,8 @@ from appliance.controller.http.audited import unaudited
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, InvalidValue, NotFound, shown
-from appliance.controller.interfaces.ports import Mode
 from appliance.controller.interfaces.principal import Caller
+from appliance.controller.interfaces.records import Mode
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
 from appliance.store.records import windows
@@ -86,12 +86,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 serving_floor=body.serving_floor,
             )
         limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
-        handover_id = None
         try:
             async with asyncio.timeout(limit_s):
-                handover_id = await context.scheduler.set_mode(wanted)
-                if wait and handover_id is not None:
-                    await context.scheduler.wait_handover(handover_id)
+                handover_id = await context.scheduler.set_mode(wanted, wait=wait)
         except TimeoutError as error:
             raise ApiError(
                 504,

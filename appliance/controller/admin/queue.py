@@ -9,7 +9,6 @@ from fastapi import APIRouter
 
 from appliance.controller.context.audit import name_of, record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.http.reading import Status
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.http.views import job_object, job_phase
@@ -19,6 +18,7 @@ from appliance.controller.jobs import devices, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
 from appliance.controller.jobs.wanted import JOBS
+from appliance.controller.models import node_sizes
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow, columns
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.controller.access.naming import aliases
+from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.interfaces.model_states import ModelStates
-from appliance.controller.interfaces.ports import EngineSizer, SchedulerStatus, TierPort
+from appliance.controller.interfaces.records import SchedulerStatus
 from appliance.controller.jobs import claims
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import deployments, model_settings
 from appliance.store.rows import AuditRow, DeploymentRow, KeyRow, ModelRow, columns
+from appliance.tiers.tiers import Tiers
 from scheduler.core.idle import IdleSettings
 
 
@@ -22,7 +24,7 @@ def key(row: KeyRow) -> dict[str, Any]:
 
 
 def model(
-    db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort, sizes: EngineSizer
+    db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: Tiers, sizes: EngineSizes
 ) -> dict[str, Any]:
     """`id` is its name, by which a list's next page is asked for. `max_model_len`: the context of its engines;
     `context_note`: why that is less than the model's own, else "". `reload_note`: why its engines are started anew

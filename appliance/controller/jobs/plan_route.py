@@ -112,7 +112,7 @@ async def _job(context: ControllerContext, body: JobPlan, caller: Principal) -> 
         estimated = estimate(shape_of(base), method, chosen, dataset, shown, known)
     else:
         full = chosen.resolved["full"]
-        readings = context.device_readings()
+        readings = context.health.newest()
         drawn = await asyncio.to_thread(energy_views.estimate, context.db, readings, body.model, method.name, full,
             device_hours,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from appliance.controller.app import create_app
+from appliance.controller.bus.bus import Bus
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.config import OidcSettings
 from appliance.controller.oidc import routes as oidc_routes
@@ -25,7 +26,7 @@ from appliance.controller.oidc.provider import Provider
 from appliance.store.database import Database
 from appliance.store.records import audit, keys, page_sessions
 from appliance.store.upkeep import forgotten
-from tests.simulator.control_plane import RecordingKeySink, simulated_context
+from tests.simulator.control_plane import simulated_context
 
 ISSUER, BOX = "https://login.example.org", "https://box.example.org"
 GATEWAY = {"x-appliance-key-id": "gateway", "x-appliance-scopes": "gateway"}
@@ -93,8 +94,8 @@ class FakeProvider:
 class Way:
     """A box with this provider, and a browser's way to it and back."""
 
-    def __init__(self, http: httpx.AsyncClient, db: Database, provider: FakeProvider, sink: RecordingKeySink) -> None:
-        self.http, self.db, self.provider, self.sink = http, db, provider, sink
+    def __init__(self, http: httpx.AsyncClient, db: Database, provider: FakeProvider, bus: Bus) -> None:
+        self.http, self.db, self.provider, self.bus = http, db, provider, bus
 
     async def back(self, **changes: str) -> httpx.Response:
         begun = (await self.http.post(f"{OIDC}/begin")).raise_for_status().json()
@@ -114,9 +115,7 @@ async def way(tmp_path: Path) -> AsyncIterator[Way]:
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as http,
         ):
-            sink = context.key_sink
-            assert isinstance(sink, RecordingKeySink)
-            yield Way(http, db, provider, sink)
+            yield Way(http, db, provider, context.bus)
 
 
 async def test_who_comes_back_has_a_login_of_a_key_with_the_scopes_of_their_groups(way: Way) -> None:
@@ -127,7 +126,7 @@ async def test_who_comes_back_has_a_login_of_a_key_with_the_scopes_of_their_grou
     assert answer.headers["x-appliance-cookie"].startswith(f"{made['id']}=") and made["page"]
     (row,) = keys.list_all(way.db)
     assert row.scopes == ["inference", "fine_tuning"] and row.owner == row.name and row.name.startswith("ann-")
-    (known,) = way.sink.keys.values()
+    (known,) = way.bus.keys.values()
     assert [one["id"] for one in known["sessions"].values()] == [made["id"]]
     (told,) = audit.page(way.db, after=None, limit=5).data
     assert (told.action, told.key_id, told.outcome) == ("session.create", row.id, "done")
@@ -275,7 +274,7 @@ async def test_who_is_in_no_group_any_more_is_logged_out(way: Way) -> None:
     way.provider.claims["groups"] = ["other"]
     assert (await way.back()).status_code == 403
     assert page_sessions.list_live(way.db, time.time()) == []
-    assert [row.get("sessions") for row in way.sink.keys.values()] == [None]
+    assert [row.get("sessions") for row in way.bus.keys.values()] == [None]
     assert [row.scopes for row in keys.list_all(way.db)] == [[]]
 
 

@@ -15,11 +15,10 @@ import pytest
 from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app, keep_house
-from appliance.controller.bus.bus import Bus
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.controller.interfaces.principal import Principal
+from appliance.controller.interfaces.records import EngineAnswer
 from appliance.store.database import Database
 from appliance.store.objects import models, responses
 from appliance.store.records import keys
@@ -245,7 +244,6 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
         await part,
         await control.http.post("/v1/batches", headers=ADMIN, json=batch),
         await control.http.post("/admin/v1/models/import", headers=ADMIN, json={"source": "/models/m"}),
-        await control.http.post("/admin/v1/models/starter", headers=ADMIN),
         await control.http.post("/v1/fine_tuning/jobs", headers=ADMIN, json={"model": "starter", "training_file": "f"}),
         await control.http.post(
             "/v1/responses", headers=ADMIN, json={"model": "starter", "input": "hello", "background": True}
@@ -420,7 +418,7 @@ def refused_as(answer: httpx.Response, status: int, bound: str) -> bool:
 async def test_who_fills_the_gateways_table_leaves_the_others_their_part(tmp_path: Path, db: Database):
     """The quarter of the line that names may take was everybody's, and one owner could use it up for all."""
     context = simulated_context(tmp_path, db, bus_line_bytes=1 << 20, disk_floor_bytes=0)
-    context.key_sink = bus = Bus(tmp_path / "bus.sock", context.config, first_generation=1)
+    bus = context.bus
     people = {}
     for name in ("bob", "ann", "carl", "dora"):
         row, _ = keys.create(db, name, ["inference", "fine_tuning"])
