@@ -66,7 +66,7 @@ LIMITS: dict[str, Any] = {
             "--bound",
             metavar="NAME=N",
             help="A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
-            "file_bytes, uploads, downloads, batches, jobs, models, model_bytes, background, evals, eval_runs, "
+            "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, "
             "eval_bytes, responses, responses_bytes.",
         ),
     ],

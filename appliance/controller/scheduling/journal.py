@@ -18,7 +18,7 @@ class SqliteJournal:
         self._db = db
 
     def last_id(self) -> int:
-        newest = handovers.list_recent(self._db, 1)
+        newest = handovers.page(self._db, limit=1).data
         return int(newest[0].id) if newest else 0
 
     def begin(self, record: HandoverRecord) -> None:

@@ -3,7 +3,9 @@ crash."""
 
 from __future__ import annotations
 
-from appliance.store.database import Database
+from typing import Unpack
+
+from appliance.store.database import Database, Page, Part
 from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
 from appliance.store.table import Table
 
@@ -26,9 +28,9 @@ def put_step(db: Database, row: HandoverStepRow) -> None:
         _STEPS.insert(db, row)
 
 
-def list_recent(db: Database, limit: int) -> list[HandoverRow]:
-    """Newest first."""
-    return db.all(HandoverRow, "SELECT * FROM handovers ORDER BY seq DESC LIMIT ?", [limit])
+def page(db: Database, **part: Unpack[Part]) -> Page[HandoverRow]:
+    """Newest first. Raises UnknownCursor."""
+    return db.page(HandoverRow, "handovers", **part)
 
 
 def totals(db: Database) -> list[HandoverTotal]:
