@@ -1,237 +1,85 @@
-"""`appliance up`, `down` and `status`."""
+"""`appliance up|down|join|top` and `gpu drain|limits`: the box on this machine, and its devices."""
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import sys
-import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from appliance.cli import formats, output
-from appliance.cli.box.gpu import health, holder
-from appliance.cli.box.local import CONFIG, resolved
-from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
-from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.jobs.job import jobs_table
+from appliance.cli import formats, output, views
+from appliance.cli.box.main_process import MainProcess, stop_box
+from appliance.cli.command import CONFIG, WATCH, Session, command, flag, number, opt
+from appliance.cli.errors import CommandFailed, Said
+from appliance.cli.formats import many
+from appliance.cli.local import DEVICES, devices_of, resolved
 from appliance.cli.locate import BoxFile, data_dir_option
-from appliance.cli.mode.history import handover_steps
-from appliance.cli.mode.power import limit_line
-from appliance.cli.own_process import python
-
-_STOP_S = 300.0
+from appliance.cli.resources import follow, segment
+from appliance.cli.waiting import TIMEOUT, Patience
 
 
-app = group("The box itself.")
-
-
-@app.command(
-    epilog=examples(
-        "appliance up                              in the foreground; Ctrl-C stops it in order",
-        "appliance up --detach                     in the background; returns when it answers",
-        "appliance up --data-dir /srv/box --port 9000 --devices 4",
-        "appliance up --config box.toml            see docs/operations.md for every key",
-        "",
-        "After a crash, the same command brings back jobs, models, keys and mode and continues the work.",
-    )
+@command(
+    "up",
+    flag("-d --detach", "Leave it running in the background."),
+    CONFIG,
+    opt("--host ADDRESS", "Default: 127.0.0.1. Wider ones open once a key exists."),
+    opt("--port PORT", "Default: 8000.", type=number(int, 1, 65535)),
+    DEVICES,
+    needs="here",
 )
-def up(
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running in the background.")] = False,
-    config: CONFIG = None,
-    data_dir: DATA_DIR = None,
-    host: Annotated[
-        str | None, typer.Option("--host", help="Default: 127.0.0.1. Wider ones open once a key exists.")
-    ] = None,
-    port: Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Default: 8000.")] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option("--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: N CPU devices."),
-    ] = None,
-    output_format: OUTPUT = "table",
-) -> None:
+def up(session: Session, args: Namespace) -> None:
     """Start the box on this machine.
 
     Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key. Without a terminal it
-    names the file that has the key (`first-key` in the data directory, yours alone).
-    """
-    from appliance.cli.box.up import MainProcess  # fenced, for the time of `--help`
+    names the file that has the key (`first-key` in the data directory, yours alone). After a crash, the same command
+    brings back jobs, models, keys and mode and continues the work.
 
-    settings = resolved(config, data_dir=data_dir, host=host, port=port, devices=_devices(devices))
+    Examples:
+      appliance up                              in the foreground; Ctrl-C stops it in order
+      appliance up --detach                     in the background; returns when it answers
+      appliance up --data-dir /srv/box --port 9000 --devices 4
+      appliance up --config box.toml            see docs/operations.md for every key
+    """
+    devices = devices_of(args.devices)
+    settings = resolved(args.config, data_dir=args.data_dir, host=args.host, port=args.port, devices=devices)
     folder = Path(settings.box.data_dir)
-    process = MainProcess(settings.model_dump_json(), folder, detach=detach)
-    asked_to_stop = [] if detach else _forward_signals(process)
+    process = MainProcess(settings.model_dump_json(), folder, detach=args.detach)
+    came = [] if args.detach else _forward_signals(process)
     try:
-        with output.progress("starting the box") if detach else output.quiet() as meter:
-            announced = process.wait_until_ready(meter.update)
+        if args.detach:
+            with output.progress("starting the box") as meter:
+                announced = process.wait_until_ready(meter.update)
+        else:
+            announced = process.wait_until_ready(lambda message: None)
     except KeyboardInterrupt:
         process.stop()
         process.wait()
         raise
     except CommandFailed as error:
-        if asked_to_stop:
-            raise typer.Exit(130) from error
+        if came:
+            raise Said(130) from error
         raise
     file = announced.get("first_key_file")
     answer = {"url": announced["url"], "data_dir": str(folder), "first_key": _first_key(file), "first_key_file": file}
-    if output_format == "json":
-        output.print_json(answer)
-    else:
-        output.draw(_ready(answer, detach))
-    if not detach:
-        _stay(process)
+    session.show(answer, lambda shown: _ready(shown, args.detach))
+    if not args.detach and (code := process.wait()) != 0:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
 
 
-@app.command(
-    epilog=examples(
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token -     asks for the token",
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6        again, with the certificate it has",
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --renew     with another one for that",
-        "",
-        "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node token`.",
-        "All that nodes say to each other is encrypted, and each shows the certificate that it got for its token.",
-        "Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.",
-    )
-)
-def join(
-    ctx: typer.Context,
-    head: Annotated[str, typer.Argument(metavar="HOST:PORT", help="node_address:node_port of the box.")],
-    name: Annotated[str, typer.Option("--name", help="Its devices are then called NAME/0, NAME/1, ...")],
-    address: Annotated[str, typer.Option("--address", help="This machine's own on the network of the nodes.")],
-    token: Annotated[
-        str | None,
-        typer.Option(
-            "--token",
-            metavar="-",
-            envvar="APPLIANCE_JOIN_TOKEN",
-            help="What `appliance node token` on the box printed. -: it is asked for, or read from stdin. Written out "
-            "here every user of this machine can read it, and join in its place.",
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            help="A file with it, or a copy of <data dir>/ray.token of the box.",
-        ),
-    ] = None,
-    data_dir: DATA_DIR = None,
-    devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="Replace this node's key and certificate first.")] = False,
-) -> None:
-    """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
-    if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
-        raise BadUsage(f"--name is {name!r}; expected small letters, digits and dashes, and not n0, the box itself")
-    if not re.fullmatch(r".+:[0-9]{1,5}", head):
-        raise BadUsage(f"the box's address is {head!r}; expected HOST:PORT, its node_address and node_port")
-    settings = resolved(None, data_dir=data_dir, devices=_devices(devices), node_address=address)
-    if token is not None and token_file is not None:
-        raise BadUsage("--token and --token-file say the same thing; give one of them")
-    if renew and (token is not None or token_file is not None):
-        raise BadUsage("--renew asks with the certificate that this node has; a token brings another one by itself")
-    if token is not None:
-        if token == "-":
-            token = _asked_for()
-        elif (source := ctx.get_parameter_source("token")) is not None and source.name == "COMMANDLINE":
-            output.say("note: every user of this machine can read this token, and join in its place: use --token -")
-        # In a file, because every user of this machine could read an argument.
-        token_file = _kept(Path(settings.box.data_dir), token)
-    command = python("appliance.boot.node", "--config-json", settings.model_dump_json())
-    token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
-    renew_option = ("--renew",) if renew else ()
-    os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option, *renew_option])
-
-
-def _asked_for() -> str:
-    """The token, from whoever is at the terminal, without showing it, or from stdin. Raises BadUsage."""
-    from getpass import getpass  # fenced, for the time of `--help`
-
-    token = getpass("token of `appliance node token`: ") if sys.stdin.isatty() else sys.stdin.readline()
-    if not token.strip():
-        raise BadUsage("no token was given: `appliance node token` on the box prints one")
-    return token.strip()
-
-
-def _kept(data_dir: Path, token: str) -> Path:
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = data_dir / "join.token"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token)
-    return path
-
-
-@app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))
-def down(
-    data_dir: DATA_DIR = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Give up waiting then, with exit code 124.")
-    ] = _STOP_S,
-    force: Annotated[
-        bool, typer.Option("--force", help="Kill it; the next `up` continues from what was saved.")
-    ] = False,
-) -> None:
-    """Stop the box on this machine.
-
-    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
-    """
-    from appliance.cli.box.up import stop_box
-
-    box = BoxFile.read(data_dir)
-    with output.progress("stopping the box") as meter:
-        ran = stop_box(box, timeout_s=timeout, kill=force, on_message=meter.update)
-    if not ran:
-        print(f"no box runs on {box.data_dir}")
-        return
-    left = BoxFile.read(box.data_dir)
-    print(f"the box on {box.data_dir} {'was killed' if force else 'has stopped'}")
-    if not force and left.message:
-        output.say(f"note: {left.message}")
-
-
-@box_command(app, "appliance status", "appliance status --watch", "appliance status -o json")
-def status(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Show the box at a glance.
-
-    Mode, devices, replicas, jobs, memory, and the hand-over that is going on.
-    """
-    session.follow(lambda: session.client.get("/admin/v1/status"), _status, watch, every)
-
-
-def _devices(text: str | None) -> str | int | None:
-    if text is None or text == "auto":
-        return text
-    if not (text.isascii() and text.isdigit()):
-        raise BadUsage(f"--devices is {text!r}; expected auto or a number of logical CPU devices")
-    return int(text)
-
-
-def _forward_signals(process: Any) -> list[int]:
+def _forward_signals(process: MainProcess) -> list[int]:
     """Makes every signal that would end us end the box in order instead; a second one kills it. Returns a list that
     each signal is added to."""
     came: list[int] = []
 
-    def forward(number: int, _frame: Any) -> None:
-        came.append(number)
+    def forward(signum: int, _frame: Any) -> None:
+        came.append(signum)
         process.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, forward)
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, forward)
     return came
-
-
-def _stay(process: Any) -> None:
-    """Returns when the box ends in order. Raises CommandFailed if it does not."""
-    code = process.wait()
-    if code != 0:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
 
 
 def _first_key(file: str | None) -> str | None:
@@ -256,57 +104,141 @@ def _ready(answer: dict[str, Any], detached: bool) -> Any:
     return output.above("The box is ready.", output.fields(*shown))
 
 
-def _status(now: dict[str, Any]) -> Any:
-    box, mode, memory = now["box"], now["mode"], now["memory"]
-    split = mode["train_devices"]
-    lost = sum(device["health"] == "lost" for device in now["devices"])
-    busy = sum(device["holder"] is not None for device in now["devices"])
-    about = output.fields(
-        ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
-        ("endpoint", box["url"]),
-        ("data", box["data_dir"]),
-        ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
-        *([("power", limit_line(now["power"]))] if now["power"].get("set") else []),
-        ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
-        ("backup", _backup(box.get("backup"))),
-        ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
+@command(
+    "down",
+    opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 0), default=300.0),
+    flag("--force", "Kill it; the next `up` continues from what was saved."),
+    needs="here",
+)
+def down(session: Session, args: Namespace) -> None:
+    """Stop the box on this machine.
+
+    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
+
+    Examples:
+      appliance down
+      appliance down --data-dir /srv/box
+    """
+    box = BoxFile.read(args.data_dir)
+    with output.progress("stopping the box") as meter:
+        ran = stop_box(box, timeout_s=args.timeout, kill=args.force, on_message=meter.update)
+    note = BoxFile.read(box.data_dir).message if ran and not args.force else ""
+    text = f"the box on {box.data_dir} {'was killed' if args.force else 'has stopped'}"
+    answer = {"data_dir": str(box.data_dir), "ran": ran, "note": note}
+    session.show(answer, lambda _: text if ran else f"no box runs on {box.data_dir}")
+    if note:
+        output.say(f"note: {note}")
+
+
+@command("top", WATCH[1], flag("--once", "Show it once, as without a terminal."))
+def top(session: Session, args: Namespace) -> None:
+    """Show what every device does now, live, until Ctrl-C.
+
+    Its engine or job, requests, steps, tokens per second; of GPUs use, memory, heat and power; and who waits, and why.
+    With `-o json` what `appliance status -o json` answers, once.
+
+    Examples:
+      appliance top
+      appliance top --every 5
+      appliance top --once
+    """
+
+    def fetch() -> Any:
+        return session.client.get("/admin/v1/status")
+
+    if sys.stdout.isatty() and not args.once and not session.as_json:
+        follow(session, fetch, _top, args.every)
+    else:
+        session.show(fetch(), _top)
+
+
+def _top(now: dict[str, Any]) -> Any:
+    """What every device does: one line each, and who waits."""
+    running, replicas = ({one["id"]: one for one in now[name]} for name in ("jobs", "replicas"))
+
+    def doing(device: dict[str, Any]) -> tuple[str, str, str]:
+        """Who holds it, what that does, and how much of it."""
+        held = device.get("holder")
+        if device["health"] != "ok":
+            return views.health(device), device.get("health_reason") or "", ""
+        if held is None:
+            return "-", "free", ""
+        if held["kind"] == "replica" and (one := replicas.get(held["id"])):
+            state = "" if one["state"] == "open" else f" ({one['state']})"
+            return f"engine {held['id']}", f"{one['model']}@{one['version']}{state}", many(one["inflight"], "request")
+        if held["kind"] == "job" and (one := running.get(held["id"])):
+            step = f"step {one['step']}/{one['total_steps']}" if one["total_steps"] else one["phase"]
+            left = f", {formats.duration(one['eta_s'])} left" if one["eta_s"] else ""
+            speed = f"{formats.count(one['tokens_per_s'])} tokens/s" if one["tokens_per_s"] else ""
+            return f"job {held['id']}", f"{one['output_model'] or one['model']}: {step}{left}", speed
+        return f"{held['kind']} {held['id']}", "", ""
+
+    columns: tuple[output.Column, ...] = (
+        *("device=id", ("holder", lambda one: doing(one)[0]), ("what it does", lambda one: doing(one)[1])),
+        *((">", lambda one: doing(one)[2]), *views.metered(now["devices"])),
     )
-    devices = output.table(
-        ("DEVICE", "KIND", "HEALTH", "HOLDER"),
-        ((d["id"], d["kind"], health(d), holder(d)) for d in now["devices"]),
-        empty="no devices",
+    held = sum(device["holder"] is not None for device in now["devices"])
+    inflight, waiting = (sum(one[name] for one in now["requests"].values()) for name in ("inflight", "held"))
+    speed = sum(job["tokens_per_s"] or 0.0 for job in now["jobs"] if job["devices"])
+    head = (
+        f"mode {now['mode']['policy']}, {held} of {len(now['devices'])} devices held, {many(inflight, 'request')} "
+        f"running, {waiting} waiting, {f'training {formats.count(speed)} tokens/s' if speed else 'no training'}"
     )
-    replicas = output.table(
-        ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
-        (
-            (
-                *formats.cells(r, "id model version state"),
-                len(r["devices"]),
-                r["inflight"],
-                formats.size(r["rss_bytes"]) if r["rss_bytes"] else "-",
+    waits = [
+        f"{many(one['held'], 'request')} for {model} wait for an engine"
+        for model, one in sorted(now["requests"].items())
+        if one["held"]
+    ]
+    waits += [f"job {job['id']} waits: {job['reason']}" for job in now["jobs"] if not job["devices"] and job["reason"]]
+    table = output.listing(columns, now["devices"], empty="no devices")
+    return output.stack(head, table, output.notes([*waits, *(now.get("notes") or ())]))
+
+
+@command(
+    "gpu drain",
+    opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),
+    opt("--reason TEXT", "Shown in `gpu list` and in the audit log.", default=""),
+    opt("--wait", "Return when no job or engine holds it (the default).", action="store_true", default=True),
+    opt("--no-wait", "Return at once.", dest="wait", action="store_false"),
+    TIMEOUT,
+)
+def drain(session: Session, args: Namespace) -> None:
+    """Take a device out of use: its engine or job moves elsewhere without losing a request or a step.
+
+    Drained devices stay so over restarts. Waiting may be interrupted: the box goes on. Exit code 124 if it takes
+    longer than --timeout.
+
+    Examples:
+      appliance gpu drain n0/3 --reason "row remap pending"
+      appliance gpu drain n0/3 --no-wait
+    """
+    device = session.client.post(f"/admin/v1/devices/{segment(args.id)}/drain", {"reason": args.reason})
+    patience = Patience(args.timeout)
+    with output.progress(f"draining {args.id}") as meter:
+        while args.wait and device["holder"] is not None and device["drain"] is not None:
+            holder = views.holder(device)
+            meter.update(f"draining {args.id}: {holder} is leaving")
+            patience.pause(
+                f"{args.id} is drained, but {holder} has not left it within {patience.limit}; the box goes on, "
+                "`appliance gpu list` shows when it is free"
             )
-            for r in now["replicas"]
-        ),
-        empty=f"no replicas: {'see below' if now.get('troubles') else 'a model starts when it is asked for'}",
+            answer = patience.get(session, "/admin/v1/devices")
+            device = next((one for one in answer["data"] if one["id"] == args.id), device) if answer else device
+    session.show(device, views.device_line)
+
+
+@command("gpu limits", flag("--measure", "Measure again, now."))
+def limits(session: Session, args: Namespace) -> None:
+    """Show how fast the hardware copies, measured when the box first started. Hand-overs are compared with it.
+
+    Examples:
+      appliance gpu limits
+      appliance gpu limits --measure     on a quiet box
+    """
+    path = "/admin/v1/limits"
+    columns = (
+        *("host memory=memcpy_bytes_per_s:rate", "host to one GPU=host_to_device_bytes_per_s:rate"),
+        "measured=measured_s:moment",
     )
-    jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
-    handover = handover_steps(now["handover"]) if now["handover"] else None
-    notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]
-    return output.stack(about, devices, replicas, jobs, handover, output.notes(notes))
-
-
-def _backup(last: dict[str, Any] | None) -> str:
-    if last is None:
-        return "none yet (`appliance backup make --help`)"
-    return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
-
-
-def _trouble(degraded: dict[str, Any]) -> str:
-    """One thing that the box cannot do now, and goes on trying."""
-    since = formats.duration(max(0.0, time.time() - degraded["since_s"]))
-    tries = f"{degraded['failures']} time{'s' * (degraded['failures'] != 1)}"
-    return f"degraded: {degraded['name']} failed {tries} since {since} ago ({degraded['why']}); it is tried again"
-
-
-def _budget(memory: dict[str, Any]) -> str:
-    return "what is free" if memory["budget_bytes"] is None else formats.size(memory["budget_bytes"])
+    answer = session.client.post(f"{path}/measure") if args.measure else session.client.get(path)
+    session.show(answer, lambda found: output.record(columns, found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 
-from appliance.cli.client import Address, Client
+from appliance.cli.client import Address
 from tests.unit.cli.conftest import openai_error, run, write_box_file
 
 CHAT = "/v1/chat/completions"
@@ -123,6 +123,6 @@ def test_the_box_on_this_machine_is_trusted_on_loopback_others_by_their_certific
         Address.of_own("https://box.example:1"),
         Address.of_url("https://127.0.0.1:1"),
     ):
-        context = Client(address)._connection(1.0)._context
+        context = address.context()
         seen.append((context.verify_mode is ssl.CERT_REQUIRED, context.check_hostname))
     assert seen == [(False, False), (True, True), (True, True)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.jobs.eval import interval
+from appliance.cli.commands.evals import interval
 from appliance.controller.interfaces.ports import EngineAnswer
 from tests.unit.cli.conftest import ControlledBox
 
