@@ -45,9 +45,9 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def said_by(module: str, *arguments: str) -> str:
-    """What a process of ours prints. Raises CommandFailed with the last line of its errors."""
-    done = subprocess.run(python(module, *arguments), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def said_by(module: str, *arguments: str, given: str = "") -> str:
+    """What a process of ours prints. given: on its stdin. Raises CommandFailed with the last line of its errors."""
+    done = subprocess.run(python(module, *arguments), input=given, capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed(why_it_failed(done.stderr, done.returncode))
     return done.stdout

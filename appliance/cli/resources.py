@@ -366,17 +366,6 @@ RESOURCES = (
             method="DELETE",
         ),
         Verb(
-            "starter",
-            """Make the small model `starter` on this box, without any download.
-
-            It speaks in short simple sentences and knows next to nothing: a model to try everything with.""",
-            views.operation,
-            of="all",
-            options=(opt("--minutes N", "How long to pretrain it.", type=number(float, 0.05, 1440)),),
-            body="minutes",
-            operation=True,
-        ),
-        Verb(
             "verify",
             "Compare every tensor of every version with its checksum. Exit code 1 names what is damaged.",
             views.operation,

@@ -32,7 +32,6 @@ PACKAGES = tuple(BELOW)
 SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
-    "appliance.tracking",
     "appliance.doctor",
     "appliance.boot",
     "appliance.cli.box",
@@ -77,7 +76,6 @@ SUBPACKAGES = (
     "appliance.store.objects",
     "appliance.store.records",
     "appliance.store",
-    "scheduler.simulator",
     "scheduler.ray",
     "scheduler.devices",
     "scheduler.loop",
@@ -85,7 +83,6 @@ SUBPACKAGES = (
     "scheduler.plan",
     "scheduler.autoscale",
     "scheduler.core",
-    "train.starter",
     "train.convert",
     "train.run",
     "train.rollouts",
@@ -135,9 +132,8 @@ FENCES = {
     "fastapi": {"appliance/controller/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
-    "matplotlib": {"scheduler/simulator/plot.py"},
-    "mlflow": {"appliance/tracking/mlflow_tracker.py"},
-    "wandb": {"appliance/tracking/wandb_tracker.py"},
+    "mlflow": {"appliance/tracking.py"},
+    "wandb": {"appliance/tracking.py"},
     "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
@@ -386,11 +382,17 @@ def test_the_command_line_is_a_thin_client():
         ),
         "box/machine": (
             *("appliance.config", "appliance.config.BoxConfig"),
+            *("runtime.replace_file", "runtime.replace_file.replace_file"),
             *(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
         ),
         "box/main_process": (
-            *("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
+            *(f"appliance.paths{name}" for name in ("", ".BoxPaths", ".UnsafeFolder", ".check_closed")),
             *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
+            *("runtime.replace_file", "runtime.replace_file.replace_file"),
+        ),
+        "box/nodes": (
+            *("appliance.paths", "appliance.paths.BoxPaths"),
+            *("runtime.replace_file", "runtime.replace_file.replace_file"),
         ),
     }
     assert wrong == {f"appliance/cli/{name}.py imports {one}" for name, some in before.items() for one in some}
@@ -590,7 +592,6 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
     "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
-    "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/main.py while_alive": AWAITED,
     "serve/engine/replica.py Replica.start": "a restarted supervisor watches anew; until then a silence has no bound",
     "serve/engine/main.py _serve": AWAITED,

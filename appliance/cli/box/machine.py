@@ -3,7 +3,6 @@ the box runs or not."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -26,6 +25,7 @@ from appliance.cli.command import CONFIG, Session, command, flag, number, opt
 from appliance.cli.errors import BadUsage, CliError, CommandFailed, Conflict, Said
 from appliance.cli.local import resolved, said_by
 from appliance.cli.locate import BoxFile, data_dir_option
+from runtime.replace_file import replace_file
 
 if TYPE_CHECKING:
     from appliance.backup import Manifest
@@ -58,12 +58,12 @@ def init(session: Session, args: Namespace) -> None:
     path = home / "appliance.toml" if args.file is None else Path(args.file).expanduser().resolve()
     if args.file is None and args.data_dir is None:
         output.say(f"note: no FILE and no --data-dir: it goes to the default data directory, {home}")
+    if path.exists() and not args.force:
+        raise Conflict(f"{path} is there already; --force replaces it")
     try:
         if args.file is None:
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(path, text, args.force)
-    except FileExistsError as error:
-        raise Conflict(f"{path} is there already; --force replaces it") from error
+        replace_file(path, text.encode())
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
     if session.as_json:
@@ -73,22 +73,10 @@ def init(session: Session, args: Namespace) -> None:
     output.say(f"{path} is written: read it, change what is yours, then `appliance up{named}`")
 
 
-def _write(path: Path, text: str, force: bool) -> None:
-    """The whole file or none of it. Raises FileExistsError unless forced, OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as written:
-            written.write(text)
-        os.replace(partial, path) if force else os.link(partial, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-
-
 def _findings(settings: BoxConfig) -> str:
     """The doctor's, as JSON; its checks run in a process of their own."""
     runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
-    return said_by("appliance.doctor.main", "--config-json", settings.model_dump_json(), *runs)
+    return said_by("appliance.doctor.main", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
 
 
 @command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")
@@ -322,7 +310,7 @@ def _opened(settings: BoxConfig, place: str | None) -> Iterator[Objects]:
     """The place to use; errors of backups in the block become CommandFailed."""
     from appliance.backup import BackupError
     from weights.format.errors import WeightsError
-    from weights.tiers.locations import objects_at
+    from weights.tiers.objects import objects_at
 
     if place is not None and not place.startswith("s3://"):
         place = str(Path(place).expanduser().resolve())

@@ -13,6 +13,8 @@ from appliance.cli.command import Session, command, existing_file, flag, number,
 from appliance.cli.errors import BadUsage
 from appliance.cli.local import DEVICES, devices_of, python, resolved, said_by
 from appliance.cli.locate import BoxFile
+from appliance.paths import BoxPaths
+from runtime.replace_file import replace_file
 
 
 @command(
@@ -109,7 +111,10 @@ def join(session: Session, args: Namespace) -> None:
             output.say("note: every user of this machine can read this token, and join in its place: use --token -")
         # In a file, because every user of this machine could read an argument.
         token_file = _kept(Path(settings.box.data_dir), token)
-    command = python("appliance.boot.node", "--config-json", settings.model_dump_json())
+    paths = BoxPaths.of(Path(settings.box.data_dir))
+    paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_file(paths.config_file, settings.model_dump_json().encode())
+    command = python("appliance.boot.node", "--config", str(paths.config_file))
     token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
     renew_option = ("--renew",) if args.renew else ()
     os.execv(sys.executable, [*command, "--head", args.head, "--name", args.name, *token_option, *renew_option])
