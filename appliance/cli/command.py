@@ -83,7 +83,7 @@ def existing_file(text: str) -> Path:
 
 
 DATA_DIR = opt("--data-dir DIR", "The box on this machine [APPLIANCE_DATA_DIR].")
-OUTPUT = opt("-o --output", "json for scripts.", choices=("table", "json"), default="table")
+OUTPUT = opt("-o --output FORMAT", "table, or json for scripts.", choices=("table", "json"), default="table")
 CONFIG = opt("--config FILE", "Default: appliance.toml in the data directory, if it exists.", type=existing_file)
 BOX = (
     OUTPUT,
@@ -169,7 +169,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, made: Command):
         text, _, examples = made.help.partition("\n\nExamples:\n")
-        words = [one.settings.get("metavar") or one.flags[0] for one in made.options if one.flags[0][0] != "-"]
+        words = [_shown(one) for one in made.options if one.flags[0][0] != "-"]
         needed = [one for one in made.options if one.settings.get("required")]
         words += [f"{one.flags[0]} {one.settings.get('metavar') or one.flags[0][2:].upper()}" for one in needed]
         prog, width = f"appliance {made.name}", min(110, shutil.get_terminal_size().columns)
@@ -186,6 +186,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; `{self.prog} --help` shows what it takes\n")
+
+
+def _shown(argument: Option) -> str:
+    """In a line of usage."""
+    name, nargs = argument.settings.get("metavar") or argument.flags[0], argument.settings.get("nargs")
+    return {"?": f"[{name}]", "*": f"[{name}...]", "+": f"{name}..."}.get(nargs, name)
 
 
 def _add_environment(args: Namespace) -> None:

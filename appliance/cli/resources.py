@@ -52,6 +52,18 @@ class Verb:
     timeout_s: float = 60.0
 
 
+_SAMPLES = {
+    "JOB_ID": "ftjob-abc123",
+    "MODEL": "smollm2-135m",
+    "DEVICE": "n0/3",
+    "NODE": "n1",
+    "WINDOW": "win_4fG7kQ2x",
+    "BATCH_ID": "batch_abc123",
+    "NAME_OR_ID": "alice",
+}
+"""Values of arguments, for examples."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resource:
     """name, help: of its group of commands. key: the argument for one of its things. columns, empty: of its list.
@@ -93,7 +105,8 @@ class Resource:
         name = f"{self.name} {verb.name}".strip()
         text = inspect.cleandoc(verb.help)
         if "Examples:\n" not in text:
-            words = " ".join([name, *(one.settings["metavar"] for one in options if one.flags[0][0] != "-")])
+            values = [_SAMPLES[one.settings["metavar"]] for one in options if one.flags[0][0] != "-"]
+            words = " ".join([name, *values])
             text += f"\n\nExamples:\n  appliance {words}" + (f"\n  appliance {words} --watch" if verb.watch else "")
             text += f"\n  appliance {words} -o json"
         return Command(name, text, partial(self.run, verb), tuple(options))
@@ -250,11 +263,7 @@ RESOURCES = (
         "/admin/v1/power",
         read(
             "",
-            """Show the power limit, and the energy of each job, each model and of devices that nobody held.
-
-            Examples:
-              appliance power
-              appliance power --since 30d -o json""",
+            "Show the power limit, and the energy of each job, each model and of devices that no job or model held.",
             views.power,
             options=(SINCE,),
             query="since_s",

@@ -21,6 +21,8 @@ from runtime.replace_file import replace_file
 
 _LOOK_EVERY_S = 0.1
 _TAIL_BYTES = 3000
+_OF_A_BOX = {"appliance.db", "appliance.toml", "box.json", "logs"}
+"""One of these is in a directory where a box has run, has been configured or was restored."""
 
 
 class MainProcess:
@@ -42,6 +44,9 @@ class MainProcess:
         self._data_dir, self._detach = data_dir, detach
         self.log_path = data_dir / "logs" / "main.log"
         if data_dir.exists():
+            inside = {path.name for path in data_dir.iterdir()}
+            if inside - {"lost+found"} and not inside & _OF_A_BOX:
+                raise CommandFailed(f"{data_dir} is not empty and not a box's; name an empty directory, or a new one")
             try:
                 check_closed(data_dir)  # before it is closed: what others have put there would stay
             except UnsafeFolder as error:

@@ -43,7 +43,7 @@ def _wanted(args: Namespace) -> dict[str, Any]:
 
 @command(
     "mode set",
-    opt("policy", choices=MODES),
+    opt("policy serve|train|split|auto", choices=MODES),
     _TRAIN,
     _FLOOR,
     opt("--wait", "Return when the devices have moved (the default).", action="store_true", default=True),
@@ -118,7 +118,7 @@ def _doing(session: Session) -> str | None:
 
 @command(
     "mode plan",
-    opt("policy", choices=MODES, nargs="?"),
+    opt("policy serve|train|split|auto", choices=MODES, nargs="?"),
     _TRAIN,
     _FLOOR,
     opt("--dry-run", "Always on: the command only shows.", action="store_true"),

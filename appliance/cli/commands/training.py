@@ -71,7 +71,7 @@ def options(methods: Mapping[str, Method] = METHODS) -> tuple[Option, ...]:
             for method, one in owners.items()
         )
         of_methods.append(opt("--" + name.replace("_", "-"), metavar="X", type=_auto_or_number, help=told))
-    named = opt("--method", f"{kinds}.", choices=tuple(methods), default=DEFAULT.name)
+    named = opt("--method METHOD", f"{kinds}.", choices=tuple(methods), default=DEFAULT.name)
     return (named, *_COMMON, *of_methods)
 
 

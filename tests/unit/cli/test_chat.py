@@ -30,6 +30,12 @@ def test_one_question(prepared):
     }
 
 
+def test_line_separators_in_an_answer_are_text(prepared):
+    event = json.dumps({"choices": [{"delta": {"content": "a\u2028b"}}]}, ensure_ascii=False)
+    prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
+    assert prepared.run("chat", "starter", "Hi").stdout == "ab\n", "which a terminal would obey"
+
+
 def test_a_model_that_answers_nothing_is_not_met_with_silence(prepared):
     prepared.prepare("POST", CHAT, (200, sse("")))
     result = prepared.run("chat", "starter", "Hi")

@@ -57,6 +57,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "box"
     folder.mkdir()
     (folder / "script.json").write_text("{}")
+    (folder / "appliance.toml").touch()
     yield folder
     state = folder / "box.json"
     pid = json.loads(state.read_text()).get("pid") if state.exists() else None
@@ -218,3 +219,11 @@ def test_a_data_directory_that_everybody_may_write_to_is_told_of_before_it_is_cl
     done = run("up", "--detach", "--data-dir", str(data_dir))
     assert done.exit_code == 1 and "chmod o-w" in done.stderr
     assert not (data_dir / "box.json").exists() and data_dir.stat().st_mode & 0o777 == 0o777
+
+
+def test_up_refuses_a_directory_that_is_not_a_box(data_dir: Path):
+    (data_dir / "appliance.toml").unlink()
+    data_dir.chmod(0o755)
+    done = run("up", "--detach", "--data-dir", str(data_dir))
+    assert done.exit_code == 1 and "not a box's" in done.stderr
+    assert data_dir.stat().st_mode & 0o777 == 0o755
