@@ -95,7 +95,7 @@ WATCH = (
     flag("-w --watch", "Refresh until Ctrl-C."),
     opt("--every SECONDS", "Time between refreshes.", type=number(float, 0.1), default=2.0),
 )
-_SHARED = {"box": BOX, "here": (OUTPUT, DATA_DIR), "node": (DATA_DIR,), "": ()}
+_SHARED = {"box": BOX, "here": (OUTPUT, DATA_DIR), "": ()}
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,6 @@ def _add_environment(args: Namespace) -> None:
         args.api_key = args.api_key or given("APPLIANCE_API_KEY")
     if "data_dir" in values and values.get("config", "") is None and "url" not in values:
         args.config = existing_file(named) if (named := given("APPLIANCE_CONFIG")) else None
-    if "token_file" in values:
-        args.join_token = given("APPLIANCE_JOIN_TOKEN")
 
 
 def open_session(args: Namespace, as_json: bool) -> Session:

@@ -226,7 +226,7 @@ RESOURCES = (
     ),
     resource(
         "node",
-        "Nodes: the machines of the box, tokens with which others may join, and taking one out.",
+        "Nodes: the machines of the box, invitations for others, and taking one out.",
         "/admin/v1/nodes",
         read("list", "List the machines of the box. Each is asked now for the memory it has left.", views.nodes),
     ),

@@ -80,7 +80,6 @@ def nodes(answer: Row) -> Any:
 
     columns: tuple[output.Column, ...] = (
         *("node=id", "address", ">devices:total", (">answers in", answers), (">memory left", memory)),
-        "certificate until=certificate_ends_s:moment",
         ("state", lambda node: "leaves" if node["leaves"] else "home" if node["home"] else ""),
     )
     return output.listing(columns, answer["data"], empty="no nodes")
@@ -202,7 +201,7 @@ def mode_plan(plan: Row) -> Any:
 _STEP = (
     ("  step", lambda step: f"  {step['verb']}"),
     *("target", "state", ">time=seconds:duration", ">bytes:size", ">rate=bytes_per_s:rate"),
-    *(">of limit=limit_fraction:percent", "path"),
+    "path",
 )
 
 
@@ -242,7 +241,7 @@ def _detail(step: Row) -> str:
 
 def _is_own(row: Row) -> bool:
     """Whether it is OpenAI's object, which keys without the scope read get: it has no phase, devices and step."""
-    return row.get("object") == "fine_tuning.job"
+    return "phase" not in row
 
 
 def _model(job: Row) -> str:
@@ -415,7 +414,7 @@ _CALLABLE: tuple[output.Column, ...] = (
 
 def _is_callable(model: Row) -> bool:
     """Whether it is OpenAI's object, which keys without the scope read get."""
-    return model.get("object") == "model"
+    return "name" not in model
 
 
 def _kind(model: Row) -> str:

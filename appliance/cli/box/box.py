@@ -225,20 +225,3 @@ def drain(session: Session, args: Namespace) -> None:
             answer = patience.get(session, "/admin/v1/devices")
             device = next((one for one in answer["data"] if one["id"] == args.id), device) if answer else device
     session.show(device, views.device_line)
-
-
-@command("gpu limits", flag("--measure", "Measure again, now."))
-def limits(session: Session, args: Namespace) -> None:
-    """Show how fast the hardware copies, measured when the box first started. Hand-overs are compared with it.
-
-    Examples:
-      appliance gpu limits
-      appliance gpu limits --measure     on a quiet box
-    """
-    path = "/admin/v1/limits"
-    columns = (
-        *("host memory=memcpy_bytes_per_s:rate", "host to one GPU=host_to_device_bytes_per_s:rate"),
-        "measured=measured_s:moment",
-    )
-    answer = session.client.post(f"{path}/measure") if args.measure else session.client.get(path)
-    session.show(answer, lambda found: output.record(columns, found))

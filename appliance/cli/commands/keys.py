@@ -205,8 +205,7 @@ def forget(session: Session, args: Namespace) -> None:
 
     Deleted are files, uploads, stored responses and chat completions, batches and the folders of jobs; keys
     are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed;
-    --models deletes them too, in every tier. Texts that have the name as a part (a kept model, another's
-    key) are named.
+    --models deletes them too, in every tier. Names of models stay, in usage too.
 
     Examples:
       appliance forget --owner ann
@@ -240,7 +239,4 @@ def _person(answer: dict[str, Any], models: bool) -> str:
     if answer["models"]:
         fate = ("deleted" if done else "to be deleted") if models else "kept; --models deletes them"
         lines.append(f"models trained on their files ({fate}): {', '.join(answer['models'])}")
-    if named := answer.get("mentions"):
-        more = f", and {len(named) - 20} more (-o json has all)" if len(named) > 20 else ""
-        lines.append(f"the name is still a part of: {', '.join(named[:20])}{more}")
     return "\n".join(lines)

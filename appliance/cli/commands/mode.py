@@ -137,9 +137,7 @@ def plan(session: Session, args: Namespace) -> None:
 
 @command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))
 def history(session: Session, args: Namespace) -> None:
-    """Show hand-overs of devices, phase by phase: bytes, seconds, the share of the hardware's limit, who asked.
-
-    OF LIMIT compares the rate at which bytes moved with what the hardware was measured to copy (`gpu limits`).
+    """Show hand-overs of devices, phase by phase: bytes, seconds, who asked.
 
     Examples:
       appliance mode history

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -20,7 +19,6 @@ from appliance.controller.context import operations
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
-from appliance.controller.http import idempotency
 from appliance.controller.http.idempotency import Attempt
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
@@ -31,8 +29,8 @@ from appliance.controller.interfaces.errors import (
     OperationFailed,
     shown,
 )
-from appliance.controller.interfaces.ports import AdapterBase, AdapterFound, Report
 from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.interfaces.records import AdapterBase, AdapterFound, Report
 from appliance.controller.models.imported import adapter_base, register, register_adapter
 from appliance.controller.models.removal import paths_of
 from appliance.store.database import Database
@@ -119,21 +117,19 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
         return {"operation": operations.view(row)}
 
 
-def _begun(db: Database, attempt: Attempt, operation_id: str) -> OperationRow | None:
-    """The operation that an earlier attempt began. One that failed is no answer to a mere retry: it may be that of
-    an earlier request."""
-    row = operation_rows.find(db, operation_id)
-    return None if row is None or (attempt.idempotency_key is None and row.state == "failed") else row
-
-
 def _attempted(
     context: ControllerContext, request: Request, caller: Principal, action: str, body: Any
-) -> tuple[Attempt, OperationRow | None]:
-    """The attempt, and the operation that an earlier one of it began."""
-    attempt = Attempt.of(request, caller, f"operations.{action}", body)
-    found = idempotency.find(context.db, context.config, attempt)
-    earlier = _begun(context.db, attempt, found) if found is not None else None
-    if earlier is not None:
+) -> tuple[Attempt[OperationRow], OperationRow | None]:
+    """The attempt, and the operation that an earlier one of it began. One that failed is no answer to a mere retry: it
+    may be that of an earlier request."""
+
+    def begun(operation_id: str) -> OperationRow | None:
+        row = operation_rows.find(context.db, operation_id)
+        is_failed = row is not None and row.state == "failed"
+        return None if is_failed and "idempotency-key" not in request.headers else row
+
+    attempt = Attempt(request, caller, f"operations.{action}", body, begun)
+    if (earlier := attempt.earlier()) is not None:
         record(context, caller, action, earlier.target, repeated=True)
     return attempt, earlier
 
@@ -141,7 +137,7 @@ def _attempted(
 def _start(
     context: ControllerContext,
     running: Operations,
-    attempt: Attempt,
+    attempt: Attempt[OperationRow],
     caller: Principal,
     kind: str,
     target: str,
@@ -159,7 +155,7 @@ def _start(
             )
         return running.insert(kind, target)
 
-    row, new = idempotency.once(context.db, context.config, attempt, partial(_begun, context.db, attempt), make)
+    row, new = attempt.once(make)
     if new:
         running.begin(row, work)
         record(context, caller, action, target, **told)
