@@ -239,11 +239,6 @@ def _detail(step: Row) -> str:
 # Jobs
 
 
-def _is_own(row: Row) -> bool:
-    """Whether it is OpenAI's object, which keys without the scope read get: it has no phase, devices and step."""
-    return "phase" not in row
-
-
 def _model(job: Row) -> str:
     return job["fine_tuned_model"] or job["model"]
 
@@ -261,16 +256,9 @@ def jobs(answer: Row) -> Any:
         *("job=id", "status", "phase", ("model", _model), ">devices:total", (">step", _step), ">loss:loss"),
         *(">tokens/s=tokens_per_s:count", (">eta", _eta), "reason:short"),
     )
-    if any(map(_is_own, answer["data"])):
-        columns = ("job=id", "status", ("model", _model), "created=created_at:moment", "error=error.message:short")
     return output.listing(columns, answer["data"], empty="no jobs; `appliance job submit --help` shows how to make one")
 
 
-_OWN_JOB = (
-    *("job=id", "status", "model", "fine-tuned model=fine_tuned_model", "created=created_at:moment"),
-    *("finished=finished_at:moment", "training file=training_file", "validation file=validation_file"),
-    *("verdict=verdict.text", "error=error.message"),
-)
 _JOB: tuple[output.Column, ...] = (
     *("job=id", ("status", lambda job: f"{job['status']} ({job['phase']})"), "reason", "model"),
     *("fine-tuned model=fine_tuned_model", "?version of=publish_as"),
@@ -292,10 +280,7 @@ def _gate(gate: Row | None) -> str:
 
 def job(row: Row) -> Any:
     """A job, and its hyperparameters as --set takes them; a dash for what the box decides while the job runs."""
-    if _is_own(row):
-        settings = row["method"][row["method"]["type"]]["hyperparameters"]
-    else:
-        settings = row.get("resolved") or row.get("hyperparameters") or {}
+    settings = row.get("resolved") or row.get("hyperparameters") or {}
 
     def as_set(value: Any) -> str:
         if isinstance(value, (list, tuple)):
@@ -306,7 +291,7 @@ def job(row: Row) -> Any:
 
     rows = [(name, as_set(value)) for name, value in sorted(settings.items())]
     table = output.table(("HYPERPARAMETER", "VALUE"), rows) if rows else None
-    return output.stack(output.record(_OWN_JOB if _is_own(row) else _JOB, row), table)
+    return output.stack(output.record(_JOB, row), table)
 
 
 def queue(answer: Row) -> Any:

@@ -31,7 +31,7 @@ from appliance.controller.gates import Gates
 from appliance.controller.grading import grader_routes
 from appliance.controller.grading.model_answers import ModelAnswers
 from appliance.controller.http import error_handlers
-from appliance.controller.http.middleware import KnownAtGateways, RequestIds
+from appliance.controller.http.peers import RequestIds
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.principal import of_admin_routes
 from appliance.controller.jobs import plan_route
@@ -108,10 +108,7 @@ def create_app(context: ControllerContext, *, oidc: Provider | None = None) -> F
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[
-            Middleware(RequestIds),
-            Middleware(KnownAtGateways, caught_up=context.bus.caught_up),
-        ],
+        middleware=[Middleware(RequestIds)],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
     app.state.batches, app.state.canaries = runner, compared

@@ -17,7 +17,6 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ROTATION, SESSIONS
-from appliance.gateway.routing.holds import Refusal
 from appliance.gateway.routing.table import Table
 from appliance.gateway.server.app import App
 from appliance.gateway.server.connection import Connection
@@ -193,7 +192,7 @@ class Gateway:
                 try:
                     state.callable_model(ticket.model, exchange.request.caller)
                     if state.next_try_s(ticket.model) is not None:
-                        raise state.not_ready(ticket.model, Refusal.TROUBLE)
+                        raise state.not_ready(ticket.model, "its engines do not start")
                 except HttpError as error:
                     state.holds.refuse(ticket, error)
 

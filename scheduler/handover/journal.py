@@ -65,8 +65,6 @@ class Journal(Protocol):
     def unfinished(self) -> tuple[HandoverRecord, ...]:
         """Hand-overs in state "running", oldest first: after a start, those that a crash interrupted."""
 
-    def get(self, handover_id: int) -> HandoverRecord | None: ...
-
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         """Those with a higher number, oldest first."""
 
@@ -102,10 +100,6 @@ class MemoryJournal:
 
     def unfinished(self) -> tuple[HandoverRecord, ...]:
         return tuple(self._whole(r) for r in self._records.values() if r.state == "running")
-
-    def get(self, handover_id: int) -> HandoverRecord | None:
-        record = self._records.get(handover_id)
-        return None if record is None else self._whole(record)
 
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
         return tuple(self._whole(r) for number, r in sorted(self._records.items()) if number > handover_id)

@@ -134,7 +134,8 @@ class SimulatedScheduler:
         if wait and self.hang:
             await asyncio.Event().wait()
         if wait:
-            handovers.update_step(self._db, handover_id, 0, state="done", ended_s=time.time())
+            (step,) = handovers.steps(self._db, handover_id)
+            handovers.put_step(self._db, replace(step, state="done", ended_s=time.time()))
             handovers.update(self._db, handover_id, state="done", ended_s=time.time())
         return handover_id
 

@@ -45,7 +45,7 @@ _LIMITS = (
     opt(
         "--bound NAME=N",
         "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
-        "file_bytes, uploads, downloads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
+        "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
         "responses, responses_bytes.",
         dest="bounds",
         action="append",

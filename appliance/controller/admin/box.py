@@ -20,7 +20,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import energy_views, lost_nodes
 from appliance.controller.devices.meters import metered
 from appliance.controller.devices.mode import floor_notes, mode_in_force
-from appliance.controller.http.paging import MOST, RECENT, list_object
+from appliance.controller.http.paging import MOST, RECENT, list_object, part
 from appliance.controller.http.reading import Status, answer
 from appliance.controller.http.views import job_object, metrics_object
 from appliance.controller.interfaces.errors import ApiError, NotFound, OperationFailed, shown
@@ -128,9 +128,8 @@ def _add_handovers(context: ControllerContext, router: APIRouter) -> None:
     db = context.db
 
     @router.get("/handovers")
-    def list_handovers(limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> dict[str, Any]:
-        rows = handovers.list_recent(db, limit)
-        return {"object": "list", "data": [handover_views.handover(db, row) for row in rows]}
+    def list_handovers(part: Annotated[Part, part(20, most=1000, order=None)]) -> dict[str, Any]:
+        return list_object(handovers.page(db, **part), lambda row: handover_views.handover(db, row))
 
     @router.get("/handovers/{handover_id}")
     def show_handover(handover_id: str) -> dict[str, Any]:

@@ -185,8 +185,7 @@ class Bus:
         return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
 
     def inflight(self, replica_id: str) -> int:
-        found = self.load().replicas.get(replica_id)
-        return found.inflight if found else 0
+        return self.load().replicas.get(replica_id, 0)
 
     async def wait_applied(self, generation: int, timeout_s: float | None = None) -> None:
         """Returns when every gateway routes by a table at least as new. Raises BusTimeout naming those that do not."""
@@ -242,7 +241,7 @@ class Bus:
             # The newest table, not just the one that closed the replica: one rule, and gateways lag only briefly.
             if report is None or report.generation < self._generation:
                 found.append(f"{gateway.name}, which has not applied the drain")
-            elif count := int(report.replicas.get(replica_id, {}).get("inflight", 0)):
+            elif count := report.replicas.get(replica_id, 0):
                 found.append(f"{gateway.name} with {count} request(s)")
         return found
 

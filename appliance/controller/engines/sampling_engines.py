@@ -56,7 +56,7 @@ class SocketEngines:
         load = self._bus.load()
         if model in load.models and load.models[model].held:
             return BatchCapacity(0, "interactive requests of the model are waiting")
-        inflight = [load.replicas[engine].inflight if engine in load.replicas else 0 for engine in engines]
+        inflight = [load.replicas.get(engine, 0) for engine in engines]
         lines = sum(REQUESTS_PER_ENGINE * max(0, BUSY_INFLIGHT - number) // BUSY_INFLIGHT for number in inflight)
         return BatchCapacity(lines, "" if lines else "the engines of the model are busy with interactive requests")
 

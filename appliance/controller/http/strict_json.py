@@ -17,7 +17,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from appliance.controller.http.audited import Audit, audited
+from appliance.controller.http.audited import READS, Audit, audited
 from appliance.controller.http.reading import DATABASE, of_one_moment
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BadRequest, BodyTooLarge
@@ -98,7 +98,8 @@ def parsed(text: bytes) -> Any:
 
 
 class StrictRoute(APIRoute):
-    """A route with one method. One whose endpoint is not a coroutine only reads, and runs on a thread."""
+    """A route with one method. One whose endpoint is not a coroutine only reads, and runs on a thread. A change is
+    answered once the gateways know it."""
 
     audit: ClassVar[Audit] = Audit("", "")
 
@@ -107,12 +108,16 @@ class StrictRoute(APIRoute):
         super().__init__(path, endpoint if iscoroutinefunction(endpoint) else of_one_moment(endpoint), **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, (method,) = super().get_route_handler(), self.methods
 
         async def strict(request: Request) -> Response:
             context = request.app.state.context
             DATABASE.set(context.db)
-            return await handle(StrictRequest(request.scope, request.receive, max_bytes(self.path, context.config)))
+            most = max_bytes(self.path, context.config)
+            response = await handle(StrictRequest(request.scope, request.receive, most))
+            if method not in READS and response.status_code < 400:
+                # The next request, for a new key or a canary, may follow at once.
+                await context.bus.caught_up()
+            return response
 
-        (method,) = self.methods
         return audited(strict, self.endpoint, self.audit, method, self.path)

@@ -23,7 +23,6 @@ from appliance.store.objects import responses
 from appliance.store.objects.responses import COMPLETION
 from appliance.store.records import keys
 from appliance.store.rows import AnswerKind, ResponseRow, ResponseStatus
-from appliance.store.upkeep import holdings
 
 log = logging.getLogger("appliance.controller")
 
@@ -86,8 +85,8 @@ class StoredResponses:
                 times = {"now_s": row.used_s, "older_than_s": row.used_s - _TOUCH_EVERY_S}
                 responses.touch(self._db, row.previous_id, row.owner, max_turns=MAX_TURNS, **times)
         for key_id in {row.key_id for row in new}:
-            bounds = self._quotas.bounds(key_id)
-            holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes)
+            bounds, owner = self._quotas.bounds(key_id), keys.owner_of(self._db, key_id)
+            responses.shrink_owner(self._db, owner, number=bounds.responses, size=bounds.responses_bytes)
         if responses.totals(self._db)[1] > self._config.responses_bytes:
             # To below the limit, or the next response would have to make room again.
             deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))

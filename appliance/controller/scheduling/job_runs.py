@@ -213,8 +213,6 @@ class JobRuns:
         """
         fields, parts = self._parts(row)
         paths = dict(zip(("base_path", "base_adapter"), (self._leased(row.id, part) for part in parts), strict=False))
-        if "base_version" not in row.resolved:  # queued by an earlier release
-            jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": fields["base_version"]})
         return {**fields, **paths}
 
     def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.errors import RowNotFound
 from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow, columns
 from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
@@ -19,7 +18,7 @@ class SqliteJournal:
         self._db = db
 
     def last_id(self) -> int:
-        newest = handovers.list_recent(self._db, 1)
+        newest = handovers.page(self._db, limit=1).data
         return int(newest[0].id) if newest else 0
 
     def begin(self, record: HandoverRecord) -> None:
@@ -28,12 +27,7 @@ class SqliteJournal:
         handovers.insert(self._db, row, [_step_row(record.id, step) for step in record.steps])
 
     def step(self, handover_id: int, record: StepRecord) -> None:
-        row = _step_row(handover_id, record)
-        changes = {"state": row.state, "started_s": row.started_s, "ended_s": row.ended_s, "detail": row.detail}
-        try:
-            handovers.update_step(self._db, row.handover_id, row.position, **changes)
-        except RowNotFound:  # a step of an undo, which was not planned
-            handovers.insert_step(self._db, row)
+        handovers.put_step(self._db, _step_row(handover_id, record))
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
         row = handovers.find(self._db, str(handover_id))
@@ -43,13 +37,9 @@ class SqliteJournal:
     def unfinished(self) -> tuple[HandoverRecord, ...]:
         return tuple(self._record(row) for row in handovers.list_open(self._db))
 
-    def get(self, handover_id: int) -> HandoverRecord | None:
-        row = handovers.find(self._db, str(handover_id))
-        return self._record(row) if row is not None else None
-
     def since(self, handover_id: int) -> tuple[HandoverRecord, ...]:
-        found = (self.get(number) for number in range(handover_id + 1, self.last_id() + 1))
-        return tuple(record for record in found if record is not None)
+        found = (handovers.find(self._db, str(number)) for number in range(handover_id + 1, self.last_id() + 1))
+        return tuple(self._record(row) for row in found if row is not None)
 
     def _record(self, row: HandoverRow) -> HandoverRecord:
         steps = tuple(_step_record(step) for step in handovers.steps(self._db, row.id))

@@ -29,7 +29,7 @@ from appliance.gateway.core.routes import COUNT_TOKENS, INPUT_TOKENS, PROMPT_FIE
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstreams import AttemptFailed, Failure, answer_of, is_alive, read_up_to
 from appliance.gateway.requests.request_check import Checked, with_fields, with_model
-from appliance.gateway.routing.holds import Refusal, Ticket
+from appliance.gateway.routing.holds import Ticket
 from appliance.gateway.routing.router import Choice, Work
 from appliance.gateway.routing.table import OPEN, cache_salt
 from appliance.gateway.server.controller import Copies
@@ -144,11 +144,11 @@ class Inference:
         state, request, now_s = self.state, self.request, time.monotonic()
         self.waiting_since_s = self.waiting_since_s or now_s
         if state.next_try_s(self.model) is not None:
-            raise state.not_ready(self.model, Refusal.TROUBLE)
+            raise state.not_ready(self.model, "its engines do not start")
         place = asyncio.get_running_loop().create_future()
         ticket = Ticket(self.model, host, rows, self.work, self.avoided, place)
-        if (refusal := state.holds.add(ticket)) is not None:
-            raise state.not_ready(self.model, refusal)
+        if not state.holds.add(ticket):
+            raise state.not_ready(self.model, "too many requests are waiting")
         request.row, self.exchange.ticket = self.model, ticket
         try:
             state.held(self.model)
@@ -182,7 +182,7 @@ class Inference:
                 if not exchange.connection.flow.write_paused:
                     await exchange.write(_HELD)
                 pause_s = holds.sse_interval_s
-        raise self.state.not_ready(self.model, Refusal.DEADLINE)
+        raise self.state.not_ready(self.model, "no replica became ready in time")
 
     def _deadline_s(self) -> float:
         """It waits longer for an engine that is awake, and busy, than for one to wake."""

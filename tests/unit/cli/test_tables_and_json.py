@@ -552,7 +552,7 @@ def test_a_key_without_the_scope_read_lists_what_is_its_owners(box: ControlledBo
     monkeypatch.setattr(peers, "BOX", Identity(ann, scopes))
     own = make_job(box, tmp_path)
     listed = box.run("job", "list").output
-    assert own in listed and others not in listed and lines(listed)[0] == ["JOB", "STATUS", "MODEL", "CREATED", "ERROR"]
+    assert own in listed and others not in listed
     assert [one["id"] for one in box.json("job", "list")["data"]] == [own]
     assert lines(box.run("job", "get", own).output)[0] == ["job", own]
     assert box.run("job", "get", others).exit_code == 3

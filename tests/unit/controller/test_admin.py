@@ -222,7 +222,7 @@ async def test_a_failed_import_says_why_and_leaves_no_model(control: Control):
 )
 async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], status: int, param: str):
     assert (await ask(control, "POST", "/models/import", status, json=body))["error"]["param"] == param
-    assert operations.list_recent(control.db, 9) == []
+    assert operations.page(control.db).data == []
 
 
 async def test_the_same_import_twice_at_once_is_refused(control: Control):

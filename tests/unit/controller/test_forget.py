@@ -197,7 +197,7 @@ async def test_an_administrator_who_leaves_has_asked_for_nothing_by_name(control
     who = (await ask(control))["pseudonym"]
     assert box.get(db, "mode") == {"by": who, "policy": NAME}, "who asked, and no other word"
     assert box.get(db, "drained_devices") == {"n0/1": {"by": who, "reason": "dust"}, "n0/2": {"by": OTHER}}
-    asked = [row.detail["asked_by"] for row in handovers.list_recent(db, 9)]
+    asked = [row.detail["asked_by"] for row in handovers.page(db).data]
     changed = [row["by_whom"] for row in db.execute("SELECT by_whom FROM model_settings ORDER BY number")]
     assert asked[::-1] == changed == [who, who, OTHER]
 

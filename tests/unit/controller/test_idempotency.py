@@ -268,7 +268,7 @@ async def test_long_work_is_begun_once_also_when_it_has_ended(control: Control, 
     done = await ended(control, first.json())
     third = await control.http.post(f"/admin/v1{path}", json=body, headers=ADMIN | {"x-stainless-retry-count": "1"})
     found = {one.json()["operation"]["id"] for one in (again, third, await repeated(control, path, body))}
-    assert found == {done["id"]} == {row.id for row in operations.list_recent(control.db, 9)}
+    assert found == {done["id"]} == {row.id for row in operations.page(control.db).data}
     rows = audit.page(control.db, after=None, limit=9).data
     assert [row.detail.get("repeated", False) for row in rows] == [True, True, True, False]
     assert len({(row.action, row.target) for row in rows}) == 1

@@ -651,7 +651,7 @@ def filled(path: str) -> str:
         ("read", (READERS, SCRAPE, OWN, SELF, LOGINS)),
         ("metrics", (SCRAPE, SELF, LOGINS)),
         ("inference", (OWN, SELF, LOGINS)),
-        ("fine_tuning", (OWN, SELF, LOGINS)),
+        ("fine_tuning", (OWN, SELF, LOGINS, NOTHING)),
         ("", ()),
     ],
 )

@@ -177,6 +177,7 @@ async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Con
         return ResponseRow(
             id=f"resp_{key_id}{n}",
             key_id=key_id,
+            owner=keys.owner_of(control.db, key_id),
             status="completed",
             created_s=n,
             used_s=n,

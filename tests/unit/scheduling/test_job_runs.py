@@ -349,7 +349,7 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     for version in ("v1", "v2"):
         (tmp_path / "bytes" / version).mkdir(parents=True)
     models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
-    add_job(resolved=RESOLVED)
+    add_job(resolved={**RESOLVED, "base_version": "v1"})
     (tmp_path / "data" / "jobs" / "ftjob-1").mkdir(parents=True)
     first = runs.spec("ftjob-1", "cpu")
     assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.access.naming import resolve
-from appliance.controller.bus.load import Arrived, Load, ModelLoad, ReplicaLoad
+from appliance.controller.bus.load import Arrived, Load, ModelLoad
 from appliance.controller.engines.engine_sizes import EngineSizes
 from appliance.controller.jobs.fit import shape_of
 from appliance.store.objects import job_records, jobs, models
@@ -108,7 +108,7 @@ async def test_a_version_without_a_chat_template_is_marked_until_its_settings_ha
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Load(
-        {"r1": ReplicaLoad(4)},
+        {"r1": 4},
         {
             "starter": ModelLoad(
                 1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0, prompt_tokens=60

@@ -106,7 +106,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     await loop.wait_settled(loop.nudge())
     held = {d["id"]: d["holder"] for d in port.status()["devices"]}
     assert held[device] is None and sum(holder is not None for holder in held.values()) == 1
-    newest = handovers.list_recent(db, 1)[0]
+    newest = handovers.page(db, limit=1).data[0]
     assert newest.detail == {"asked_by": "ops", "asked_for": f"drain of {device}"}
 
     wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))

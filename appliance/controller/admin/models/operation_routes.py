@@ -20,6 +20,7 @@ from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
 from appliance.controller.http.idempotency import Attempt
+from appliance.controller.http.paging import RECENT, list_object
 from appliance.controller.http.strict_body import StrictBody
 from appliance.controller.interfaces.errors import (
     BadRequest,
@@ -33,7 +34,7 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.interfaces.records import AdapterBase, AdapterFound, Report
 from appliance.controller.models.imported import adapter_base, register, register_adapter
 from appliance.controller.models.removal import paths_of
-from appliance.store.database import Database
+from appliance.store.database import Database, Part
 from appliance.store.objects import models
 from appliance.store.records import operations as operation_rows
 from appliance.store.rows import OperationRow
@@ -106,8 +107,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
         )
 
     @router.get("/operations")
-    def list_operations() -> dict[str, Any]:
-        return {"object": "list", "data": [operations.view(row) for row in operation_rows.list_recent(db, 100)]}
+    def list_operations(part: Annotated[Part, RECENT]) -> dict[str, Any]:
+        return list_object(operation_rows.page(db, **part), operations.view)
 
     @router.get("/operations/{operation_id}")
     def operation(operation_id: str) -> dict[str, Any]:
