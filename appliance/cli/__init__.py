@@ -1,5 +1,5 @@
-"""The `appliance` command: a thin HTTP client of the box, a package of commands for each subject.
+"""The `appliance` command: a thin HTTP client, a table of what the box has, and packages of further commands.
 
 Never: Imports Ray, torch, vLLM or the openai package, or decides.
-Begin with main.py.
+Begin with resources.py.
 """

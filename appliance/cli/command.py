@@ -1,167 +1,232 @@
-"""What every command shares: the options that name the box, the choice of output, and the making of requests."""
+"""A command as data: its words, help, options and function; and the parser, the box and the form of answer it gets."""
 
 from __future__ import annotations
 
-import functools
+import argparse
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shutil
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 from appliance.cli import formats, output
-from appliance.cli.errors import AuthFailed, BadUsage, CliError, Conflict, NotFound
+from appliance.cli.errors import BadUsage
+from appliance.cli.locate import BoxFile
 
-if TYPE_CHECKING:
-    from appliance.cli.client import Client
-    from appliance.cli.locate import BoxFile
+WORK_TIMEOUT_S = 900.0
+"""Of an answer that the box works for: it reads a whole file line by line."""
 
-Format = Literal["table", "json"]
-Command = Callable[..., None]
-Boxless = str | Callable[[dict[str, Any]], bool] | None
 
-URL = Annotated[str | None, typer.Option("--url", metavar="URL", envvar="APPLIANCE_URL", help="A box elsewhere.")]
-API_KEY = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="APPLIANCE_API_KEY", help="For --url.")]
-DATA_DIR = Annotated[
-    str | None,
-    typer.Option("--data-dir", metavar="DIR", envvar="APPLIANCE_DATA_DIR", help="The box on this machine."),
-]
-OUTPUT = Annotated[Format, typer.Option("--output", "-o", help="table for people, json for scripts")]
-WATCH = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C.")]
-EVERY = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Time between two looks of --watch.")]
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An argument of a command. settings: of `ArgumentParser.add_argument`. names: "model" or "job", whose names the
+    shell completes."""
+
+    flags: tuple[str, ...]
+    settings: dict[str, Any]
+    names: str = ""
+
+
+def opt(words: str, help: str = "", names: str = "", **settings: Any) -> Option:
+    """An option or a positional argument. words: its flags or its name, and what help calls its value ("--limit N")."""
+    *flags, last = words.split(" ")
+    if last.startswith("-") and last != "-" or not flags:
+        flags = [*flags, last]
+    else:
+        settings["metavar"] = last
+    default = settings.get("default")
+    if default not in (None, "") and not isinstance(default, (bool, list)):
+        help = f"{help} Default: {default}.".lstrip()
+    return Option(tuple(flags), {"help": help.replace("%", "%%"), **settings}, names)
+
+
+def flag(words: str, help: str) -> Option:
+    return opt(words, help, action="store_true")
+
+
+def either(yes: str, no: str, help: str, default: bool | None = None) -> tuple[Option, Option]:
+    """Two options for one choice."""
+    dest = yes.lstrip("-").replace("-", "_")
+    return (
+        opt(yes, help, dest=dest, action="store_const", const=True, default=default),
+        opt(no, f"The opposite of {yes}.", dest=dest, action="store_const", const=False),
+    )
+
+
+def number(kind: type = int, least: float | None = None, most: float | None = None) -> Callable[[str], Any]:
+    """A type of options: a number within bounds."""
+
+    def parsed(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not (least is None or value >= least) or not (most is None or value <= most) or value != value:
+            bounds = (f"from {least} to {most}" if least is not None else "") if most is not None else f"from {least}"
+            bounds = "" if least is most is None else f" {bounds}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number{bounds}")
+        return value
+
+    return parsed
+
+
+def existing_file(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return path
+
+
+DATA_DIR = opt("--data-dir DIR", "The box on this machine [APPLIANCE_DATA_DIR].")
+OUTPUT = opt("-o --output FORMAT", "table, or json for scripts.", choices=("table", "json"), default="table")
+CONFIG = opt("--config FILE", "Default: appliance.toml in the data directory, if it exists.", type=existing_file)
+BOX = (
+    OUTPUT,
+    opt("--url URL", "A box elsewhere [APPLIANCE_URL]."),
+    opt("--api-key KEY", "For --url [APPLIANCE_API_KEY]."),
+    DATA_DIR,
+)
+WATCH = (
+    flag("-w --watch", "Refresh until Ctrl-C."),
+    opt("--every SECONDS", "Time between refreshes.", type=number(float, 0.1), default=2.0),
+)
+_SHARED = {"box": BOX, "here": (OUTPUT, DATA_DIR), "": ()}
 
 
 @dataclass(frozen=True)
 class Session:
-    """The box that a command talks to, and the form of its answer."""
+    """The box that a command talks to, and the form of its answer. client: a Client; None where the command needs no
+    box. box_file: None for a box named by URL."""
 
-    box_client: Client | None  # None: the command needs no box
-    format: Format
-    box_file: BoxFile | None  # None: a box named by URL
-    api_key: str | None
-
-    @property
-    def client(self) -> Client:
-        """Raises BadUsage."""
-        if self.box_client is None:
-            raise BadUsage("this needs a box, and the options given need none")
-        return self.box_client
-
-    @property
-    def as_json(self) -> bool:
-        return self.format == "json"
+    client: Any
+    as_json: bool
+    box_file: BoxFile | None = None
+    api_key: str | None = None
 
     def show(self, answer: Any, render: Callable[[Any], Any]) -> None:
         """Print an answer of the box, as it is or drawn."""
         output.print_json(answer) if self.as_json else output.draw(render(answer))
 
-    def post_each(
-        self, path_of: Callable[[str], str], ids: Sequence[str], verb: str, render: Callable[[dict[str, Any]], str]
-    ) -> None:
-        """Asks this of each, whatever becomes of the others; shows the answers, and then the refusals, of which the
-        first is the command's. Raises CliError of what concerns all of them, the key or the box, behind these."""
-        answers, refusals = list[dict[str, Any]](), list[CliError]()
-        try:
-            for one in ids:
-                try:
-                    answers.append(self.client.post(f"{path_of(one)}/{verb}"))
-                except (NotFound, Conflict) as error:
-                    refusals.append(error)
-        finally:
-            if len(ids) > 1 and (answers or refusals):
-                self.show({"data": answers}, lambda all_: "\n".join(map(render, all_["data"])))
-            elif answers:
-                self.show(answers[0], render)
-            for refusal in refusals:
-                output.say(f"error: {refusal}")
-        if refusals:
-            raise typer.Exit(refusals[0].exit_code) from refusals[0]
 
-    def own_unless_all(self, everything: Callable[[], Any], own: Callable[[], Any]) -> Any:
-        """What an operator sees; with a key that may not, what its owner has. Raises CliError."""
-        try:
-            return everything()
-        except AuthFailed as refused:
-            try:
-                return own()
-            except AuthFailed:
-                raise refused from None  # a key of another scope: what it lacks for all of it
-
-    def follow(self, fetch: Callable[[], Any], render: Callable[[Any], Any], watch: bool, every_s: float) -> None:
-        """`show`, repeated if `watch`."""
-        if watch:
-            output.watch(fetch, render, every_s=every_s, as_json=self.as_json)
-        else:
-            self.show(fetch(), render)
+Function = Callable[[Session, Namespace], None]
 
 
-def group(help: str) -> typer.Typer:
-    """A Typer with the appearance that all groups share.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """help: text, and after "Examples:" lines to paste. needs: which options it shares with others, as `_SHARED` has
+    them; with "box" it gets a Session of one. without_box: whether these arguments need no box."""
 
-    Two settings keep `--help` fast. Without Rich, help is drawn in a third of the time. And with a bool as its default,
-    Typer does not check a `--help` that was not given; the check imports pydantic, which costs as much as all else.
-    """
-    return typer.Typer(
-        help=help,
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={
-            "help_option_names": ["-h", "--help"],
-            "max_content_width": 110,
-            "default_map": {"help": False},
-        },
-    )
+    name: str
+    help: str
+    run: Function
+    options: tuple[Option, ...] = ()
+    needs: str = "box"
+    without_box: Callable[[Namespace], bool] | None = None
+
+    def all_options(self) -> tuple[Option, ...]:
+        return (*self.options, *_SHARED[self.needs])
+
+    def parsed(self, words: list[str]) -> Namespace:
+        """Raises CliError, and SystemExit for a wrong argument."""
+        args = Parser(self).parse_intermixed_args(words)
+        _add_environment(args)
+        return args
+
+    def session(self, words: list[str]) -> Session:
+        return open_session(self.parsed(words), as_json=True)
+
+    def call(self, words: list[str]) -> None:
+        """Raises CliError, and SystemExit for a wrong argument."""
+        args = self.parsed(words)
+        as_json = getattr(args, "output", "") == "json"
+        plain = self.needs != "box" or self.without_box is not None and self.without_box(args)
+        self.run(Session(None, as_json) if plain else open_session(args, as_json), args)
 
 
-def examples(*lines: str) -> str:
-    """An epilogue that keeps its lines."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+COMMANDS: dict[str, Command] = {}
+"""By name, such as "job list"; filled by `command` and by the table of resources."""
 
 
-def box_command(
-    app: typer.Typer, *lines: str, name: str | None = None, boxless: Boxless = None
-) -> Callable[[Command], Command]:
-    """Adds a command to `app` that talks to a box (see `_for_box`). `lines` are its examples; `name` is its own if its
-    function cannot have it; `boxless` is the parameter with which it needs no box, or says so of its options."""
+def command(
+    name: str, *options: Option, needs: str = "box", without_box: Callable[[Namespace], bool] | None = None
+) -> Callable[[Function], Function]:
+    """Makes a function a command; its docstring is the help."""
 
-    def add(command: Command) -> Command:
-        return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command, boxless))
+    def add(run: Function) -> Function:
+        COMMANDS[name] = Command(name, inspect.getdoc(run) or "", run, options, needs, without_box)
+        return run
 
     return add
 
 
-def with_options(
-    parameter: str, annotations: Mapping[str, Any], collect: Callable[..., Any], **defaults: Any
-) -> Callable[[Command], Command]:
-    """Puts options in place of a parameter of a command, which gets what `collect` makes of their values. annotations,
-    defaults: by name; None where no default is named."""
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    added = [
-        inspect.Parameter(name, kind, default=defaults.get(name), annotation=annotation)
-        for name, annotation in annotations.items()
-    ]
+class Parser(argparse.ArgumentParser):
+    """Of one command."""
 
-    def wrap(command: Command) -> Command:
-        @functools.wraps(command)
-        def collecting(session: Any, **values: Any) -> None:
-            own = {name: values.pop(name) for name in annotations if name in values}
-            command(session, **{parameter: collect(**own)}, **values)
+    def __init__(self, made: Command):
+        text, _, examples = made.help.partition("\n\nExamples:\n")
+        words = [_shown(one) for one in made.options if one.flags[0][0] != "-"]
+        needed = [one for one in made.options if one.settings.get("required")]
+        words += [f"{one.flags[0]} {one.settings.get('metavar') or one.flags[0][2:].upper()}" for one in needed]
+        prog, width = f"appliance {made.name}", min(110, shutil.get_terminal_size().columns)
+        super().__init__(
+            prog=prog,
+            usage=" ".join([prog, *words, "[options]"]),
+            description=text,
+            epilog=f"Examples:\n{textwrap.indent(textwrap.dedent(examples), '  ')}",
+            allow_abbrev=False,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=width),
+        )
+        for option in made.all_options():
+            self.add_argument(*option.flags, **option.settings)
 
-        signature = inspect.signature(command, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        for one in signature.parameters.values():
-            parameters += added if one.name == parameter else [one]
-        setattr(collecting, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
-        return collecting
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; `{self.prog} --help` shows what it takes\n")
 
-    return wrap
+
+def _shown(argument: Option) -> str:
+    """In a line of usage."""
+    name, nargs = argument.settings.get("metavar") or argument.flags[0], argument.settings.get("nargs")
+    return {"?": f"[{name}]", "*": f"[{name}...]", "+": f"{name}..."}.get(nargs, name)
+
+
+def _add_environment(args: Namespace) -> None:
+    """Options that were not typed. A box that was typed wins over variables; of two variables the URL wins."""
+    given, values = os.environ.get, vars(args)
+    if "data_dir" in values and not values["data_dir"] and not values.get("url"):
+        if "url" in values:
+            args.url = given("APPLIANCE_URL")
+        args.data_dir = None if values.get("url") else given("APPLIANCE_DATA_DIR")
+    if "api_key" in values:
+        args.api_key = args.api_key or given("APPLIANCE_API_KEY")
+    if "data_dir" in values and values.get("config", "") is None and "url" not in values:
+        args.config = existing_file(named) if (named := given("APPLIANCE_CONFIG")) else None
+
+
+def open_session(args: Namespace, as_json: bool) -> Session:
+    """The box of these options. Raises BadUsage, and Unreachable when none runs on this machine."""
+    from appliance.cli.client import Address, Client  # late: httpx takes longer than the rest of `--help`
+
+    if args.url and args.data_dir:
+        raise BadUsage("--url and --data-dir name two boxes; give one of them")
+    if args.url:
+        return Session(Client(Address.of_url(args.url), args.api_key), as_json, None, args.api_key)
+    box_file = BoxFile.read(args.data_dir)
+    client = Client(Address(socket_path=box_file.controller_socket()), why_silent=box_file.why_silent)
+    return Session(client, as_json, box_file, args.api_key)
+
+
+def picked(args: Namespace, names: str) -> dict[str, Any]:
+    """The arguments with these names that were given. names: separated by spaces."""
+    return {name: value for name in names.split() if (value := getattr(args, name)) is not None}
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """The fields of a request that were given: those that are not None."""
+    """Fields of a request that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -173,63 +238,12 @@ def seconds_given(option: str, text: str) -> float:
     return seconds
 
 
-def _for_box(command: Command, boxless: Boxless) -> Command:
-    """Adds --url, --api-key, --data-dir and -o. The command gets a Session as its first argument."""
-    signature = inspect.signature(command, eval_str=True)
-    own = list(signature.parameters.values())[1:]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, default, annotation in (
-            ("output_format", "table", OUTPUT),
-            ("url", None, URL),
-            ("api_key", None, API_KEY),
-            ("data_dir", None, DATA_DIR),
-            ("ctx", inspect.Parameter.empty, typer.Context),
-        )
-    ]
-
-    @functools.wraps(command)
-    def with_session(
-        *,
-        ctx: typer.Context,
-        url: str | None,
-        api_key: str | None,
-        data_dir: str | None,
-        output_format: Format,
-        **options: Any,
-    ) -> None:
-        if boxless(options) if callable(boxless) else boxless is not None and options.get(boxless) is not None:
-            command(Session(None, output_format, None, None), **options)
-        else:
-            command(open_session(ctx, url, api_key, data_dir, output_format), **options)
-
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
-    setattr(with_session, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
-    with_session.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return with_session
-
-
-def open_session(
-    ctx: typer.Context, url: str | None, api_key: str | None, data_dir: str | None, output_format: Format
-) -> Session:
-    """The box of these options. Raises BadUsage, and Unreachable when none runs on this machine."""
-    # Fenced: HTTP and TLS would add a third to the time of `--help`.
-    from appliance.cli.client import Address, Client
-    from appliance.cli.locate import BoxFile
-
-    if url and data_dir:
-        typed = [name for name in ("url", "data_dir") if _is_typed(ctx, name)]
-        if len(typed) == 2:
-            raise BadUsage("--url and --data-dir name two boxes; give one of them")
-        # What somebody typed wins over the environment; of two variables the URL wins.
-        url = None if typed == ["data_dir"] else url
-    if url:
-        return Session(Client(Address.of_url(url), api_key), output_format, None, api_key)
-    box_file = BoxFile.read(data_dir)
-    client = Client(Address(socket_path=box_file.controller_socket()), why_silent=box_file.why_silent)
-    return Session(client, output_format, box_file, api_key)
-
-
-def _is_typed(ctx: typer.Context, option: str) -> bool:
-    source = ctx.get_parameter_source(option)
-    return source is not None and source.name == "COMMANDLINE"
+def pairs(option: str, texts: Iterable[str] | None) -> list[tuple[str, str]]:
+    """Split texts of the form NAME=VALUE. Raises BadUsage."""
+    found = []
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise BadUsage(f"{option} is {text!r}; expected NAME=VALUE")
+        found.append((name.strip(), value))
+    return found

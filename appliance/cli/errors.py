@@ -47,6 +47,13 @@ class WaitTimedOut(CliError):
     exit_code = 124
 
 
+class Said(Exception):
+    """Ends a command whose output has said why."""
+
+    def __init__(self, exit_code: int):
+        self.exit_code = exit_code
+
+
 _OF_STATUS: dict[int, type[CliError]] = {
     **dict.fromkeys((401, 403), AuthFailed),
     **dict.fromkeys((400, 405, 413, 422), BadUsage),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 REASON_CHARACTERS = 160
@@ -46,16 +47,10 @@ def duration(seconds: float | None) -> str:
 
 def seconds_of(text: str) -> float | None:
     """9h, 90m, 1h30m, 2d or 45s in seconds; None for anything else."""
+    if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text, re.ASCII):
+        return None
     units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-    total, digits = 0.0, ""
-    for char in text.strip().lower():
-        if char.isascii() and (char.isdigit() or char == "."):
-            digits += char
-        elif char in units and digits.strip(".") and digits.count(".") <= 1:
-            total, digits = total + float(digits) * units[char], ""
-        else:
-            return None
-    return total if total and not digits else None
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)(.)", text)) or None
 
 
 def moment(unix_s: float | None) -> str:
@@ -78,11 +73,6 @@ def or_dash(value: object) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def cells(row: Mapping[str, Any], names: str) -> list[str]:
-    """`or_dash` of the fields with these names. names: separated by spaces."""
-    return [or_dash(row[name]) for name in names.split()]
-
-
 def printable(text: object) -> str:
     """The text without control characters: a terminal shows what others wrote and must not obey it."""
     return "".join(char for char in str(text) if char.isprintable() or char in "\n\t")
@@ -90,5 +80,57 @@ def printable(text: object) -> str:
 
 def short(reason: object) -> str:
     """A reason, cut so that a table can show it; what shows one thing alone has all of it."""
-    text = or_dash(reason)
+    text = " ".join(by_name("", reason).split())
     return text if len(text) <= REASON_CHARACTERS else f"{text[: REASON_CHARACTERS - 1]}…"
+
+
+def many(count: int, noun: str) -> str:
+    """1 device, 2 devices."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{size(bytes_per_s)}/s"
+
+
+def by_name(name: str, value: Any) -> str:
+    """A value in the unit that its name ends with; of a mapping or a list each in its own."""
+    if isinstance(value, dict):  # a part without a unit is in the whole's
+        parts = {part: f"{part}_{name}" if name and label(part) == part.replace("_", " ") else part for part in value}
+        return ", ".join(f"{label(part)} {by_name(parts[part], one)}" for part, one in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(by_name(name, one) for one in value) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or isinstance(value, str):
+        return or_dash(value)
+    if name.endswith("bytes_per_s"):
+        return rate(value)
+    if name.endswith(("bytes", "bytes_read")):
+        return size(value)
+    if name.endswith("_s") and not name.endswith("per_s") or name.endswith("seconds"):
+        return moment(value) if value > 1e9 else duration(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def label(name: str) -> str:
+    """A field's name without its unit."""
+    return name.removesuffix("_per_s").removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "": lambda value: by_name("", value),
+    "clock": clock,
+    "count": count,
+    "duration": duration,
+    "loss": loss,
+    "moment": moment,
+    "n": lambda number: "-" if number is None else f"{number:,}",
+    "percent": lambda part: "-" if part is None else f"{100 * part:.0f} %",
+    "rate": rate,
+    "short": short,
+    "size": size,
+    "total": lambda rows: str(len(rows)),
+    "yes": lambda value: "yes" if value else "-",
+}
+"""By their names in a column (appliance.cli.output)."""

@@ -8,9 +8,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from appliance import DEFAULT_DATA_DIR, DEFAULT_PORT
+from appliance import DEFAULT_DATA_DIR
 from appliance.cli.errors import Unreachable
 
 
@@ -84,14 +83,7 @@ class BoxFile:
         if self.state == "stopped":
             why = f", not in order: {self.message}" if self.message else ""
             return f"the box on {self.data_dir} is stopped{why}; {start}"
-        if (port := self._other_port()) is not None:
-            start = f"`appliance up{data_dir_option(self.data_dir)} --port {port}` starts it where it was"
         return f"the box on {self.data_dir} was killed while {self.state}; {start} and continues its work"
-
-    def _other_port(self) -> int | None:
-        """The port that it listened at, None for the default one: of a port that was typed, no file knows."""
-        port = urlsplit(self.url).port
-        return None if port in (None, DEFAULT_PORT) else port
 
 
 def is_main_process(pid: int, data_dir: Path) -> bool:

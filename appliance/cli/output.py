@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from appliance.cli import formats
 
@@ -39,7 +39,53 @@ def say(message: str) -> None:
     print(formats.printable(message), file=sys.stderr, flush=True)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> RenderableType:
+Column = str | tuple[str, Callable[[Any], object]]
+"""What a table or a record shows of a row: "[>][?]TITLE=path:format", or a title and a function of the row.
+
+path: names with dots between. format: of `formats.FORMATS`. >: aligned to the right. ?: left out of a record where
+there is nothing. Without TITLE= the title is the path's last name.
+"""
+
+
+def column(spec: Column) -> tuple[str, Callable[[Any], object]]:
+    """The title and the cell of a row."""
+    if not isinstance(spec, str):
+        return spec
+    name, _, source = spec.rpartition("=")
+    if not name:
+        marks = spec[: len(spec) - len(spec.lstrip(">?"))]
+        source = spec.lstrip(">?")
+        name = marks + source.partition(":")[0].rpartition(".")[2].removesuffix("_s").replace("_", " ")
+    path, _, form = source.partition(":")
+
+    def cell(row: Any) -> object:
+        for key in path.split("."):
+            row = (row or {}).get(key)
+        return formats.FORMATS[form](row)
+
+    return name, cell
+
+
+def listing(columns: Sequence[Column], rows: Iterable[Any], *, empty: str) -> RenderableType:
+    """A table with a line for each row."""
+    titles, cells = zip(*map(column, columns), strict=True)
+    return table([title.upper() for title in titles], ([cell(row) for cell in cells] for row in rows), empty=empty)
+
+
+def record(columns: Sequence[Column], row: Any) -> RenderableType:
+    """One row, with a name and a value per line."""
+    shown = [(title.lstrip("?"), cell(row), title[0]) for title, cell in map(column, columns)]
+    return fields(*((title, value) for title, value, mark in shown if mark != "?" or value not in ("-", "", None)))
+
+
+def named(values: Mapping[str, Any]) -> RenderableType:
+    """Values that are not null, each in the unit of its name."""
+    return fields(
+        *((formats.label(name), formats.by_name(name, one)) for name, one in values.items() if one is not None)
+    )
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "") -> RenderableType:
     """A table. Columns whose name begins with ">" are aligned to the right."""
     from rich.table import Table
     from rich.text import Text
@@ -48,11 +94,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
     for name in columns:
         # Long cells are folded and never shortened: half an id is no id.
         drawn.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-    found = False
     for row in rows:
-        found = True
         drawn.add_row(*(Text(formats.printable(cell)) for cell in row))
-    return drawn if found else Text(empty)
+    return drawn if drawn.row_count else Text(empty)
 
 
 def fields(*pairs: tuple[str, object]) -> RenderableType:
@@ -108,32 +152,32 @@ def draw(renderable: RenderableType) -> None:
 
 
 def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, every_s: float, as_json: bool) -> None:
-    """Fetch and show again and again until Ctrl-C: in place on a terminal, else one after the other."""
+    """Fetch and show again and again until Ctrl-C: in place on a terminal, else one after the other.
+
+    fetch: None while the box is away; what was shown last stays.
+    """
     if as_json or not sys.stdout.isatty():
         while True:
-            answer = fetch()
-            print(json_text(answer), flush=True) if as_json else draw(render(answer))
+            if (answer := fetch()) is not None:
+                print(json_text(answer), flush=True) if as_json else draw(render(answer))
             time.sleep(every_s)
     from rich.live import Live
 
-    with Live(render(fetch()), console=_console(), screen=True, auto_refresh=False) as live:
+    with Live(console=_console(), screen=True, auto_refresh=False) as live:
         while True:
+            if (answer := fetch()) is not None:
+                live.update(render(answer), refresh=True)
             time.sleep(every_s)
-            live.update(render(fetch()), refresh=True)
 
 
-class Meter(Protocol):
-    """Shows how far a piece of work is."""
+class Meter:
+    """Shows how far a piece of work is: this one nothing."""
 
-    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None: ...
-
-
-class _Silent:
     def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
         return
 
 
-class Lines:
+class Lines(Meter):
     """For logs and pipes: how far the work is, at most every LINE_EVERY_S. now_s: of a clock."""
 
     def __init__(self, message: str, now_s: Callable[[], float] = time.monotonic):
@@ -151,12 +195,6 @@ class Lines:
 
 
 @contextmanager
-def quiet() -> Iterator[Meter]:
-    """A meter that shows nothing."""
-    yield _Silent()
-
-
-@contextmanager
 def progress(message: str) -> Iterator[Meter]:
     """A line on stderr that lives while the work does; `Lines` when stderr is not a terminal."""
     if not sys.stderr.isatty():
@@ -164,16 +202,11 @@ def progress(message: str) -> Iterator[Meter]:
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
+    parts = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(30), TimeElapsedColumn())
+    with Progress(*parts, console=_console(stderr=True), transient=True) as bar:
         task = bar.add_task(message, total=None)
 
-        class Bar:
+        class Bar(Meter):
             def update(
                 self, message: str | None = None, *, done: float | None = None, total: float | None = None
             ) -> None:

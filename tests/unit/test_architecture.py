@@ -35,9 +35,7 @@ SUBPACKAGES = (
     "appliance.doctor",
     "appliance.boot",
     "appliance.cli.box",
-    "appliance.cli.models",
-    "appliance.cli.jobs",
-    "appliance.cli.mode",
+    "appliance.cli.commands",
     "appliance.cli",
     "appliance.controller.scheduling",
     "appliance.controller.oidc",
@@ -132,7 +130,6 @@ FENCES = {
     "peft": {"train/"},
     "openai": {"appliance/demo/main.py", "appliance/demo/load_generator.py"},
     "fastapi": {"appliance/controller/"},
-    "typer": {"appliance/cli/"},
     "boto3": {"weights/tiers/objects_s3.py"},
     "botocore": {"weights/tiers/objects_s3.py"},
     "mlflow": {"appliance/tracking.py"},
@@ -288,7 +285,7 @@ OF_A_MAKER = re.compile(
 NOT_OF_A_MAKER = re.compile(r"AsyncClient|sigprocmask|ProcManager")  # for the sake of "nccl" and "rocm"
 # vLLM's name for captured graphs on every kind that has them; a person may set it for a model.
 OF_EVERY_KIND = {
-    ("appliance/cli/box/support.py", "nvidia-smi"),  # left out where it is not installed
+    ("appliance/cli/box/machine.py", "nvidia-smi"),  # left out where it is not installed
     ("serve/core/model_settings.py", "max-cudagraph-capture-size"),
 }
 
@@ -356,7 +353,7 @@ def test_a_kind_named_elsewhere_is_found(line):
 
 
 def test_the_command_line_is_a_thin_client():
-    allowed = {"typer", "rich", *sys.stdlib_module_names}
+    allowed = {"httpx", "rich", *sys.stdlib_module_names}
     wrong = {
         f"{name_of(path)} imports {module}"
         for path in files()
@@ -365,27 +362,35 @@ def test_the_command_line_is_a_thin_client():
         if top(module) not in allowed
         and not module.startswith("appliance.cli")
         and module not in ("appliance",)
-        # Nor is a plan for a model and devices that no box has.
+        # A plan for a model and devices that no box has is made here.
         and not module.startswith("appliance.controller.jobs.planned")
         # A backup or an invitation is made by the command itself, which imports it then.
         and not (
-            name_of(path).startswith(tuple(f"appliance/cli/box/{name}" for name in ("backup", "restore", "node")))
-            and top(module) in ("appliance", "weights")
+            name_of(path) in ("appliance/cli/box/machine.py", "appliance/cli/box/nodes.py")
+            and module.startswith(("appliance.backup", "appliance.invitation", "appliance.paths", "weights."))
         )
         # The table of training methods has the options that commands show; it imports no torch (WITHOUT_TORCH).
-        and not (name_of(path) == "appliance/cli/jobs/hyperparameters.py" and module.startswith("train.methods.method"))
+        and not (name_of(path).startswith("appliance/cli/commands/") and module.startswith("train.methods.method"))
     }
     # `up` resolves the configuration and looks whose the data directory is before it starts anything. Where a box is by
     # default, and how a process ended, is told in the same words as by the box, by modules that import little.
     before = {
-        "locate": ("appliance.DEFAULT_DATA_DIR", "appliance.DEFAULT_PORT"),
-        "own_process": ("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
-        "box/local": tuple(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
-        "box/support": tuple(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
-        "box/up": (
-            *("appliance.paths", "appliance.paths.UnsafeFolder", "appliance.paths.check_closed"),
-            *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
+        "locate": ("appliance.DEFAULT_DATA_DIR",),
+        "local": (
+            *("runtime.processes.ended", "runtime.processes.ended.how_it_ended"),
+            *(f"appliance.config{name}" for name in ("", ".BoxConfig", ".ConfigError", ".load_config")),
         ),
+        "box/machine": (
+            *("appliance.config", "appliance.config.BoxConfig"),
+            *("runtime.replace_file", "runtime.replace_file.replace_file"),
+            *(f"runtime.log_files{name}" for name in ("", ".end_of", ".logs_in")),
+        ),
+        "box/main_process": (
+            *(f"appliance.paths{name}" for name in ("", ".BoxPaths", ".UnsafeFolder", ".check_closed")),
+            *("runtime.processes.kernel", "runtime.processes.kernel.die_with_parent"),
+            *("runtime.replace_file", "runtime.replace_file.replace_file"),
+        ),
+        "box/nodes": ("runtime.replace_file", "runtime.replace_file.replace_file"),
     }
     assert wrong == {f"appliance/cli/{name}.py imports {one}" for name, some in before.items() for one in some}
 
@@ -497,8 +502,10 @@ def _writes_or_hands_on(node: ast.Attribute, parents: dict[ast.AST, ast.AST]) ->
 
 
 def test_only_the_configuration_reads_the_environment():
-    # Ray's names of its certificates are set by us, for every process that can reach another machine.
-    allowed = ("appliance/config.py:", "runtime/network/mutual_tls.py:")
+    # Ray's names of its certificates are set by us, for every process that can reach another machine. Commands read
+    # what stands for options that were not typed, and the shell's line that is completed.
+    of_commands = ("appliance/cli/command.py:", "appliance/cli/main.py:")
+    allowed = ("appliance/config.py:", "runtime/network/mutual_tls.py:", *of_commands)
     reads = {read for path in files() for read in environment_reads(path)}
     assert reads and all(read.startswith(allowed) for read in reads), reads
 

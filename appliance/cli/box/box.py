@@ -1,182 +1,85 @@
-"""`appliance up`, `down` and `status`."""
+"""`appliance up|down|join|top` and `gpu drain|limits`: the box on this machine, and its devices."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from appliance.cli import formats, output
-from appliance.cli.box.gpu import health, holder
-from appliance.cli.box.local import CONFIG, resolved
-from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
-from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.jobs.job import jobs_table
+from appliance.cli import formats, output, views
+from appliance.cli.box.main_process import MainProcess, stop_box
+from appliance.cli.command import CONFIG, WATCH, Session, command, flag, number, opt
+from appliance.cli.errors import CommandFailed, Said
+from appliance.cli.formats import many
+from appliance.cli.local import DEVICES, devices_of, resolved
 from appliance.cli.locate import BoxFile, data_dir_option
-from appliance.cli.mode.history import handover_steps
-from appliance.cli.mode.power import limit_line
-from appliance.cli.own_process import python
-from appliance.paths import BoxPaths
-from runtime.replace_file import replace_file
-
-_STOP_S = 300.0
+from appliance.cli.resources import follow, segment
+from appliance.cli.waiting import TIMEOUT, Patience
 
 
-app = group("The box itself.")
-
-
-@app.command(
-    epilog=examples(
-        "appliance up                              in the foreground; Ctrl-C stops it in order",
-        "appliance up --detach                     in the background; returns when it answers",
-        "appliance up --data-dir /srv/box --port 9000 --devices 4",
-        "appliance up --config box.toml            see docs/operations.md for every key",
-        "",
-        "After a crash, the same command brings back jobs, models, keys and mode and continues the work.",
-    )
+@command(
+    "up",
+    flag("-d --detach", "Leave it running in the background."),
+    CONFIG,
+    opt("--host ADDRESS", "Default: 127.0.0.1. Wider ones open once a key exists."),
+    opt("--port PORT", "Default: 8000.", type=number(int, 1, 65535)),
+    DEVICES,
+    needs="here",
 )
-def up(
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running in the background.")] = False,
-    config: CONFIG = None,
-    data_dir: DATA_DIR = None,
-    host: Annotated[
-        str | None, typer.Option("--host", help="Default: 127.0.0.1. Wider ones open once a key exists.")
-    ] = None,
-    port: Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Default: 8000.")] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option("--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: N CPU devices."),
-    ] = None,
-    output_format: OUTPUT = "table",
-) -> None:
+def up(session: Session, args: Namespace) -> None:
     """Start the box on this machine.
 
     Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key. Without a terminal it
-    names the file that has the key (`first-key` in the data directory, yours alone).
-    """
-    from appliance.cli.box.up import MainProcess  # fenced, for the time of `--help`
+    names the file that has the key (`first-key` in the data directory, yours alone). After a crash, the same command
+    brings back jobs, models, keys and mode and continues the work.
 
-    settings = resolved(config, data_dir=data_dir, host=host, port=port, devices=_devices(devices))
+    Examples:
+      appliance up                              in the foreground; Ctrl-C stops it in order
+      appliance up --detach                     in the background; returns when it answers
+      appliance up --data-dir /srv/box --port 9000 --devices 4
+      appliance up --config box.toml            see docs/operations.md for every key
+    """
+    devices = devices_of(args.devices)
+    settings = resolved(args.config, data_dir=args.data_dir, host=args.host, port=args.port, devices=devices)
     folder = Path(settings.box.data_dir)
-    process = MainProcess(settings.model_dump_json(), folder, detach=detach)
-    asked_to_stop = [] if detach else _forward_signals(process)
+    process = MainProcess(settings.model_dump_json(), folder, detach=args.detach)
+    came = [] if args.detach else _forward_signals(process)
     try:
-        with output.progress("starting the box") if detach else output.quiet() as meter:
-            announced = process.wait_until_ready(meter.update)
+        if args.detach:
+            with output.progress("starting the box") as meter:
+                announced = process.wait_until_ready(meter.update)
+        else:
+            announced = process.wait_until_ready(lambda message: None)
     except KeyboardInterrupt:
         process.stop()
         process.wait()
         raise
     except CommandFailed as error:
-        if asked_to_stop:
-            raise typer.Exit(130) from error
+        if came:
+            raise Said(130) from error
         raise
     file = announced.get("first_key_file")
     answer = {"url": announced["url"], "data_dir": str(folder), "first_key": _first_key(file), "first_key_file": file}
-    if output_format == "json":
-        output.print_json(answer)
-    else:
-        output.draw(_ready(answer, detach))
-    if not detach:
-        _stay(process)
+    session.show(answer, lambda shown: _ready(shown, args.detach))
+    if not args.detach and (code := process.wait()) != 0:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
 
 
-@app.command(
-    epilog=examples(
-        "appliance join n1.json",
-        "appliance join n1.json --data-dir /srv/node --devices 4",
-        "",
-        "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node invite`.",
-        "All that nodes say to each other is encrypted, and each shows the certificate of its invitation.",
-        "Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.",
-    )
-)
-def join(
-    invitation: Annotated[
-        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="What `appliance node invite` printed.")
-    ],
-    data_dir: DATA_DIR = None,
-    devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
-) -> None:
-    """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
-    settings = resolved(None, data_dir=data_dir, devices=_devices(devices))
-    paths = BoxPaths.of(Path(settings.box.data_dir))
-    paths.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    replace_file(paths.config_file, settings.model_dump_json().encode())
-    command = python("appliance.boot.node", "--config", str(paths.config_file))
-    os.execv(sys.executable, [*command, "--invitation", str(invitation.resolve())])
-
-
-@app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))
-def down(
-    data_dir: DATA_DIR = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Give up waiting then, with exit code 124.")
-    ] = _STOP_S,
-    force: Annotated[
-        bool, typer.Option("--force", help="Kill it; the next `up` continues from what was saved.")
-    ] = False,
-) -> None:
-    """Stop the box on this machine.
-
-    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
-    """
-    from appliance.cli.box.up import stop_box
-
-    box = BoxFile.read(data_dir)
-    with output.progress("stopping the box") as meter:
-        ran = stop_box(box, timeout_s=timeout, kill=force, on_message=meter.update)
-    if not ran:
-        print(f"no box runs on {box.data_dir}")
-        return
-    left = BoxFile.read(box.data_dir)
-    print(f"the box on {box.data_dir} {'was killed' if force else 'has stopped'}")
-    if not force and left.message:
-        output.say(f"note: {left.message}")
-
-
-@box_command(app, "appliance status", "appliance status --watch", "appliance status -o json")
-def status(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Show the box at a glance.
-
-    Mode, devices, replicas, jobs, memory, and the hand-over that is going on.
-    """
-    session.follow(lambda: session.client.get("/admin/v1/status"), _status, watch, every)
-
-
-def _devices(text: str | None) -> str | int | None:
-    if text is None or text == "auto":
-        return text
-    if not (text.isascii() and text.isdigit()):
-        raise BadUsage(f"--devices is {text!r}; expected auto or a number of logical CPU devices")
-    return int(text)
-
-
-def _forward_signals(process: Any) -> list[int]:
+def _forward_signals(process: MainProcess) -> list[int]:
     """Makes every signal that would end us end the box in order instead; a second one kills it. Returns a list that
     each signal is added to."""
     came: list[int] = []
 
-    def forward(number: int, _frame: Any) -> None:
-        came.append(number)
+    def forward(signum: int, _frame: Any) -> None:
+        came.append(signum)
         process.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, forward)
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, forward)
     return came
-
-
-def _stay(process: Any) -> None:
-    """Returns when the box ends in order. Raises CommandFailed if it does not."""
-    code = process.wait()
-    if code != 0:
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
 
 
 def _first_key(file: str | None) -> str | None:
@@ -201,57 +104,124 @@ def _ready(answer: dict[str, Any], detached: bool) -> Any:
     return output.above("The box is ready.", output.fields(*shown))
 
 
-def _status(now: dict[str, Any]) -> Any:
-    box, mode, memory = now["box"], now["mode"], now["memory"]
-    split = mode["train_devices"]
-    lost = sum(device["health"] == "lost" for device in now["devices"])
-    busy = sum(device["holder"] is not None for device in now["devices"])
-    about = output.fields(
-        ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
-        ("endpoint", box["url"]),
-        ("data", box["data_dir"]),
-        ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
-        *([("power", limit_line(now["power"]))] if now["power"].get("set") else []),
-        ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
-        ("backup", _backup(box.get("backup"))),
-        ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
+@command(
+    "down",
+    opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 0), default=300.0),
+    flag("--force", "Kill it; the next `up` continues from what was saved."),
+    needs="here",
+)
+def down(session: Session, args: Namespace) -> None:
+    """Stop the box on this machine.
+
+    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
+
+    Examples:
+      appliance down
+      appliance down --data-dir /srv/box
+    """
+    box = BoxFile.read(args.data_dir)
+    with output.progress("stopping the box") as meter:
+        ran = stop_box(box, timeout_s=args.timeout, kill=args.force, on_message=meter.update)
+    note = BoxFile.read(box.data_dir).message if ran and not args.force else ""
+    text = f"the box on {box.data_dir} {'was killed' if args.force else 'has stopped'}"
+    answer = {"data_dir": str(box.data_dir), "ran": ran, "note": note}
+    session.show(answer, lambda _: text if ran else f"no box runs on {box.data_dir}")
+    if note:
+        output.say(f"note: {note}")
+
+
+@command("top", WATCH[1], flag("--once", "Show it once, as without a terminal."))
+def top(session: Session, args: Namespace) -> None:
+    """Show what every device does now, live, until Ctrl-C.
+
+    Its engine or job, requests, steps, tokens per second; of GPUs use, memory, heat and power; and who waits, and why.
+    With `-o json` what `appliance status -o json` answers, once.
+
+    Examples:
+      appliance top
+      appliance top --every 5
+      appliance top --once
+    """
+
+    def fetch() -> Any:
+        return session.client.get("/admin/v1/status")
+
+    if sys.stdout.isatty() and not args.once and not session.as_json:
+        follow(session, fetch, _top, args.every)
+    else:
+        session.show(fetch(), _top)
+
+
+def _top(now: dict[str, Any]) -> Any:
+    """What every device does: one line each, and who waits."""
+    running, replicas = ({one["id"]: one for one in now[name]} for name in ("jobs", "replicas"))
+
+    def doing(device: dict[str, Any]) -> tuple[str, str, str]:
+        """Who holds it, what that does, and how much of it."""
+        held = device.get("holder")
+        if device["health"] != "ok":
+            return views.health(device), device.get("health_reason") or "", ""
+        if held is None:
+            return "-", "free", ""
+        if held["kind"] == "replica" and (one := replicas.get(held["id"])):
+            state = "" if one["state"] == "open" else f" ({one['state']})"
+            return f"engine {held['id']}", f"{one['model']}@{one['version']}{state}", many(one["inflight"], "request")
+        if held["kind"] == "job" and (one := running.get(held["id"])):
+            step = f"step {one['step']}/{one['total_steps']}" if one["total_steps"] else one["phase"]
+            left = f", {formats.duration(one['eta_s'])} left" if one["eta_s"] else ""
+            speed = f"{formats.count(one['tokens_per_s'])} tokens/s" if one["tokens_per_s"] else ""
+            return f"job {held['id']}", f"{one['output_model'] or one['model']}: {step}{left}", speed
+        return f"{held['kind']} {held['id']}", "", ""
+
+    columns: tuple[output.Column, ...] = (
+        *("device=id", ("holder", lambda one: doing(one)[0]), ("what it does", lambda one: doing(one)[1])),
+        *((">", lambda one: doing(one)[2]), *views.metered(now["devices"])),
     )
-    devices = output.table(
-        ("DEVICE", "KIND", "HEALTH", "HOLDER"),
-        ((d["id"], d["kind"], health(d), holder(d)) for d in now["devices"]),
-        empty="no devices",
+    held = sum(device["holder"] is not None for device in now["devices"])
+    inflight, waiting = (sum(one[name] for one in now["requests"].values()) for name in ("inflight", "held"))
+    speed = sum(job["tokens_per_s"] or 0.0 for job in now["jobs"] if job["devices"])
+    head = (
+        f"mode {now['mode']['policy']}, {held} of {len(now['devices'])} devices held, {many(inflight, 'request')} "
+        f"running, {waiting} waiting, {f'training {formats.count(speed)} tokens/s' if speed else 'no training'}"
     )
-    replicas = output.table(
-        ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
-        (
-            (
-                *formats.cells(r, "id model version state"),
-                len(r["devices"]),
-                r["inflight"],
-                formats.size(r["rss_bytes"]) if r["rss_bytes"] else "-",
+    waits = [
+        f"{many(one['held'], 'request')} for {model} wait for an engine"
+        for model, one in sorted(now["requests"].items())
+        if one["held"]
+    ]
+    waits += [f"job {job['id']} waits: {job['reason']}" for job in now["jobs"] if not job["devices"] and job["reason"]]
+    table = output.listing(columns, now["devices"], empty="no devices")
+    return output.stack(head, table, output.notes([*waits, *(now.get("notes") or ())]))
+
+
+@command(
+    "gpu drain",
+    opt("id DEVICE", "As `gpu list` names it, e.g. n0/3."),
+    opt("--reason TEXT", "Shown in `gpu list` and in the audit log.", default=""),
+    opt("--wait", "Return when no job or engine holds it (the default).", action="store_true", default=True),
+    opt("--no-wait", "Return at once.", dest="wait", action="store_false"),
+    TIMEOUT,
+)
+def drain(session: Session, args: Namespace) -> None:
+    """Take a device out of use: its engine or job moves elsewhere without losing a request or a step.
+
+    Drained devices stay so over restarts. Waiting may be interrupted: the box goes on. Exit code 124 if it takes
+    longer than --timeout.
+
+    Examples:
+      appliance gpu drain n0/3 --reason "row remap pending"
+      appliance gpu drain n0/3 --no-wait
+    """
+    device = session.client.post(f"/admin/v1/devices/{segment(args.id)}/drain", {"reason": args.reason})
+    patience = Patience(args.timeout)
+    with output.progress(f"draining {args.id}") as meter:
+        while args.wait and device["holder"] is not None and device["drain"] is not None:
+            holder = views.holder(device)
+            meter.update(f"draining {args.id}: {holder} is leaving")
+            patience.pause(
+                f"{args.id} is drained, but {holder} has not left it within {patience.limit}; the box goes on, "
+                "`appliance gpu list` shows when it is free"
             )
-            for r in now["replicas"]
-        ),
-        empty=f"no replicas: {'see below' if now.get('troubles') else 'a model starts when it is asked for'}",
-    )
-    jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
-    handover = handover_steps(now["handover"]) if now["handover"] else None
-    notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]
-    return output.stack(about, devices, replicas, jobs, handover, output.notes(notes))
-
-
-def _backup(last: dict[str, Any] | None) -> str:
-    if last is None:
-        return "none yet (`appliance backup make --help`)"
-    return f"{formats.duration(max(0.0, time.time() - last['made_s']))} ago at {last['where']}"
-
-
-def _trouble(degraded: dict[str, Any]) -> str:
-    """One thing that the box cannot do now, and goes on trying."""
-    since = formats.duration(max(0.0, time.time() - degraded["since_s"]))
-    tries = f"{degraded['failures']} time{'s' * (degraded['failures'] != 1)}"
-    return f"degraded: {degraded['name']} failed {tries} since {since} ago ({degraded['why']}); it is tried again"
-
-
-def _budget(memory: dict[str, Any]) -> str:
-    return "what is free" if memory["budget_bytes"] is None else formats.size(memory["budget_bytes"])
+            answer = patience.get(session, "/admin/v1/devices")
+            device = next((one for one in answer["data"] if one["id"] == args.id), device) if answer else device
+    session.show(device, views.device_line)

@@ -135,7 +135,8 @@ def memory_bytes_of(accelerator: str) -> int:
 
 
 def _key(accelerator: str) -> str:
-    return accelerator.lower().replace("_", "-").replace(" ", "-")
+    name = accelerator.lower().replace("_", "-").replace(" ", "-")
+    return name.replace("rtx", "rtx-", 1) if name.startswith("rtx") and name[3:4].isdigit() else name
 
 
 def estimate(

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,8 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from typer.testing import CliRunner, Result
 
-from appliance.cli.main import app
+from appliance.cli.main import main
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http.peers import FromBox
@@ -39,9 +40,33 @@ def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
+@dataclass
+class Result:
+    exit_code: int
+    stdout_bytes: bytes
+    stderr: str
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_bytes.decode()
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
 def run(*arguments: str, input: str | None = None) -> Result:
     """One command, in this process, with its output caught."""
-    return CliRunner().invoke(app, list(arguments), input=input, prog_name="appliance", catch_exceptions=False)
+    out, err = io.BytesIO(), io.StringIO()
+    text, before = io.TextIOWrapper(out, "utf-8"), sys.stdin
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(err):
+        sys.stdin = io.StringIO(input or "")
+        try:
+            code = main(list(arguments))
+        finally:
+            sys.stdin = before
+            text.flush()
+    return Result(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -206,7 +231,7 @@ def prepared(tmp_path: Path) -> Iterator[PreparedBox]:
             self.end_headers()
             self.wfile.write(raw)
 
-        do_GET = do_POST = do_PUT = do_DELETE = handle_one
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_one
 
         def address_string(self) -> str:
             return "client"

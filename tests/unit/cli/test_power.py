@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.cli.mode.power import energy_line, limit_line
+from appliance.cli.views import energy_line, limit_line
 from appliance.store.objects import jobs
 from appliance.store.records import energy, usage
 from appliance.store.rows import JobRow

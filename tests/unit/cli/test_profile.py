@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.cli.models.profile import MOST_ROWS
+from appliance.cli.views import PROFILED_ROWS
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
 from runtime import profile_shares
@@ -51,7 +51,7 @@ def test_a_table_of_where_the_time_went(box: ControlledBox):
     assert "asked for" not in shown.output
     fewer = box.run("profile", "job", job_id, "--steps", "5")
     assert "3 of the 5 steps asked for: a profile ends after 8 rows of data, a minute" in fewer.output
-    assert MOST_ROWS == profile_shares.MOST_ROWS
+    assert PROFILED_ROWS == profile_shares.MOST_ROWS
     again = box.json("profile", "job", job_id)
     assert again["share"] == SHARE and json.dumps(again["operators"]) == json.dumps([OPERATOR])
 

@@ -7,7 +7,7 @@ import os
 import tarfile
 from pathlib import Path
 
-from appliance.cli.box import support
+from appliance.cli.box import machine as support
 from tests.unit.cli.conftest import ControlledBox, run
 
 SECRET = "Zq7Canary93xW"

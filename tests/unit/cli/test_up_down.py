@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.cli.box import box, up
+from appliance.cli.box import box
+from appliance.cli.box import main_process as up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
@@ -56,6 +57,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "box"
     folder.mkdir()
     (folder / "script.json").write_text("{}")
+    (folder / "appliance.toml").touch()
     yield folder
     state = folder / "box.json"
     pid = json.loads(state.read_text()).get("pid") if state.exists() else None
@@ -187,7 +189,7 @@ def test_what_had_to_be_forced_is_told(data_dir):
 def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, number):
     """Also when the command is killed: a box nobody watches any more must not stay."""
     program = (
-        "import sys; from appliance.cli.box import up; up.sys.executable = sys.argv.pop(1); "
+        "import sys; from appliance.cli.box import main_process as up; up.sys.executable = sys.argv.pop(1); "
         "from appliance.cli.main import run; run()"
     )
     command = [PYTHON, "-c", program, str(tmp_path / "python"), "up", "--data-dir", str(data_dir)]
@@ -217,3 +219,11 @@ def test_a_data_directory_that_everybody_may_write_to_is_told_of_before_it_is_cl
     done = run("up", "--detach", "--data-dir", str(data_dir))
     assert done.exit_code == 1 and "chmod o-w" in done.stderr
     assert not (data_dir / "box.json").exists() and data_dir.stat().st_mode & 0o777 == 0o777
+
+
+def test_up_refuses_a_directory_that_is_not_a_box(data_dir: Path):
+    (data_dir / "appliance.toml").unlink()
+    data_dir.chmod(0o755)
+    done = run("up", "--detach", "--data-dir", str(data_dir))
+    assert done.exit_code == 1 and "not a box's" in done.stderr
+    assert data_dir.stat().st_mode & 0o777 == 0o755

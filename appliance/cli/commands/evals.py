@@ -1,0 +1,303 @@
+"""`appliance eval run|show` and `appliance batch create`: many questions at once, answered while engines are idle."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from appliance.cli import formats, output, views
+from appliance.cli.command import Session, command, flag, number, opt, picked
+from appliance.cli.commands.data import UPLOAD, kept_if_taken, send
+from appliance.cli.commands.training import json_file
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.resources import segment
+from appliance.cli.waiting import TIMEOUT, Patience
+
+_RUN_ENDED = frozenset({"completed", "failed", "canceled"})
+_BATCH_ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+Z_95 = 1.959964
+"""Standard deviations of a normal distribution that 95 % lie within."""
+_RUNS_SHOWN = 100
+_ITEMS_SHOWN = 10_000
+"""As many as a run has at most."""
+
+
+def _path(eval_id: str) -> str:
+    return f"/v1/evals/{segment(eval_id)}"
+
+
+@command(
+    "batch create",
+    UPLOAD,
+    opt("--endpoint PATH", "What the lines ask.", default="/v1/chat/completions"),
+    flag("--wait", "Return when it has ended; exit code 1 if it failed."),
+    TIMEOUT,
+)
+def create(session: Session, args: Namespace) -> None:
+    """Upload FILE and start a batch of its lines, which is done within 24 hours or expires.
+
+    A line of requests.jsonl: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+                               "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}
+
+    Examples:
+      appliance batch create requests.jsonl
+      appliance batch create requests.jsonl --wait && appliance batch list
+      appliance batch create requests.jsonl --endpoint /v1/embeddings
+    """
+    with kept_if_taken(session) as uploaded:
+        uploaded.append(send(session, args.path, "batch")["id"])
+        request = {"input_file_id": uploaded[0], "endpoint": args.endpoint, "completion_window": "24h"}
+        batch = session.client.post("/v1/batches", request)
+    if args.wait:
+        batch = _batch_ended(session, batch, args.timeout)
+    session.show(batch, views.batch)
+    if not args.wait:
+        return
+    errors = (batch.get("errors") or {}).get("data") or []
+    if batch["status"] != "completed":
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        reason = f": {views.batch_error(errors[0])}{more}" if errors else ""
+        ended = "failed" if batch["status"] == "failed" else f"is {batch['status']}"
+        raise CommandFailed(f"{batch['id']} {ended}{reason}")
+    if failed := batch["request_counts"]["failed"]:
+        raise CommandFailed(
+            f"{formats.many(failed, 'line')} failed; `appliance file get {batch['error_file_id']} --save -` shows why"
+        )
+
+
+def _batch_ended(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+    """The batch once it has ended. Raises WaitTimedOut."""
+    patience = Patience(timeout_s)
+    with output.progress(batch["id"]) as meter:
+        while batch["status"] not in _BATCH_ENDED:
+            patience.pause(f"{batch['id']} is {batch['status']} after {patience.limit}; it goes on")
+            batch = patience.get(session, f"/v1/batches/{segment(batch['id'])}") or batch
+            counts = batch["request_counts"]
+            waits = f", waits: {batch['waiting_for']}" if batch.get("waiting_for") else ""
+            done = counts["completed"] + counts["failed"]
+            meter.update(f"{batch['id']} {batch['status']}{waits}", done=done, total=counts["total"] or None)
+    return batch
+
+
+@command(
+    "eval run",
+    opt("models MODEL", nargs="+", names="model"),
+    opt("--suite PATH", "Prompts, with what graders compare with.", required=True, type=Path),
+    opt("--grader PATH", "JSON: a grader or a list."),
+    opt("--eval EVAL_ID", "Use the graders of this evaluation."),
+    opt(
+        "--max-tokens N",
+        "The longest answer, in tokens.",
+        dest="max_completion_tokens",
+        type=number(int, 1),
+        default=512,
+    ),
+    opt("--temperature X", "0 to 2.", type=number(float, 0, 2), default=0.0),
+    opt("--seed N", "Of the sampling.", type=number(int, 0)),
+    flag("--wait", "Return when all have ended; exit code 1 if one failed."),
+    TIMEOUT,
+)
+def run(session: Session, args: Namespace) -> None:
+    """Ask models all prompts of a suite, while engines are idle, and have the answers graded.
+
+    A line of prompts.jsonl: {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}, as for
+    `job submit --method reinforcement`; grader.json has one grader, or a list of them. An item passes with half of a
+    grader's range, or with what its `pass_threshold` says (docs/evals.md).
+
+    Examples:
+      appliance eval run starter --suite prompts.jsonl --grader grader.json --wait
+      appliance eval run fraud@v1 fraud@v2 --suite prompts.jsonl --grader grader.json --wait       side by side
+      appliance eval run starter --eval eval_abc123 --suite prompts.jsonl       one more model, by the same graders
+    """
+    if (args.grader is None) == (args.eval is None):
+        raise BadUsage("give either --grader, the graders of a new evaluation, or --eval, that of an earlier one")
+    for model in args.models:  # before anything is made
+        session.client.get(f"/v1/models/{segment(model)}")
+    graders = None if args.grader is None else json_file("--grader", args.grader)
+    eval_id = args.eval
+
+    def begin(model: str) -> None:
+        source = {
+            "type": "completions",
+            "model": model,
+            "source": {"type": "file_id", "id": file_id},
+            "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+            "sampling_params": picked(args, "max_completion_tokens temperature seed"),
+        }
+        session.client.post(f"{_path(eval_id)}/runs", {"name": model, "data_source": source})
+
+    with kept_if_taken(session) as uploaded, kept_if_taken(session, _path) as made:
+        file_id = _sent(session, args.suite)
+        uploaded.append(file_id)
+        if graders is not None:
+            schema = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
+            criteria = graders if isinstance(graders, list) else [graders]
+            body = {"name": args.suite.stem, "data_source_config": schema, "testing_criteria": criteria}
+            eval_id = session.client.post("/v1/evals", body)["id"]
+            made.append(eval_id)
+        begin(args.models[0])
+    for model in args.models[1:]:
+        begin(model)
+    if args.wait:
+        _runs_ended(session, eval_id, args.timeout)
+    runs = _runs(session, eval_id)
+    session.show({"id": eval_id, "runs": runs}, _side_by_side)
+    for one in runs if args.wait else ():
+        if one["status"] != "completed":
+            raise CommandFailed(f"{one['id']} of {one['model']} is {one['status']}: {one['error']['message']}")
+        if errored := one["result_counts"]["errored"]:
+            items = formats.many(errored, "item")
+            raise CommandFailed(f"{items} of {one['id']} of {one['model']} could not be judged")
+
+
+def _sent(session: Session, suite: Path) -> str:
+    """The id of the file with the suite's items. Raises BadUsage for a line that has no messages."""
+    items = []
+    try:
+        lines = suite.expanduser().read_bytes().split(b"\n")
+    except OSError as error:
+        raise BadUsage(f"--suite {suite} cannot be read: {error.strerror}") from error
+    for number_, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise BadUsage(f"--suite {suite}, line {number_} is not UTF-8: {error.reason}") from error
+        except ValueError as error:
+            raise BadUsage(f"--suite {suite}, line {number_} is not JSON: {error}") from error
+        if not isinstance(item, dict) or not isinstance(item.get("messages"), list):
+            raise BadUsage(f"--suite {suite}, line {number_}: expected an object with 'messages', a list")
+        items.append(json.dumps({"item": item}))
+    if not items:
+        raise BadUsage(f"--suite {suite} has no prompts")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / suite.name
+        path.write_text("\n".join(items) + "\n")
+        return str(send(session, path, "user_data")["id"])
+
+
+def _runs(session: Session, eval_id: str) -> list[dict[str, Any]]:
+    return session.client.listed(f"{_path(eval_id)}/runs", _RUNS_SHOWN, order="desc")["data"]
+
+
+def _runs_ended(session: Session, eval_id: str, timeout_s: float | None) -> None:
+    """Returns when no run of it goes on. Raises WaitTimedOut."""
+    patience = Patience(timeout_s)
+    with output.progress(eval_id) as meter:
+        going = _runs(session, eval_id)
+        while going := [run for run in going if run["status"] not in _RUN_ENDED]:
+            counts = [run["result_counts"] for run in going]
+            done = sum(one["passed"] + one["failed"] + one["errored"] for one in counts)
+            total = sum(one["total"] for one in counts) or None
+            meter.update(f"{eval_id} {going[-1]['model']}", done=done, total=total)
+            patience.pause(f"{eval_id} is not done after {patience.limit}; it goes on")
+            found = patience.get(session, f"{_path(eval_id)}/runs", limit=_RUNS_SHOWN, order="desc")
+            going = found["data"] if found else going
+
+
+@command(
+    "eval show",
+    opt("id EVAL_ID"),
+    opt("--items RUN_ID", "The items of this run; whole with -o json."),
+)
+def show(session: Session, args: Namespace) -> None:
+    """Show the runs of an evaluation side by side: each grader's share that passed, with a 95 % interval, the mean
+    reward, and what a run waits for.
+
+    Examples:
+      appliance eval show eval_abc123
+      appliance eval show eval_abc123 -o json | jq .runs
+      appliance eval show eval_abc123 --items evalrun_abc123           what was asked, answered and judged
+    """
+    if args.id.startswith("evalrun_"):
+        raise BadUsage(f"{args.id} is a run; give its evaluation, `appliance eval list` shows them (eval_…)")
+    if args.items is not None:
+        path = f"{_path(args.id)}/runs/{segment(args.items)}/output_items"
+        session.show(session.client.listed(path, _ITEMS_SHOWN, order="asc"), _items)
+        return
+    found = session.client.get(_path(args.id))
+    session.show({**found, "runs": _runs(session, args.id)}, _side_by_side)
+
+
+def interval(passed: int, judged: int) -> tuple[float, float]:
+    """Where the true share lies with 95 % confidence (Wilson's score interval)."""
+    if not judged:
+        return 0.0, 1.0
+    share, square = passed / judged, Z_95 * Z_95
+    middle = share + square / (2 * judged)
+    half = Z_95 * math.sqrt(share * (1 - share) / judged + square / (4 * judged * judged))
+    return (middle - half) / (1 + square / judged), (middle + half) / (1 + square / judged)
+
+
+def _share(passed: int, failed: int) -> str:
+    judged = passed + failed
+    if not judged:
+        return "-"
+    low, high = interval(passed, judged)
+    return f"{passed / judged:.1%} ({low:.1%} to {high:.1%})"
+
+
+def _side_by_side(found: dict[str, Any]) -> Any:
+    runs = found["runs"]
+    names = list(dict.fromkeys(one["testing_criteria"] for run in runs for one in run["per_testing_criteria_results"]))
+
+    def row(run: dict[str, Any]) -> tuple[object, ...]:
+        counts = run["result_counts"]
+        by_name = {one["testing_criteria"]: one for one in run["per_testing_criteria_results"]}
+        graded = [by_name.get(name, {"passed": 0, "failed": 0}) for name in names]
+        return (
+            *(run["model"] or run["name"], run["status"], _share(counts["passed"], counts["failed"])),
+            *(
+                cell
+                for one in graded
+                for cell in (_share(one["passed"], one["failed"]), _reward(one.get("mean_reward")))
+            ),
+            *(counts["total"], counts["errored"], run["id"]),
+        )
+
+    graders = [title for name in names for title in (f">{name.upper()}", ">REWARD")]
+    header = ("MODEL", "STATUS", ">PASSED", *graders, ">ITEMS", ">ERRORS", "RUN")
+    waiting = [f"{run['id']} waits: {run['waits_for']}" for run in runs if run.get("waits_for")]
+    table = output.table(header, map(row, runs), empty="no runs; `appliance eval run` starts one")
+    return output.stack(found["id"], table, *waiting)
+
+
+def _items(answer: dict[str, Any]) -> Any:
+    rows = answer["data"]
+    names = list(dict.fromkeys(one["name"] for row in rows for one in row["results"]))
+    lines = []
+    for row in rows:
+        sample, by_name = row["sample"], {one["name"]: one for one in row["results"]}
+        prompt, reply = sample["input"], sample["output"]
+        lines.append(
+            (
+                *(row["datasource_item_id"] + 1, row["status"]),
+                _cell(prompt[-1]["content"] if prompt else ""),
+                _cell(reply[-1]["content"] if reply else sample["error"]["message"]),
+                *(_verdict(by_name.get(name)) for name in names),
+            )
+        )
+    return output.table(("ITEM", "STATUS", "PROMPT", "ANSWER", *map(str.upper, names)), lines, empty="no items yet")
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split())
+    return formats.or_dash(line if len(line) <= 60 else f"{line[:59]}…")
+
+
+def _verdict(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "-"
+    if "error" in result:
+        return _cell(f"error: {result['error']}")
+    why = f": {result['reason']}" if "reason" in result else ""
+    return _cell(f"{'pass' if result['passed'] else 'fail'} {result['score']:.4g}{why}")
+
+
+def _reward(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:.4g}"

@@ -1,0 +1,242 @@
+"""`appliance key create|limit|list|rotate` and `appliance forget`: who may use the box over the network."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from datetime import date, timedelta
+from typing import Any
+
+from appliance.cli import output, views
+from appliance.cli.command import Session, command, flag, number, opt, pairs, picked
+from appliance.cli.commands.training import moment_to_come, nullable
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.resources import segment
+
+NONE = "none"
+
+
+# What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
+# others, and what its owner may keep; an operator's key has no such bounds. "none" takes a limit away.
+_NUMBERS = {
+    "requests_per_minute": ("At least 1.", nullable(number(int, 1))),
+    "tokens_per_minute": ("Prompts and completions together.", nullable(number(int, 1))),
+    "tokens_per_day": ("Days of UTC.", nullable(number(int, 1))),
+    "tokens_per_month": ("Months of UTC.", nullable(number(int, 1))),
+    "max_priority": (
+        "Highest priority of its jobs. Default: 0.",
+        nullable(number(int, -1000, 1000)),
+    ),
+    "max_non_preemptible": ("How many unfinished jobs may be so. Default: 0.", nullable(number(int, 0))),
+    "max_deadlines": ("Unfinished jobs that have a deadline. Default: 0.", nullable(number(int, 0))),
+    "max_held": ("Unfinished jobs that are held. Default: 16.", nullable(number(int, 0))),
+}
+_LIMITS = (
+    opt(
+        "--model MODEL",
+        "Models that it may use, of those that its owner may, besides what the owner's jobs make; repeatable. "
+        "Default: all.",
+        dest="models",
+        action="append",
+    ),
+    *(opt(f"--{name.replace('_', '-')} N", help, type=kind) for name, (help, kind) in _NUMBERS.items()),
+    opt("--expires TIME", "When it ends by itself: 30d from now, or a date such as 2026-12-31, which is its last day."),
+    opt(
+        "--bound NAME=N",
+        "A bound on what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
+        "file_bytes, uploads, batches, jobs, models, model_bytes, background, evals, eval_runs, eval_bytes, "
+        "responses, responses_bytes.",
+        dest="bounds",
+        action="append",
+    ),
+)
+_KEY = opt("id NAME_OR_ID")
+
+
+def _limits(args: Namespace) -> dict[str, Any]:
+    """Of the request; "none" for a limit that goes. Raises BadUsage."""
+    found = picked(args, " ".join(["models", *_NUMBERS]))
+    if args.bounds:
+        found["bounds"] = {name: _bound(name, text) for name, text in pairs("--bound", args.bounds)}
+    if args.expires is not None:
+        found["expires_s"] = NONE if args.expires == NONE else _expires(args.expires)
+    return found
+
+
+def _bound(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise BadUsage(f"--bound {name}={text} was given, expected NAME=NUMBER")
+    return int(text)
+
+
+def _expires(text: str) -> float:
+    """A date alone is the key's last day. Raises BadUsage."""
+    try:
+        day_after = date.fromisoformat(text) + timedelta(days=1)
+    except ValueError:
+        return moment_to_come("--expires", text)
+    except OverflowError:
+        raise BadUsage(
+            f"--expires is {text}, later than a calendar goes; for a key that never ends give none"
+        ) from None
+    if day_after <= date.today():
+        raise BadUsage(f"--expires is {text!r}, which is past; expected a future time, such as 30d from now")
+    return moment_to_come("--expires", day_after.isoformat())
+
+
+@command(
+    "key create",
+    opt("--name NAME", "Whose key it is; shown in lists and in the audit log.", required=True),
+    opt(
+        "--scope SCOPE",
+        "inference, fine_tuning, read, metrics or admin; repeatable. Default: the first two; with --model the "
+        "first alone.",
+        dest="scopes",
+        action="append",
+    ),
+    opt("--owner NAME", "Who owns what the key makes, and whose share of the devices it uses. Default: NAME."),
+    *_LIMITS,
+)
+def create(session: Session, args: Namespace) -> None:
+    """Make a key and show it once: the box keeps only its SHA-256.
+
+    Examples:
+      appliance key create --name alice
+      appliance key create --name ops --scope admin
+      appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing
+      appliance key create --name prometheus --scope metrics        may read the metrics, nothing else
+      appliance key create --name alice-laptop --owner alice        sees what alice's first key made
+      appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000
+      appliance key create --name guest --expires 30d                refused after it; also a date, its last day
+      export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)
+    """
+    limits = {name: value for name, value in _limits(args).items() if value != NONE}
+    answer = session.client.post("/admin/v1/keys", picked(args, "name scopes owner") | limits)
+    _show_secret(session, answer, f"Key {answer['name']} ({', '.join(answer['scopes'])}){views.key_ends(answer)}.")
+
+
+@command("key rotate", _KEY)
+def rotate(session: Session, args: Namespace) -> None:
+    """Give a key a new secret and show it once. The old one is refused at once; jobs, batches and limits stay.
+
+    Examples:
+      appliance key rotate alice
+      appliance key rotate key_4f2a81
+    """
+    answer = session.client.post(f"/admin/v1/keys/{segment(args.id)}/rotate")
+    _show_secret(session, answer, f"Key {answer['name']} has a new secret, and the old one is refused.")
+    if not session.as_json and (removed := answer.get("first_key_file_removed")) is not None:
+        output.say(f"{removed} had the old one and was removed.")
+
+
+def _show_secret(session: Session, answer: dict[str, Any], text: str) -> None:
+    if session.as_json:
+        output.print_json(answer)
+    else:
+        output.say(f"{text} It is not shown again:")
+        print(answer["key"], flush=True)
+
+
+@command(
+    "key limit",
+    _KEY,
+    opt(
+        "--lift LIMIT",
+        "Take a limit away, by its name with underscores; repeatable. `--tokens-per-day none` does so too.",
+        action="append",
+        default=[],
+    ),
+    *_LIMITS,
+)
+def limit(session: Session, args: Namespace) -> None:
+    """Change what a key may use and spend; limits that are not named stay. It holds from the next request on.
+
+    Examples:
+      appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000
+      appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE
+      appliance key limit alice --lift tokens_per_minute --lift models
+      appliance key limit guest --expires 2026-12-31     its last day; `--lift expires`: it lasts
+      appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10
+    """
+    names = ("models", *_NUMBERS, "expires", "bounds")
+    for name in args.lift:
+        if name not in names:
+            raise BadUsage(f"--lift {name} is not a limit; they are {', '.join(names)}")
+    body = {name: None if value == NONE else value for name, value in _limits(args).items()}
+    body |= dict.fromkeys("expires_s" if name == "expires" else name for name in args.lift)
+    session.show(session.client.send("PATCH", f"/admin/v1/keys/{segment(args.id)}", body=body), views.key_changed)
+
+
+@command("key list", flag("--all", "Revoked ones too."))
+def list_keys(session: Session, args: Namespace) -> None:
+    """List keys by name, scopes and first characters. Only its owner knows the key itself.
+
+    ASKED: the last hour in which it asked a model; reads and scrapes are not counted.
+
+    Examples:
+      appliance key list
+      appliance key list --all -o json
+    """
+    answer = session.client.listed("/admin/v1/keys")
+    shown = [key for key in answer["data"] if args.all or key["revoked_s"] is None]
+    columns: tuple[output.Column, ...] = (
+        *("id", "name", "owner", "scopes", ("key", lambda key: f"{key['prefix']}…"), ("limits", views.key_limits)),
+        *("created=created_s:moment", "asked=last_asked_s:moment", "expires=expires_s:moment"),
+        "revoked=revoked_s:moment",
+    )
+    empty = "no keys; `appliance key create --name NAME` makes one"
+    session.show({**answer, "data": shown}, lambda found: output.listing(columns, found["data"], empty=empty))
+
+
+_FORGET = "/admin/v1/forget"
+_FORGET_WAIT_S, _FORGET_POLL_S = 600.0, 1.0
+
+
+@command(
+    "forget",
+    opt("--owner NAME", "As `appliance key list` shows it.", required=True),
+    flag("--models", "Models trained on their files go too."),
+    flag("--cancel", "Cancel what has not ended, instead of refusing."),
+    flag("--yes", "Do not ask."),
+)
+def forget(session: Session, args: Namespace) -> None:
+    """Forget a person: their keys, files, responses and their name. Asks first.
+
+    Deleted are files, uploads, stored responses and chat completions, batches and the folders of jobs; keys
+    are revoked; usage and the audit log stay, under a pseudonym. Models trained on the files are listed;
+    --models deletes them too, in every tier. Names of models stay, in usage too.
+
+    Examples:
+      appliance forget --owner ann
+      appliance forget --owner ann --cancel --models --yes
+    """
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise BadUsage("there is no terminal to ask at; --yes goes ahead without asking")
+        output.say(_person(session.client.get(_FORGET, owner=args.owner), args.models))
+        print(f"Forget {args.owner}? This cannot be undone. [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise CommandFailed("nothing was done")
+    deadline_s = time.monotonic() + _FORGET_WAIT_S
+    while not (answer := session.client.post(_FORGET, picked(args, "owner models cancel")))["done"]:
+        if time.monotonic() > deadline_s:
+            raise CommandFailed(f"not done: {', '.join(answer['waits_for'])} did not end; run this again")
+        output.say(f"waiting for the end of {', '.join(answer['waits_for'][:5])}")
+        time.sleep(_FORGET_POLL_S)
+    session.show(answer, lambda done: _person(done, args.models))
+
+
+def _person(answer: dict[str, Any], models: bool) -> str:
+    kinds, done = ("files", "uploads", "batches", "responses", "jobs"), answer["done"]
+    if not any(answer[kind] for kind in (*kinds, "keys", "unfinished", "models")) and not answer.get("evals"):
+        # Of a name that is written wrong as of one that was forgotten before.
+        return "nothing here is of this owner: is the name right? `appliance key list --all` shows owners"
+    counted = ", ".join(f"{answer[kind]} {kind}" for kind in kinds)
+    lines = [f"{'forgotten' if done else 'there are'}: {counted}; keys: {', '.join(answer['keys']) or 'none'}"]
+    if answer["unfinished"]:
+        lines.append(f"{'cancelled' if done else 'not ended yet'}: {', '.join(answer['unfinished'])}")
+    if answer["models"]:
+        fate = ("deleted" if done else "to be deleted") if models else "kept; --models deletes them"
+        lines.append(f"models trained on their files ({fate}): {', '.join(answer['models'])}")
+    return "\n".join(lines)

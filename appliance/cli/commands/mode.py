@@ -1,0 +1,209 @@
+"""`appliance mode set|plan|history` and `mode schedule add`: who the devices belong to, serving or training."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from argparse import Namespace
+from typing import Any
+
+from appliance.cli import formats, output, views
+from appliance.cli.command import Session, command, number, opt, picked, seconds_given
+from appliance.cli.errors import BadUsage, CliError, WaitTimedOut
+from appliance.cli.resources import limit, segment
+from appliance.cli.views import MODES
+
+WAIT_S = 900.0
+_POLL_S = 0.3
+_ANSWER_MARGIN_S = 30.0
+_TRAIN = opt("--train N|auto", "With split: devices that training may have.")
+_FLOOR = opt(
+    "--floor N", "Devices that serving keeps. Default: [box] serving_floor.", dest="serving_floor", type=number(int, 0)
+)
+
+
+def _wanted(args: Namespace) -> dict[str, Any]:
+    """The body of the request. Raises BadUsage."""
+    body, train = picked(args, "policy serving_floor"), args.train
+    if train is None:
+        if args.policy == "split":
+            raise BadUsage("the mode split needs --train N: how many devices training may have")
+        return body
+    if args.policy not in ("split", "auto"):
+        raise BadUsage(f"--train belongs to the mode split, not to {args.policy}")
+    if train == "auto":
+        # A split whose line the box itself draws is what it calls auto.
+        return body | {"policy": "auto"}
+    if args.policy == "auto":
+        raise BadUsage("the mode auto decides by itself how many devices train; --train N belongs to the mode split")
+    if not (train.isascii() and train.isdigit()):
+        raise BadUsage(f"--train is {train!r}; expected a number of devices, or auto")
+    return body | {"train_devices": int(train)}
+
+
+@command(
+    "mode set",
+    opt("policy serve|train|split|auto", choices=MODES),
+    _TRAIN,
+    _FLOOR,
+    opt("--wait", "Return when the devices have moved (the default).", action="store_true", default=True),
+    opt("--no-wait", "Return at once.", dest="wait", action="store_false"),
+    opt("--timeout SECONDS", "Then exit code 124.", type=number(float, 1, WAIT_S), default=WAIT_S),
+)
+def set_mode(session: Session, args: Namespace) -> None:
+    """Move devices between serving and training. No request is dropped and no job loses a step.
+
+    It holds until it is set again, or until a window of `mode schedule` begins or ends, and survives restarts.
+    Waiting may be interrupted: the box goes on.
+
+    Examples:
+      appliance mode set serve                 every device serves; jobs are suspended and wait
+      appliance mode set train                 jobs get every device; requests are held meanwhile
+      appliance mode set split --train 6       six devices for jobs, the others serve
+      appliance mode set auto                  training takes what serving does not need, and gives it back
+      appliance mode set train --floor 1       jobs get every device but one, which keeps serving
+      appliance mode set train --no-wait       return at once; `appliance mode history` shows how it went
+    """
+    body = _wanted(args)
+    if not args.wait:
+        answer = session.client.send("PUT", "/admin/v1/mode", body=body)
+    else:
+        with output.progress(f"mode {body['policy']}") as meter:
+            answer = _put_and_watch(session, body, args.timeout, meter)
+
+    def reached(now: dict[str, Any]) -> Any:
+        return output.stack(views.mode(now), views.handover(now["handover"]) if now["handover"] else None)
+
+    session.show(answer, reached)
+
+
+def _put_and_watch(session: Session, body: dict[str, Any], timeout_s: float, meter: output.Meter) -> Any:
+    """The box answers when the devices have moved; meanwhile its status says what it is doing."""
+    result: dict[str, Any] = {}
+
+    def put() -> None:
+        query = {"wait": True, "timeout_s": timeout_s}
+        try:
+            result["answer"] = session.client.send(
+                "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=timeout_s + _ANSWER_MARGIN_S
+            )
+        except CliError as error:
+            result["error"] = error
+
+    asking = threading.Thread(target=put, daemon=True)
+    asking.start()
+    asking.join(_POLL_S)
+    while asking.is_alive():
+        meter.update(_doing(session) or f"mode {body['policy']}")
+        asking.join(_POLL_S)
+    error = result.get("error")
+    if isinstance(error, WaitTimedOut):
+        raise WaitTimedOut(
+            f"the mode is set, but the devices have not moved within {timeout_s:.0f} s; the box goes on, "
+            "`appliance mode history` shows how far it is"
+        )
+    if error:
+        raise error
+    return result["answer"]
+
+
+def _doing(session: Session) -> str | None:
+    try:
+        handover = session.client.get("/admin/v1/status")["handover"]
+    except CliError:
+        return None  # this is only an ornament: the request that waits says what is wrong
+    running = [step for step in (handover or {}).get("steps", ()) if step["state"] in ("running", "started")]
+    return " · ".join(f"{step['verb'].replace('_', ' ')} {formats.or_dash(step['target'])}" for step in running) or None
+
+
+@command(
+    "mode plan",
+    opt("policy serve|train|split|auto", choices=MODES, nargs="?"),
+    _TRAIN,
+    _FLOOR,
+    opt("--dry-run", "Always on: the command only shows.", action="store_true"),
+)
+def plan(session: Session, args: Namespace) -> None:
+    """Show what a mode would do now and why, in one sentence per step. Does nothing.
+
+    Examples:
+      appliance mode plan --dry-run                    what the scheduler would do right now, in the mode that holds
+      appliance mode plan --dry-run train --floor 1    what `mode set train --floor 1` would do
+      appliance mode plan --dry-run split --train 6 -o json
+    """
+    body = None if args.policy is None else _wanted(args)
+    session.show(session.client.post("/admin/v1/mode/plan", body), views.mode_plan)
+
+
+@command("mode history", opt("id ID", "Only this one.", nargs="?"), limit(10))
+def history(session: Session, args: Namespace) -> None:
+    """Show hand-overs of devices, phase by phase: bytes, seconds, who asked.
+
+    Examples:
+      appliance mode history
+      appliance mode history 42                  one of them, with its details
+      appliance mode history --limit 3 -o json
+    """
+    if args.id is not None:
+        session.show(session.client.get(f"/admin/v1/handovers/{segment(args.id)}"), views.handover_details)
+    else:
+        session.show(session.client.get("/admin/v1/handovers", limit=args.limit), views.handovers)
+
+
+@command(
+    "mode schedule add",
+    opt("cron CRON", "When it begins: five fields in quotes."),
+    opt("mode MODE", 'serve, train, auto or "split --train N".'),
+    opt("--train N", "With split.", type=number(int, 0)),
+    opt("--until CRON", "When it ends."),
+    opt("--for TIME", "Its length, such as 9h, 90m or 1h30m.", dest="length"),
+    opt("--tz ZONE", "IANA name of the time zone.", default="UTC"),
+    opt("--floor N", "Devices that serving keeps in it.", dest="serving_floor", type=number(int, 0)),
+)
+def add(session: Session, args: Namespace) -> None:
+    """Put a mode in force whenever the clock says so.
+
+    The five fields are minute hour day-of-month month day-of-week, in the time zone --tz. A mode set by hand
+    holds until the next window begins or ends; between windows that end, the mode set by hand holds.
+
+    Examples:
+      appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1
+      appliance mode schedule add "0 22 * * 1-5" "split --train 6" --for 9h
+      appliance mode schedule add "0 6 * * *" serve          until another window begins
+    """
+    if args.until is not None and args.length is not None:
+        raise BadUsage("--until and --for both say when the window ends; give one of them")
+    policy, devices = _mode(args.mode, args.train)
+    body = picked(args, "cron tz until serving_floor") | {"policy": policy}
+    if devices is not None:
+        body["train_devices"] = devices
+    if args.length is not None:
+        body["for_s"] = seconds_given("--for", args.length)
+    answer = session.client.post("/admin/v1/mode/schedule", body)
+    session.show(answer, lambda made: f"{made['id']}: {views.window_text(made)}; next {formats.moment(made['next_s'])}")
+    for other in session.client.get("/admin/v1/mode/schedule")["data"]:
+        if other["id"] != answer["id"] and (other["cron"].split(), other["tz"]) == (args.cron.split(), args.tz):
+            output.say(
+                f"{other['id']} ({views.mode_name(other)}) begins at the same times and holds no more: the later one "
+                f"does; `appliance mode schedule remove {other['id']}` removes it"
+            )
+    now = session.client.get("/admin/v1/mode")
+    if now["window"] is not None and now["window"]["id"] == answer["id"]:
+        until = "" if now["until_s"] is None else f", until {formats.moment(now['until_s'])}"
+        output.say(f"note: it is that time already: the mode {views.mode_name(answer)} holds from now on{until}")
+
+
+def _mode(text: str, train: int | None) -> tuple[str, int | None]:
+    """The policy and the devices of a split. Raises BadUsage."""
+    try:
+        policy, *rest = shlex.split(text.replace("--train=", "--train ")) or [""]
+    except ValueError:
+        policy, rest = text, []
+    typed = len(rest) == 2 and rest[0] == "--train" and rest[1].isascii() and rest[1].isdigit() and train is None
+    if policy not in MODES or rest and not typed:
+        raise BadUsage(f'the mode is {text!r}; expected serve, train, auto or "split --train N"')
+    train = int(rest[1]) if rest else train
+    if (policy == "split") != (train is not None):
+        needs = "the mode split needs --train N: how many devices training may have"
+        raise BadUsage(needs if train is None else f"--train belongs to the mode split, not to {policy}")
+    return policy, train
