@@ -221,8 +221,9 @@ async def test_a_job_says_what_its_grader_failed_at_once_until_it_fails_at_nothi
     job_id = await judged_job(control)
     bad, good = "it is good", '{"result": 1}'
     judged(control, bad, good, "very good", EngineAnswer(400, {"error": {"message": "too long"}}), good, bad)
+    grade = grading_of(control.context)
     for texts, failed in ((("a", "b"), 1), (("c",), 1), (("d",), 1), (("e",), 0), (("f",), 1)):
-        told = await grading_of(control.context)(job_id, answers_of(*texts))
+        told = await grade(job_id, answers_of(*texts))
         assert sum(map(bool, told["errors"])) == told["rewards"].count(None) == failed
     said = [text for text in await control.messages(job_id) if text.startswith("the grader failed at ")]
     assert ["too long" in text for text in said] == [False, True, False]
