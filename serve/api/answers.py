@@ -87,9 +87,10 @@ class Answers:
         except Exception as error:
             if not streams:
                 raise
-            log.exception("a stream failed")
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # starlette wraps it
             fault = create_error_response(fault_of(cause))
+            if fault.error.code >= 500:
+                log.error("a stream failed", exc_info=cause)
             if head:
                 await JSONResponse(fault.model_dump(), fault.error.code)(scope, receive, send)
             else:

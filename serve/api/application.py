@@ -35,6 +35,7 @@ def set_up(app: Any) -> None:
     if getattr(app.state, "serving_embedding", None) is not None:
         app.add_api_route("/v1/embeddings", _embed, methods=["POST"])
         app.router.routes.insert(0, app.router.routes.pop())
+    app.middleware_stack = app.build_middleware_stack()  # vLLM has built one, without these handlers
 
 
 async def _answer_fault(request: Request, error: Exception) -> Any:

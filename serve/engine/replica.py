@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import shutil
 import time
 from pathlib import Path
@@ -45,11 +44,6 @@ _LOADS = ("swap", "sleep", "wake")
 """Calls after a failure of which nobody knows which weights the engine holds."""
 PULSE_EVERY_S, SILENT_S = 2.0, 6.0
 """How often an engine's core is asked for a sign of life, and the silence after which `status` reports it."""
-LOG_LINES, LOG_LINE_CHARACTERS = 3, 120
-"""Of the end of an engine's log, and of each, in the error that people are shown."""
-_LOG_PREFIX = re.compile(r"\(\w+ pid=\d+\) |[A-Z]+ \d\d-\d\d [\d:]+ \[\S+\] ")
-_AFTERWARDS = re.compile(r"\[shutdown\]|resource_tracker|warnings\.warn\(")
-"""What vLLM and Python write once a process has died, which says nothing of its death."""
 _OF_THE_MACHINE = {
     kind.__name__ for kind in (OSError, MemoryError, StoreError, IntegrityError, VersionUnreadable, CoreKilled)
 }
@@ -314,12 +308,8 @@ def _cause(fatal: dict[str, Any]) -> str:
 
 
 def _with_log(what: str, child: Child) -> str:
-    """The last lines of its log are in the first line, which is what people are shown of an error."""
-    log = child.log_end()
-    said = (_LOG_PREFIX.sub("", line).strip() for line in log.splitlines() if not _AFTERWARDS.search(line))
-    lines = [line[:LOG_LINE_CHARACTERS] for line in said if line]
-    ends = f", which ends with: {' | '.join(lines[-LOG_LINES:])}" if lines else ""
-    return f"{what}; its log is {child.log_path}{ends}\n{log}"
+    """People are shown the first line of an error; the rest is for the log of the box."""
+    return f"{what}; its log is {child.log_path}\n{child.log_end()}"
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:

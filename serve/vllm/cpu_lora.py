@@ -20,7 +20,7 @@ class GroupedLoRA(PunicaWrapperCPU):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._groups: list[tuple[int, slice | torch.Tensor]] = []
+        self._groups: list[tuple[int, torch.Tensor]] = []
 
     def update_metadata(self, mapping: Any, *args: Any, **kwargs: Any) -> None:
         super().update_metadata(mapping, *args, **kwargs)
@@ -48,13 +48,7 @@ class GroupedLoRA(PunicaWrapperCPU):
                 start += width
 
 
-def groups(slot_of_token: torch.Tensor) -> list[tuple[int, slice | torch.Tensor]]:
-    """Return each slot in use with its tokens: a slice if they are adjacent, else their indexes."""
-    found = []
-    for slot in torch.unique(slot_of_token).tolist():
-        if slot == NO_ADAPTER:
-            continue
-        rows = (slot_of_token == slot).nonzero().view(-1)
-        first, last = int(rows[0]), int(rows[-1])
-        found.append((slot, slice(first, last + 1) if last - first + 1 == len(rows) else rows))
-    return found
+def groups(slot_of_token: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return each slot in use with the indexes of its tokens."""
+    slots = [slot for slot in torch.unique(slot_of_token).tolist() if slot != NO_ADAPTER]
+    return [(slot, (slot_of_token == slot).nonzero().view(-1)) for slot in slots]

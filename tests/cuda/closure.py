@@ -94,9 +94,9 @@ def _import_classes() -> None:
     """Those of models that read pictures, which the front end imports before it forks; one has gated delta nets."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from serve.vllm import deaths, patches
+    from serve.vllm import patches
 
-    patches.apply("cuda", eager=False, segment_prefix="r-", core_death=deaths.CoreDeath(print))
+    patches.apply("cuda", eager=False, segment_prefix="r-")
     for architecture in ("Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"):
         assert ModelRegistry.models[architecture].load_model_cls().__name__ == architecture
         print(f"imported {architecture}", file=sys.stderr, flush=True)

@@ -494,11 +494,11 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 async def unfollowed(engine: Engine) -> list[str]:
     """What is wrong with the answers to forms that cost too much to follow: 400, and in streams as their last event."""
-    from serve.forms.grammars import UNFOLLOWED
-    from serve.vllm import request_bounds
+    from serve.forms import grammars
+    from serve.vllm.frontend import UNFOLLOWED
 
     found = []
-    most_s, request_bounds.MOST_BEYOND_S = request_bounds.MOST_BEYOND_S, -1.0
+    most_s, grammars.MOST_BEYOND_S = grammars.MOST_BEYOND_S, -1.0
     for path, body in FORMS:
         for stream in (False, True):
             answer = await engine.ask(path, body | {"stream": stream})
@@ -506,7 +506,7 @@ async def unfollowed(engine: Engine) -> list[str]:
                 found.append(f"{path} {body}: expected 400 for a form that costs too much, not {answer}")
             elif UNFOLLOWED.encode() not in answer[1] or said(*answer) is not None:
                 found.append(f"{path} {body}: its answer does not name the form: {answer[1][-400:]!r}")
-    request_bounds.MOST_BEYOND_S = most_s
+    grammars.MOST_BEYOND_S = most_s
     return found
 
 

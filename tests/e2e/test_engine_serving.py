@@ -85,7 +85,8 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
     # Without the penalty the starter writes blanks without end, which JSON allows.
     common = {"model": "starter", "temperature": 0, "frequency_penalty": 2}
     forced = {**common, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 200}
-    forced |= {"tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}]}
+    # The gateway marks the tools of a demanded call as strict.
+    forced |= {"tools": [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]}
     asked = [{"role": "user", "content": "weather?"}]
     (choice,) = (await sdk.chat.completions.create(messages=asked, **forced)).choices
     (call,) = choice.message.tool_calls
@@ -97,7 +98,7 @@ async def test_openai_surface_and_no_control_routes(engine_box, replicas):
         for piece in part.choices[0].delta.tool_calls or []:
             arguments += piece.function.arguments or ""
     assert json.loads(arguments) == {"city": "Bern"}
-    flat = [{"type": "function", "name": "weather", "parameters": schema}]
+    flat = [{"type": "function", "name": "weather", "parameters": schema, "strict": True}]
     given = {**common, "input": "weather?", "tools": flat, "tool_choice": {"type": "function", "name": "weather"}}
     del given["frequency_penalty"]
     told = await sdk.responses.create(**given, max_output_tokens=200, extra_body={"frequency_penalty": 2})
@@ -138,7 +139,7 @@ async def functions_of_the_older_kind(sdk):
         "temperature": 0,
         "frequency_penalty": 2,  # else blanks without end, which JSON allows
     }
-    asked = as_meant("chat.completions", asked).data  # as the gateway sends it
+    asked, _ = as_meant("chat.completions", asked)  # as the gateway sends it
     told = (await sdk.chat.completions.create(**asked)).choices[0]
     assert told.message.tool_calls is None and told.finish_reason in ("stop", "function_call"), told
     call = told.message.function_call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,8 +15,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from serve.api import answer_shapes, answers
+from serve.api import answer_shapes, answers, application
 
 F = {"name": "f", "parameters": {"type": "object"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -129,3 +131,20 @@ async def test_answers_end_a_stream_that_fails_with_an_error_event():
     assert response.status_code == 200 and response.headers["x-appliance-model-version"] == "v2"
     first, last = response.text.strip().split("\n\n")
     assert first == "data: 1" and json.loads(last.removeprefix("data: "))["error"]["code"] == 500
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyError("x"), 400), (OSError("disk"), 500)])
+async def test_application_answers_an_error_of_reading_as_the_requests_fault(error, status):
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+
+    @app.get("/")
+    async def fails():
+        raise error
+
+    app.middleware_stack = app.build_middleware_stack()  # as vLLM's has one when it is built
+    init_exception_handler(app)
+    application.set_up(app)
+    transport = httpx.ASGITransport(answers.Answers(app, lambda: "v1"), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        assert (await client.get("/")).status_code == status
